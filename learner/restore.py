@@ -32,7 +32,7 @@ def restore_backend(
     missing or damaged, `ConfigError` for another model's or another critic's and for batches that cannot be
     trained on here.
     """
-    refuse_batches(settings.model, settings.learner.batch)
+    refuse_batches(settings.model, settings.learner.batch, initial.hf_config)
     # a run without a warm-up begins in this stage too, but takes no step in it
     stage = settings.warmup if progress.stage == "warmup" and settings.warmup.steps else settings.learner
     backend = build_backend(

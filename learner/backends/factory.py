@@ -11,6 +11,7 @@ from learner.backends.base import Backend, CriticSource
 from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
+from learner.backends.megatron.model.windows import refuse_shared_window, shortest_window
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.manifest import is_written_by
@@ -58,13 +59,15 @@ def close_world() -> None:
     process_groups.close_world()
 
 
-def refuse_batches(model: ModelConfig, batch: BatchConfig) -> None:
+def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` for batches that no backend of this model can train on, on this machine."""
     if batch.share_prefixes and model.dtype == "float32" and torch.cuda.is_available():
         raise ConfigError(
             "learner.batch.share_prefixes=true has no attention kernel for model.dtype=float32 on a GPU: set "
             "model.dtype=bfloat16, or share_prefixes=false"
         )
+    if batch.share_prefixes:
+        refuse_shared_window(shortest_window(hf_config), hf_config.max_position_embeddings)
 
 
 def build_backend(

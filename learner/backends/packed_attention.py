@@ -16,7 +16,7 @@ LONGEST_TO_SHORTEST = 2
 """Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
 
 PACK_DEPENDENT_ROPES = {"dynamic", "longrope"}
-"""Rotary embeddings whose angles follow from the longest sequence of a call, which is another in each pack."""
+"""Rotary embeddings whose angles follow from the longest sequence, which is another one in each pack."""
 
 
 class Bucket(NamedTuple):
@@ -54,8 +54,21 @@ def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor
     return tuple(buckets), slots
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Attend to all tokens before; an `Attend`."""
+def seen_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [queries, keys]: the last query sees all keys, or the last `window` of them, and each query
+    before it one key further back."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries + 1 - window)
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None
+) -> Tensor:
+    """Attend to all tokens before, or to the last `window`; an `Attend`."""
+    length = query.shape[-2]
+    if window is not None and window < length:
+        seen = seen_keys(length, length, window, query.device)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
 

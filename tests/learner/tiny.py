@@ -14,13 +14,15 @@ from learner.data.packing import Sample
 
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 SPARSE = ("qwen3_moe", "mixtral")
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
-    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
 }  # fmt: skip
 _OWN = {
+    "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 24},
     "qwen3_moe": {
         "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,

@@ -23,6 +23,7 @@ from learner.backends.packed_attention import (
     causal_attention,
     causal_varlen_attention,
     has_varlen_kernel,
+    seen_keys,
 )
 from learner.data.packing import MicroBatch
 from learner.publication.transfer import to_device
@@ -121,10 +122,7 @@ def _scored(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     length = scores.shape[-1]
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    if window is not None:
-        seen = seen.triu(1 - window)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~seen_keys(length, length, window, query.device), -torch.inf)
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), dim=-1)

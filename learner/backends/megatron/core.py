@@ -40,6 +40,7 @@ with megatron_import_warnings_silenced():
     from megatron.core.transformer.module import MegatronModule, param_is_not_shared
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
@@ -106,6 +107,7 @@ __all__ = [
     "MegatronModule",
     "MegatronOptimizer",
     "MegatronOptimizerConfig",
+    "ModuleSpec",
     "PackedSeqParams",
     "ProcessGroupCollection",
     "SelfAttention",

@@ -49,6 +49,7 @@ ODD_VOCABULARY = (("vocab_size", 59),)
 LLAMA = (("family", "llama"),)
 LLAMA3 = (*LLAMA, ("rope", "llama3"))
 YARN = (*LLAMA, ("rope", "yarn"))
+WINDOW = (("family", "mistral"), ("sliding_window", 8))
 MOE = (("family", "qwen3_moe"),)
 MIXTRAL = (("family", "mixtral"),)
 PLAIN = {"distributed_optimizer": False}
@@ -64,6 +65,7 @@ CASES = {
     "tp2 odd tied vocabulary": Case(2, {"tensor": 2}, ODD_VOCABULARY + TIED),
     "tp2 sp": Case(2, {"tensor": 2, "sequence": True}),
     "tp2 sp yarn": Case(2, {"tensor": 2, "sequence": True}, YARN),
+    "tp2 sp window": Case(2, {"tensor": 2, "sequence": True}, WINDOW),
     "tp2 sp plain tied": Case(2, PLAIN | {"tensor": 2, "sequence": True}, TIED),
     "pp2": Case(2, {"pipeline": 2}),
     "pp2 plain": Case(2, PLAIN | {"pipeline": 2}),
@@ -73,6 +75,7 @@ CASES = {
     "cp2": Case(2, {"context": 2}),
     "cp2 one sequence a micro-batch": Case(2, {"context": 2}, budget=1),
     "cp2 llama3": Case(2, {"context": 2}, LLAMA3),
+    "cp2 window": Case(2, {"context": 2}, WINDOW),
     "cp2 plain tied": Case(2, PLAIN | {"context": 2}, TIED),
     "full recompute": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}),
     "selective recompute": Case(2, {"context": 2, "recompute": "selective"}),

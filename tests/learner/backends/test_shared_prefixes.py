@@ -32,7 +32,7 @@ from learner.metrics import step_values
 from learner.scoring.logprobs import score
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.siblings import siblings
-from tests.learner.tiny import FAMILIES, TIS, hf_state, tiny_model
+from tests.learner.tiny import FAMILIES, TIS, hf_state, tiny_config, tiny_model
 from tests.learner.world.ranks_worker import group
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
@@ -209,9 +209,24 @@ def behind(trajectory, prompt: np.ndarray):
 def test_float32_on_a_gpu_is_refused_before_the_model_is_built(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"share_prefixes=true .* model.dtype=float32 on a GPU"):
-        refuse_batches(ModelConfig(dtype="float32"), BatchConfig(share_prefixes=True))
-    refuse_batches(ModelConfig(dtype="bfloat16"), BatchConfig(share_prefixes=True))
-    refuse_batches(ModelConfig(dtype="float32"), BatchConfig())
+        refuse_batches(ModelConfig(dtype="float32"), BatchConfig(share_prefixes=True), tiny_config())
+    refuse_batches(ModelConfig(dtype="bfloat16"), BatchConfig(share_prefixes=True), tiny_config())
+    refuse_batches(ModelConfig(dtype="float32"), BatchConfig(), tiny_config())
+
+
+def test_a_sliding_window_in_shared_prefixes_is_refused_before_the_model_is_built():
+    config, share = tiny_config("mistral", sliding_window=100), BatchConfig(share_prefixes=True)
+    with pytest.raises(ConfigError, match="share_prefixes=true: a sliding window of 100 tokens"):
+        refuse_batches(ModelConfig(), share, config)
+    refuse_batches(ModelConfig(), BatchConfig(), config)
+    refuse_batches(ModelConfig(), share, tiny_config("mistral", sliding_window=256))
+
+
+def test_a_frozen_policys_window_in_shared_prefixes_is_refused_when_a_sequence_is_longer():
+    built = build_model(tiny_config("mistral", sliding_window=9), dtype=torch.float32)
+    [batch] = pack(siblings(), 10**6, share_prefixes=True)
+    with pytest.raises(ConfigError, match="a sliding window of 9 tokens is not supported for sequences of"):
+        built(batch)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.families import shape_of
 from learner.backends.megatron.model.rope import rope_settings
+from learner.backends.megatron.model.windows import windows_of
 
 
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
@@ -14,4 +15,8 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     shape = vars(shape_of(hf_config)).copy()
     experts = shape.pop("experts")
     routing = {} if experts is None else {"experts": json.loads(json.dumps(vars(experts)))}
-    return {"model_type": hf_config.model_type, **rope_settings(hf_config), **shape, **routing}
+    windows = windows_of(hf_config)
+    sight = {"windows": list[JsonValue](windows)} if any(windows) else {}
+    return {
+        "model_type": hf_config.model_type, **rope_settings(hf_config), **shape, **routing, **sight
+    }  # fmt: skip

@@ -3,6 +3,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Family, Shape
 from learner.backends.megatron.conversion.llama import LLAMA
+from learner.backends.megatron.conversion.mistral import MISTRAL
 from learner.backends.megatron.conversion.mixtral import MIXTRAL
 from learner.backends.megatron.conversion.qwen2 import QWEN2
 from learner.backends.megatron.conversion.qwen3 import QWEN3
@@ -10,6 +11,7 @@ from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
+    "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,

@@ -18,7 +18,6 @@ MIXTRAL = Family(
     expert_rules=expert_rules(*(f"block_sparse_moe.experts.{{}}.w{n}.weight" for n in (1, 3, 2))),
     experts=_experts,
     requirements=(
-        ("sliding_window", lambda window, _: window is None, "sliding windows are not supported"),
         ("router_jitter_noise", lambda noise, _: not noise, "noise on the router is not supported"),
     ),
 )

@@ -35,6 +35,7 @@ from learner.backends.megatron.model.context_attention import (
 from learner.backends.megatron.model.qkv import HeadSettings, split_heads
 from learner.backends.megatron.model.rope import Rope
 from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
+from learner.backends.megatron.model.windows import refuse_shared_window
 from learner.backends.packed_attention import (
     Bucket,
     bucket_by_length,
@@ -146,9 +147,12 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         softmax_scale: float | None = None,
         *,
         pg_collection: ProcessGroupCollection,
+        window: int | None = None,
         **_: Any,
     ) -> None:
+        """Let each query see the last `window` tokens, its own included; None is all before it."""
         super().__init__(config=config)
+        self.window = window
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.context_group = pg_collection.cp
 
@@ -162,20 +166,28 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         packed_seq_params: PackedLayout,
         **_: Any,
     ) -> Tensor:
-        """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d]."""
+        """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d].
+
+        Raises `ConfigError` for sequences that share a prefix and are longer than the window."""
         layout = packed_seq_params
         if layout.tree is not None:
+            refuse_shared_window(self.window, layout.max_seqlen_q)
             if layout.tree.line is not None:
                 key, value = (x[layout.tree.line] for x in gathered(key, value, self.context_group))
             return attend_along_paths(query, key, value, layout.tree, scale=self.scale)
         if layout.context is not None:
             return attend_across_ranks(
-                query, key, value, layout.context, group=self.context_group, scale=self.scale
+                query,
+                key,
+                value,
+                layout.context,
+                group=self.context_group,
+                scale=self.scale,
+                window=self.window,
             )
         if layout.buckets:
-            return bucketed_attention(
-                query, key, value, layout.buckets, layout.slots, partial(causal_attention, scale=self.scale)
-            )
+            attend = partial(causal_attention, scale=self.scale, window=self.window)
+            return bucketed_attention(query, key, value, layout.buckets, layout.slots, attend)
         return causal_varlen_attention(
             query,
             key,
@@ -185,4 +197,5 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
             layout.max_seqlen_q,
             layout.max_seqlen_kv,
             scale=self.scale,
+            window=self.window,
         )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.core import tensor_parallel
-from learner.backends.packed_attention import causal_varlen_attention
+from learner.backends.packed_attention import causal_varlen_attention, seen_keys
 from learner.publication.transfer import to_device
 
 
@@ -84,6 +84,7 @@ def attend_across_ranks(
     *,
     group: dist.ProcessGroup,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend causally within each sequence.
 
@@ -94,11 +95,12 @@ def attend_across_ranks(
         layout: made by `context_layout` for the same micro-batch.
         group: the ranks that share the tokens.
         scale: factor of the scores.
+        window: number of tokens that a query sees, its own the last of them; None is all before it.
 
     Returns [T, heads, d].
     """
     key, value = gathered(key, value, group)
-    return attend(query, key, value, layout, scale=scale)
+    return attend(query, key, value, layout, scale=scale, window=window)
 
 
 def gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -119,11 +121,19 @@ def gathered_line(tokens: int, ranks: int) -> Tensor:
     return torch.cat([_gathered_chunk(i, ranks, chunk, tokens // ranks, 0) for i in range(2 * ranks)])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, *, scale: float) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: ContextLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks, laid end to end."""
     key, value = (x.index_select(0, layout.keys) for x in (key, value))
     if layout.by_length:
-        return _attend_by_length(query, key, value, layout, scale)
+        return _attend_by_length(query, key, value, layout, scale, window)
     return causal_varlen_attention(
         query,
         key,
@@ -133,11 +143,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, *, 
         max(queries for _, queries, _ in layout.runs),
         max(keys for _, _, keys in layout.runs),
         scale=scale,
+        window=window,
     )
 
 
 def _attend_by_length(
-    query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, scale: float
+    query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, scale: float, window: int | None
 ) -> Tensor:
     if layout.queries is None or layout.back is None:
         raise ValueError("this layout is for the kernel that takes any lengths")
@@ -151,7 +162,7 @@ def _attend_by_length(
         strict=True,
     ):
         q, k, v = (x.view(runs, -1, *x.shape[1:]).transpose(1, 2) for x in (queries, keys, values))
-        seen = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)
+        seen = seen_keys(n, m, window, query.device)
         output = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
         attended.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(attended).index_select(0, layout.back)

@@ -12,6 +12,7 @@ from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.conversion.families import FAMILIES, shape_of
 from learner.backends.megatron.core import (
     GPTModel,
+    ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -29,6 +30,7 @@ from learner.backends.megatron.model.attention import (
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.rope import rope_of
+from learner.backends.megatron.model.windows import windows_of
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
 from learner.config.parallel import UNDIVIDED, ParallelConfig
@@ -146,7 +148,7 @@ def build_chunks(
     config = _transformer_config(hf_config, dtype, parallel)
     pieces = parallel.virtual_pipeline
     return [
-        kind(config, _block_spec(config, stage), hf_config, stage).to(device())
+        kind(config, _block_spec(config, hf_config, stage), hf_config, stage).to(device())
         for stage in (range(pieces) if pieces > 1 else [None])
     ]
 
@@ -157,16 +159,20 @@ def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyMod
     return model
 
 
-def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, hf_config: PretrainedConfig, stage: int | None
+) -> TransformerBlockSubmodules:
     """Return megatron-core's own layers, except for attention over packed sequences and the norms."""
-    dense, sparse = _layer_spec(config), _layer_spec(config, num_experts=config.num_moe_experts)
     first = get_transformer_layer_offset(config, vp_stage=stage)
-    kinds = config.moe_layer_freq[first : first + get_num_layers_to_build(config, vp_stage=stage)]
-    layers = [sparse if kind else dense for kind in kinds]
+    here = slice(first, first + get_num_layers_to_build(config, vp_stage=stage))
+    layers = [
+        _layer_spec(config, window, config.num_moe_experts if sparse else None)
+        for sparse, window in zip(config.moe_layer_freq[here], windows_of(hf_config)[here], strict=True)
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, num_experts: int | None = None) -> Any:
+def _layer_spec(config: TransformerConfig, window: int | None, num_experts: int | None) -> Any:
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -175,7 +181,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None = None) -> An
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
     layer.submodules.self_attention.module = PackedSelfAttention
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

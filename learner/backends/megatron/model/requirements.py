@@ -37,10 +37,9 @@ REQUIREMENTS: list[Requirement] = [
     ("partial_rotary_factor", lambda part, _: part in (None, 1.0), "the whole head must be rotated"),
     (
         "layer_types",
-        lambda kinds, _: set(kinds or ()) <= {"full_attention"},
-        "sliding windows are not supported",
+        lambda kinds, _: set(kinds or ()) <= {"full_attention", "sliding_attention"},
+        "only full_attention and sliding_attention are supported",
     ),
-    ("use_sliding_window", lambda used, _: not used, "sliding windows are not supported"),
     ("attention_bias", lambda bias, _: not bias, "this bias is not supported"),
     ("mlp_bias", lambda bias, _: not bias, "this bias is not supported"),
     ("attention_dropout", lambda rate, _: not rate, "dropout is not supported: set it to 0"),

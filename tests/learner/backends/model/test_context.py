@@ -11,35 +11,44 @@ LENGTHS = [16, 8, 16, 24, 8]
 HEADS, GROUPS, WIDTH = 4, 2, 6
 
 
-def of_whole_sequences(query, key, value):
-    """Causal attention of each sequence by itself, [T, heads, d]."""
+def of_whole_sequences(query, key, value, window):
+    """Attention of each sequence by itself, [T, heads, d]."""
+
+    def seen(length):
+        behind = torch.arange(length)[:, None] - torch.arange(length)
+        return (behind >= 0) & (behind < (window or length))
+
     parts = zip(*(torch.split(x, LENGTHS) for x in (query, key, value)), strict=True)
     return torch.cat([
         F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in part), is_causal=True, enable_gqa=True
+            *(x.transpose(0, 1)[None] for x in part), attn_mask=seen(len(part[0])), enable_gqa=True
         )[0].transpose(0, 1)
         for part in parts
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_the_ranks_compute_apart_is_attention_over_whole_sequences(ranks):
+def test_what_the_ranks_compute_apart_is_attention_over_whole_sequences(ranks, window):
     torch.manual_seed(0)
     query = torch.randn(sum(LENGTHS), HEADS, WIDTH)
     key, value = torch.randn(2, sum(LENGTHS), GROUPS, WIDTH)
-    expected = of_whole_sequences(query, key, value)
+    expected = of_whole_sequences(query, key, value, window)
     [whole] = pack(random_samples(LENGTHS), 1000)
     shares = [share_of_rank(whole, ranks=ranks, rank=rank) for rank in range(ranks)]
     places = [whole.cu_seqlens[share.sequence_of_token] + share.position_ids for share in shares]
     everywhere = torch.cat(places)
     for rank, here in enumerate(places):
         layout = context_layout(LENGTHS, ranks=ranks, rank=rank, by_length=True)
-        found = attend(query[here], key[everywhere], value[everywhere], layout, scale=WIDTH**-0.5)
+        found = attend(
+            query[here], key[everywhere], value[everywhere], layout, scale=WIDTH**-0.5, window=window
+        )
         assert torch.allclose(found, expected[here], atol=1e-6)
 
 
 @pytest.mark.gpu
-def test_the_kernel_for_any_lengths_sees_what_the_other_way_sees():
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_kernel_for_any_lengths_sees_what_the_other_way_sees(window):
     torch.manual_seed(0)
     layouts = [
         context_layout(LENGTHS, ranks=2, rank=1, by_length=by_length).to(torch.device("cuda"))
@@ -47,5 +56,5 @@ def test_the_kernel_for_any_lengths_sees_what_the_other_way_sees():
     ]
     query = torch.randn(sum(LENGTHS) // 2, HEADS, 64, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, sum(LENGTHS), GROUPS, 64, device="cuda", dtype=torch.bfloat16)
-    slow, fast = (attend(query, key, value, layout, scale=0.125) for layout in layouts)
+    slow, fast = (attend(query, key, value, layout, scale=0.125, window=window) for layout in layouts)
     assert torch.allclose(slow, fast, atol=2e-2)

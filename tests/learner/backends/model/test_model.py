@@ -153,9 +153,36 @@ def test_heads_that_are_rotated_in_part_are_refused():
         build_model(config, dtype=torch.float32)
 
 
-def test_sliding_windows_are_refused():
-    config = tiny_config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ConfigError, match="sliding"):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {}),
+        ("mixtral", {}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3_moe", {"use_sliding_window": True}),
+    ],
+)
+@torch.no_grad()
+def test_sliding_windows_are_those_of_transformers(family, changes):
+    reference = tiny_model(family, sliding_window=8, **changes)
+    samples = random_samples([5, 17, 1, 32, 9, 8])
+    [batch] = pack(samples, 1000)
+    expected = reference_logits(reference, samples)
+    assert (built_from(reference).logits(batch) - expected).abs().max() < 1e-5
+    everything = tiny_model(family, **({"sliding_window": None} if not changes else {}))
+    assert (reference_logits(everything, samples) - expected).abs().max() > 1e-2
+
+
+def test_a_window_that_no_sequence_fills_changes_nothing():
+    wide, without = (tiny_model("mistral", sliding_window=size) for size in (17, None))
+    [batch] = pack(random_samples([5, 17]), 1000)
+    assert torch.equal(built_from(wide).logits(batch), built_from(without).logits(batch))
+
+
+def test_layers_that_see_tokens_in_another_way_are_refused():
+    config = tiny_config("qwen2")
+    config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ConfigError, match="only full_attention and sliding_attention are supported"):
         build_model(config, dtype=torch.float32)
 
 
@@ -165,15 +192,17 @@ def test_every_setting_of_experts_that_would_be_trained_wrongly_is_named():
         build_model(qwen, dtype=torch.float32)
     assert "num_experts_per_tok=7: must be at most num_experts" in str(error.value)
     assert "output_router_logits=True: it adds a load-balancing loss" in str(error.value)
-    mixtral = tiny_config("mixtral", sliding_window=8, router_jitter_noise=0.1, num_experts_per_tok=1)
+    mixtral = tiny_config("mixtral", router_jitter_noise=0.1, num_experts_per_tok=1)
     with pytest.raises(ConfigError) as error:
         build_model(mixtral, dtype=torch.float32)
-    for name in ("sliding_window=8", "router_jitter_noise=0.1", "num_experts_per_tok=1"):
+    for name in ("router_jitter_noise=0.1", "num_experts_per_tok=1"):
         assert name in str(error.value)
 
 
 def test_an_unknown_family_is_refused_with_those_known():
     config = tiny_config("llama")
     config.model_type = "mamba"
-    with pytest.raises(ConfigError, match="'mamba' is unknown; known are llama, mixtral, qwen2, qwen3, "):
+    with pytest.raises(
+        ConfigError, match="'mamba' is unknown; known are llama, mistral, mixtral, qwen2, qwen3, "
+    ):
         build_model(config, dtype=torch.float32)
