@@ -15,11 +15,11 @@ from learner.data.packing import Sample
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-SPARSE = ("qwen3_moe", "mixtral")
+SPARSE = ("qwen2_moe", "qwen3_moe", "mixtral")
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
-    "mixtral": "Mixtral",
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
 }  # fmt: skip
 _OWN = {
     "mistral": {"sliding_window": None},
@@ -27,6 +27,10 @@ _OWN = {
     "qwen3_moe": {
         "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip

@@ -47,6 +47,8 @@ def _divisions(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, in
     if shape.experts is not None:
         yield "number of experts", shape.experts.count, "expert", parallel.expert
         yield "width of an expert", shape.experts.intermediate, "expert_tensor", parallel.expert_tensor
+        if shape.experts.shared is not None:
+            yield "width of the shared expert", shape.experts.shared, "tensor", parallel.tensor
 
 
 def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:

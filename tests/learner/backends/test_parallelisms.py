@@ -51,6 +51,7 @@ LLAMA3 = (*LLAMA, ("rope", "llama3"))
 YARN = (*LLAMA, ("rope", "yarn"))
 WINDOW = (("family", "mistral"), ("sliding_window", 8))
 MOE = (("family", "qwen3_moe"),)
+SHARED = (("family", "qwen2_moe"), ("num_hidden_layers", 3), ("decoder_sparse_step", 2))
 MIXTRAL = (("family", "mixtral"),)
 PLAIN = {"distributed_optimizer": False}
 CASES = {
@@ -85,6 +86,7 @@ CASES = {
     "dp2 moe": Case(2, {}, MOE),
     "cp2 moe": Case(2, {"context": 2}, MOE),
     "tp2 sp moe": Case(2, {"tensor": 2, "sequence": True}, MOE),
+    "tp2 sp shared expert": Case(2, {"tensor": 2, "sequence": True}, SHARED),
     "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
     "tp2 sp ep2 plain": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, MIXTRAL),
@@ -239,6 +241,7 @@ def load_and_export(layout: dict[str, object], family: str, missing: str | None)
     ("ranks", "layout", "family"),
     [
         (2, {"tensor": 2}, "qwen2"),
+        (2, {"tensor": 2, "sequence": True, "expert": 2}, "qwen2_moe"),
         (2, {"tensor": 2, "sequence": True, "expert": 2}, "qwen3_moe"),
         (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}, "mixtral"),
         (4, {"tensor": 2, "pipeline": 2}, "qwen3"),

@@ -5,6 +5,7 @@ import json
 from pydantic import JsonValue
 from transformers import PretrainedConfig
 
+from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.conversion.families import shape_of
 from learner.backends.megatron.model.rope import rope_settings
 from learner.backends.megatron.model.windows import windows_of
@@ -14,9 +15,16 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     """Return all hyperparameters that decide which weights fit, as they read back from JSON."""
     shape = vars(shape_of(hf_config)).copy()
     experts = shape.pop("experts")
-    routing = {} if experts is None else {"experts": json.loads(json.dumps(vars(experts)))}
+    routing = {} if experts is None else {"experts": _of_experts(experts)}
     windows = windows_of(hf_config)
     sight = {"windows": list[JsonValue](windows)} if any(windows) else {}
     return {
         "model_type": hf_config.model_type, **rope_settings(hf_config), **shape, **routing, **sight
     }  # fmt: skip
+
+
+def _of_experts(experts: Experts) -> JsonValue:
+    """Return what is known of them: checkpoints of models without a shared expert do not speak of one."""
+    known = {name: value for name, value in vars(experts).items() if value is not None}
+    found: JsonValue = json.loads(json.dumps(known))
+    return found

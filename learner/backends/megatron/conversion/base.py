@@ -26,6 +26,8 @@ class Experts:
     """Says which layers have experts; the others have a dense MLP."""
     renormalize: bool = True
     """Says whether the weights of a token's experts are normalised to a sum of 1."""
+    shared: int | None = None
+    """Width of the expert that every token passes through, weighted by a sigmoid; `None` without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ class Family:
     dense_rules: tuple[Rule, ...] = DENSE_MLP
     """Rules of the MLP in layers without experts."""
     router_rules: tuple[Rule, ...] = ()
-    """Rules of sparse layers, once per layer."""
+    """Rules of sparse layers, once per layer, a shared expert's among them."""
     expert_rules: tuple[Rule, ...] = ()
     """Rules of sparse layers, once per expert."""
     experts: Callable[[PretrainedConfig], Experts] | None = None

@@ -6,6 +6,7 @@ from learner.backends.megatron.conversion.llama import LLAMA
 from learner.backends.megatron.conversion.mistral import MISTRAL
 from learner.backends.megatron.conversion.mixtral import MIXTRAL
 from learner.backends.megatron.conversion.qwen2 import QWEN2
+from learner.backends.megatron.conversion.qwen2_moe import QWEN2_MOE
 from learner.backends.megatron.conversion.qwen3 import QWEN3
 from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
 
@@ -14,6 +15,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }

@@ -1,5 +1,6 @@
 """The one adapter from a transformers configuration to megatron-core's GPT model."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -147,10 +148,13 @@ def build_chunks(
         raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
     config = _transformer_config(hf_config, dtype, parallel)
     pieces = parallel.virtual_pipeline
-    return [
-        kind(config, _block_spec(config, hf_config, stage), hf_config, stage).to(device())
-        for stage in (range(pieces) if pieces > 1 else [None])
-    ]
+    with warnings.catch_warnings():
+        # megatron-core's own shared expert does not pass what its MLP asks for
+        warnings.filterwarnings("ignore", "MLP requires ffn_hidden_size", DeprecationWarning)
+        return [
+            kind(config, _block_spec(config, hf_config, stage), hf_config, stage).to(device())
+            for stage in (range(pieces) if pieces > 1 else [None])
+        ]
 
 
 def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyModel:
@@ -230,6 +234,8 @@ def _expert_settings(experts: Experts) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_router_topk": experts.per_token,
+        "moe_shared_expert_intermediate_size": experts.shared,
+        "moe_shared_expert_gate": experts.shared is not None,
         "moe_router_pre_softmax": not experts.renormalize,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",

@@ -49,11 +49,18 @@ def test_scaled_angles_are_those_of_transformers(family, rope):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"norm_topk_prob": False}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}]
+    ("family", "changes"),
+    [
+        ("qwen2_moe", {"norm_topk_prob": True}),
+        ("qwen2_moe", {"mlp_only_layers": [1]}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ],
 )
 @torch.no_grad()
-def test_experts_are_placed_and_weighted_as_the_configuration_says(changes):
-    reference = tiny_model("qwen3_moe", **changes)
+def test_experts_are_placed_and_weighted_as_the_configuration_says(family, changes):
+    reference = tiny_model(family, **changes)
     samples = random_samples([5, 17, 1, 32, 9])
     [batch] = pack(samples, 1000)
     difference = built_from(reference).logits(batch) - reference_logits(reference, samples)
@@ -159,6 +166,7 @@ def test_heads_that_are_rotated_in_part_are_refused():
         ("mistral", {}),
         ("mixtral", {}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen2_moe", {"use_sliding_window": True}),
         ("qwen3_moe", {"use_sliding_window": True}),
     ],
 )
@@ -192,6 +200,11 @@ def test_every_setting_of_experts_that_would_be_trained_wrongly_is_named():
         build_model(qwen, dtype=torch.float32)
     assert "num_experts_per_tok=7: must be at most num_experts" in str(error.value)
     assert "output_router_logits=True: it adds a load-balancing loss" in str(error.value)
+    qwen2 = tiny_config("qwen2_moe", qkv_bias=False, num_experts=0)
+    with pytest.raises(ConfigError) as error:
+        build_model(qwen2, dtype=torch.float32)
+    assert "num_experts=0: a model without experts is of the family qwen2" in str(error.value)
+    assert "qkv_bias=False: queries, keys and values must have a bias" in str(error.value)
     mixtral = tiny_config("mixtral", router_jitter_noise=0.1, num_experts_per_tok=1)
     with pytest.raises(ConfigError) as error:
         build_model(mixtral, dtype=torch.float32)
@@ -203,6 +216,6 @@ def test_an_unknown_family_is_refused_with_those_known():
     config = tiny_config("llama")
     config.model_type = "mamba"
     with pytest.raises(
-        ConfigError, match="'mamba' is unknown; known are llama, mistral, mixtral, qwen2, qwen3, "
+        ConfigError, match="'mamba' is unknown; known are llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, "
     ):
         build_model(config, dtype=torch.float32)
