@@ -20,7 +20,7 @@ from bus.policy_names import DEFAULT_POLICY
 from bus.process_state import ProcessState
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, is_loopback
-from bus.waiting import cancelled, ended_before
+from bus.waiting import cancelled, ended_before, set_within
 from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy, resolve
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.policies import policy_bus
@@ -33,6 +33,7 @@ from launch.process.record_trust import restrict_to_own, with_own_engine
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
 from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
+from storage.disk.room import lack_of_room
 from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import generate_task
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)
+ROOM_PERIOD_S = 1.0
+"""Time between two looks at a full disk."""
 
 
 async def serve_bus(
@@ -91,9 +94,24 @@ async def _keep_alive(
         if await _ended_or_stopped(server, stop, probe):
             return
         state.wait_for("nats-server to start again, since it could not store: is the disk full?")
+        if not await _has_room(server.directory, state, stop):
+            return
         restarts += 1
         await server.stop()
         await server.start()
+
+
+async def _has_room(directory: Path, state: ProcessState, stop: asyncio.Event) -> bool:
+    """Wait until the disk of a directory has room; return False when `stop` came first.
+
+    Until then the server stays as it is: it stores nothing, but carries what processes say of themselves."""
+    while full := lack_of_room(directory):
+        if state.doing != full:
+            log.error("bus_waits_for_room", reason=full)
+            state.wait_for(full)
+        if await set_within(stop, ROOM_PERIOD_S):
+            return False
+    return True
 
 
 async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Credentials | None) -> bool:

@@ -1,4 +1,5 @@
 import asyncio
+from pathlib import Path
 
 import nats.errors
 import psutil
@@ -7,7 +8,7 @@ from nats.aio.client import Client
 from nats.js.client import JetStreamContext
 
 from bus.server import NatsServer, free_port
-from launch.process import write_check
+from launch.process import services, write_check
 from launch.process.services import serve_bus
 
 pytestmark = pytest.mark.nats
@@ -84,7 +85,17 @@ async def test_a_check_whose_server_is_away_prints_no_tracebacks(
 
 
 @pytest.mark.slow
-async def test_a_bus_whose_disk_was_full_stores_again(tmp_path):
+async def test_a_bus_whose_disk_was_full_keeps_its_server_until_there_is_room_and_stores_again(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    looks, full = asyncio.Queue(), ["the disk is full"]
+
+    def lack_of_room(directory: Path) -> str:
+        looks.put_nowait(directory)
+        return full[0]
+
+    monkeypatch.setattr(services, "lack_of_room", lack_of_room)
+    monkeypatch.setattr(services, "ROOM_PERIOD_S", 0.01)
     port, stop = free_port("127.0.0.1"), asyncio.Event()
     serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
     client = Client()
@@ -103,7 +114,13 @@ async def test_a_bus_whose_disk_was_full_stores_again(tmp_path):
     with pytest.raises(nats.errors.Error):
         await client.jetstream(timeout=1).publish("kept", b"2")
     server.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+    async with asyncio.timeout(60):
+        assert {await looks.get() for _ in range(3)} == {tmp_path / "bus"}
+    assert server.is_running()
+    assert client.is_connected
+    full[0] = ""
     await stored(client, within_s=60)
+    assert not server.is_running()
     await client.close()
     stop.set()
     await serving
