@@ -299,11 +299,11 @@ async def test_why_a_run_does_not_answer_is_said(tmp_path: Path):
 CAUSES = {
     "a slow engine": (
         [actor(running=30, waiting=90, generated_tokens_per_s=12.0, policy_version=26)],
-        "engines run 30 requests and 90 more queue",
+        "engines run 30 requests and 90 more queue, at 12 tokens/s (0.4 each)",
     ),
     "a slow reward": (
-        [actor(running=0, waiting=0, generated_tokens_per_s=0.0)],
-        "no engine has a request, so environments or rewards hold them",
+        [actor(running=0, waiting=0, rewards_running=64, rewards_longest_s=25.0, reward_s=30.0)],
+        "64 rewards run, the longest for 25.0 s; before, one took 30.0 s",
     ),
     "a full disk": (
         [actor(doing="the bus stores nothing on TRAJECTORIES: restart nats-server; generating")],
