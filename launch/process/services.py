@@ -20,10 +20,11 @@ from bus.policy_names import DEFAULT_POLICY
 from bus.process_state import ProcessState
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, is_loopback
-from bus.waiting import cancelled, ended_before, set_within
+from bus.waiting import cancelled, ended_before
 from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy, resolve
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.policies import policy_bus
+from launch.process.bus_room import has_room, until_full
 from launch.process.gateway_access import gateway_token, refuse_open_gateway
 from launch.process.health_server import monitored
 from launch.process.hub_revision import pin
@@ -33,7 +34,6 @@ from launch.process.record_trust import restrict_to_own, with_own_engine
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
 from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
-from storage.disk.room import lack_of_room
 from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import generate_task
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)
-ROOM_PERIOD_S = 1.0
-"""Time between two looks at a full disk."""
 
 
 async def serve_bus(
@@ -94,32 +92,21 @@ async def _keep_alive(
         if await _ended_or_stopped(server, stop, probe):
             return
         state.wait_for("nats-server to start again, since it could not store: is the disk full?")
-        if not await _has_room(server.directory, state, stop):
+        if not await has_room(server.directory, state, stop):
             return
         restarts += 1
         await server.stop()
         await server.start()
 
 
-async def _has_room(directory: Path, state: ProcessState, stop: asyncio.Event) -> bool:
-    """Wait until the disk of a directory has room; return False when `stop` came first.
-
-    Until then the server stays as it is: it stores nothing, but carries what processes say of themselves."""
-    while full := lack_of_room(directory):
-        if state.doing != full:
-            log.error("bus_waits_for_room", reason=full)
-            state.wait_for(full)
-        if await set_within(stop, ROOM_PERIOD_S):
-            return False
-    return True
-
-
 async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Credentials | None) -> bool:
     """Wait for `stop`; return False when the server has to be restarted before."""
     ended = asyncio.create_task(server.wait())
     stopping = asyncio.create_task(stop.wait())
-    full = asyncio.create_task(until_it_cannot_store(server.url, probe))
-    tasks = {ended, stopping, full}
+    refusing = asyncio.create_task(until_it_cannot_store(server.url, probe))
+    # a full disk may break some streams and not that of the probe
+    full = asyncio.create_task(until_full(server.directory))
+    tasks = {ended, stopping, refusing, full}
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await cancelled(*tasks)
     if stop.is_set():
@@ -128,7 +115,8 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
         raise BusError(
             f"nats-server ended by itself with status {ended.result()}: see {server.directory}/nats.log"
         )
-    log.error("bus_cannot_store", reason=full.result(), remedy="is the disk full? nats-server starts again")
+    reason = (refusing if full.cancelled() else full).result()
+    log.error("bus_cannot_store", reason=reason, remedy="is the disk full? nats-server starts again")
     return False
 
 
