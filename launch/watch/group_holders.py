@@ -20,7 +20,7 @@ def holders_text(actors: Sequence[Status]) -> str:
     if held:
         return "; ".join(held)
     if all("rewards_running" in one.values for one in actors):
-        return "no engine has a request and no reward runs, so environments hold them"
+        return "no engine has a request and no reward runs: environments hold them, or they are being stored"
     return "no engine has a request, so environments or rewards hold them"
 
 

@@ -186,7 +186,7 @@ def test_groups_that_neither_an_engine_nor_a_reward_has_are_held_by_environments
         "rewards hold them"
     ]
     assert waits(state(LACKS, storage(), actor(rewards_running=0, **idle)))[0].endswith(
-        "; no engine has a request and no reward runs, so environments hold them"
+        "; no engine has a request and no reward runs: environments hold them, or they are being stored"
     )
 
 
