@@ -22,6 +22,7 @@ from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
+from actors.environment_report import environment_report, idle_text
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
 from actors.evaluation.actor import EvaluatingActor
@@ -325,7 +326,7 @@ class _Actor:
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         engine = self._engine
-        doing = "generating" if engine.running else "waiting for leases"
+        doing = "generating" if engine.running else idle_text(self._environment)
         if engine.released:
             doing = "waiting while the learner has the device"
         if not engine.running and self._follower.stage == "warmup":
@@ -341,7 +342,7 @@ class _Actor:
             "alarm": "; ".join([*self._probe.alarms.values(), *filter(None, alarms)]),
             **self._worker.counts,
             **self._worker.ends.status,
-            **(environment.status if isinstance(environment := self._environment, RunsOnDemand) else {}),
+            **environment_report(self._environment),
         }
 
 

@@ -24,6 +24,8 @@ DUPLICATE_WINDOW_S = 120
 MAX_PULLERS = 1 << 16
 """Pulls that may wait on one consumer; the server's default of 512 would refuse further actors."""
 
+NO_ROOM = 10047
+"""Code by which nats-server refuses a stream whose bound is above the room that is left."""
 MIB = 1 << 20
 
 
@@ -116,7 +118,7 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
     """Create or update the run's streams and consumers; return the streams that were new.
 
     Streams of an older build get this build's settings. Raises `BusError` when the server has no JetStream
-    or refuses, as it does for settings of a stream that cannot change.
+    or refuses, as it does for settings of a stream that cannot change, and `ConfigError` when it has no room.
     """
     created = set()
     try:
@@ -133,8 +135,22 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
         for stream, consumer in topology.consumers(shards):
             await js.add_consumer(topology.stream(stream), consumer)
     except NatsError as error:
+        if getattr(error, "err_code", None) == NO_ROOM:
+            raise ConfigError(_too_large(topology)) from error
         raise BusError(f"the bus refuses the streams of run {topology.run!r}: {error}") from error
     return created
+
+
+def _too_large(topology: Topology) -> str:
+    """Return why nats-server has no room for the run's streams, whose bounds it reserves on its disk."""
+    bounds = {str(config.name): config.max_bytes or 0 for config in topology.streams()}
+    largest = max(bounds, key=bounds.__getitem__)
+    return (
+        f"the bus has no room for the streams of run {topology.run!r}: they may grow to "
+        f"{sum(bounds.values()) // MIB} MiB, {largest} alone to {bounds[largest] // MIB}, and nats-server "
+        "uses three quarters of what was free on its disk: free some and start the bus again, or lower "
+        "bus.streams.weights_mib, bus.streams.trajectories_mib, ..."
+    )
 
 
 async def stored_bytes(js: JetStreamContext, topology: Topology) -> dict[str, int]:

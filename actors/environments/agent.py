@@ -25,6 +25,7 @@ from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
+from actors.rewards.call_times import CallTimes
 
 log = structlog.get_logger()
 
@@ -48,6 +49,11 @@ class AgentEnvironment:
         """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
         check_program(config)
         return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long its rewards take."""
+        return self._scoring.times if self._scoring is not None else ()
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError, RewardError, or EpisodeError for what the program did."""

@@ -8,6 +8,7 @@ from typing import Self
 from actors.environments.base import Episode, FailedEpisode, Task
 from actors.policy.policy import Policy
 from actors.rewards.base import Answer, RewardError, Scored
+from actors.rewards.call_times import CallTimes
 from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from bus.codec import Json
@@ -45,6 +46,11 @@ class AnswerScoring:
     def from_config(cls, config: RewardConfig) -> Self:
         """Build with the configured rewards; raises ConfigError for one that cannot be loaded."""
         return cls(RewardChoice.from_config(config), GroupScorer.from_config(config))
+
+    @property
+    def times(self) -> tuple[CallTimes, ...]:
+        """Return how long the calls of its rewards take."""
+        return (*self.scorer.times, *(self.group_scorer.times if self.group_scorer else ()))
 
     async def episode(
         self, policy: Policy, answer: Answer, metrics: Mapping[str, float], *,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias, runtime
 
 import numpy as np
 
+from actors.rewards.call_times import CallTimes
 from bus.codec import Json
 from bus.errors import SchemaError, SluiceError
 from bus.kept_sets import KeptSets
@@ -234,6 +235,15 @@ class RunsOnDemand(Protocol):
 
     async def leases_wanted(self, samples: int, timeout_s: float) -> int:
         """Return how many leases of so many rollouts are wanted, once some are or time is over."""
+
+
+@runtime_checkable
+class CallsRewards(Protocol):
+    """An environment that has rewards computed, and knows how long that takes."""
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long each of its rewards takes."""
 
 
 @runtime_checkable

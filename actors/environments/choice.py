@@ -4,8 +4,17 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from actors.environments.base import Environment, Episode, EpisodeError, FailedEpisode, ScoresGroups, Task
+from actors.environments.base import (
+    CallsRewards,
+    Environment,
+    Episode,
+    EpisodeError,
+    FailedEpisode,
+    ScoresGroups,
+    Task,
+)
 from actors.policy.policy import Policy
+from actors.rewards.call_times import CallTimes
 
 CHOICE = "environment"
 """Field of a prompt's metadata that names its environment."""
@@ -26,6 +35,12 @@ class EnvironmentChoice:
     def names(self) -> frozenset[str]:
         """Return the names of the environments, that for prompts that name none among them."""
         return frozenset(self._environments)
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long the rewards of its environments take."""
+        each = self._environments.values()
+        return tuple(times for one in each if isinstance(one, CallsRewards) for times in one.reward_times)
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EpisodeError for a name of no environment, and what that raises."""

@@ -25,6 +25,7 @@ from actors.gateway.task_offers import Offer, Taker, TaskOffers
 from actors.gateway.task_requests import described, failure_of, task_request
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
+from actors.rewards.call_times import CallTimes
 from bus.codec import Json
 from bus.errors import HandBackError
 from bus.waiting import cancelled, set_within, unless
@@ -58,6 +59,11 @@ class ClientsEnvironment:
     def from_config(cls, config: ClientsConfig) -> Self:
         """Build. Raises `ConfigError` for a reward that cannot be used."""
         return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long its rewards take."""
+        return self._scoring.times if self._scoring is not None else ()
 
     @property
     def url(self) -> str:

@@ -12,6 +12,7 @@ from actors.environments.debate_config import SELF, VOTE, DebateConfig
 from actors.environments.prompt_tools import refuse_tools
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
+from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import RewardChoice, Scorer
 from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
@@ -54,6 +55,11 @@ class Debate:
     def from_config(cls, config: DebateConfig) -> Self:
         """Build with the configured reward; raises ConfigError for one that cannot be loaded."""
         return cls(config, RewardChoice.from_config(config))
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long its rewards take."""
+        return self._scorer.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError or RewardError for a rollout that failed, and EpisodeError

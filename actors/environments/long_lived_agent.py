@@ -22,6 +22,7 @@ from actors.environments.clients import ClientsEnvironment
 from actors.environments.clients_config import ClientsConfig
 from actors.gateway.task_offers import Taker
 from actors.policy.policy import Policy
+from actors.rewards.call_times import CallTimes
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
@@ -72,6 +73,11 @@ class LongLivedAgent:
         """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
         check_program(config)
         return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long its rewards take."""
+        return self._clients.reward_times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Have a program roll `task` out once.

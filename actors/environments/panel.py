@@ -10,6 +10,7 @@ from actors.environments.panel_config import PanelConfig
 from actors.environments.prompt_tools import refuse_tools
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
+from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import RewardChoice, Scorer
 from bus.publish import together
 
@@ -31,6 +32,11 @@ class Panel:
     def from_config(cls, config: PanelConfig) -> Self:
         """Build with the configured reward; raises ConfigError for one that cannot be loaded."""
         return cls(config, RewardChoice.from_config(config))
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long its rewards take."""
+        return self._scorer.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""

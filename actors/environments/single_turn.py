@@ -7,6 +7,7 @@ from actors.config import SingleTurnConfig
 from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.environments.base import Episode, FailedEpisode, Task
 from actors.policy.policy import Policy
+from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 
 
@@ -23,6 +24,11 @@ class SingleTurn:
     def from_config(cls, config: SingleTurnConfig) -> Self:
         """Build with the configured rewards; raises ConfigError for one that cannot be loaded."""
         return cls(RewardChoice.from_config(config), GroupScorer.from_config(config))
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long its rewards take."""
+        return self._scoring.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""

@@ -15,6 +15,7 @@ from actors.environments.prompt_tools import names_of, refused_names
 from actors.environments.tools_config import ToolsConfig
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
+from actors.rewards.call_times import CallTimes
 from actors.tools.base import Arguments, Tool, ToolError, ToolResult, function_schema
 from actors.tools.build import build_tools
 from actors.tools.output import shortened
@@ -73,6 +74,11 @@ class ToolChat:
     def from_config(cls, config: ToolsConfig) -> Self:
         """Build with its tools and its reward; raises ConfigError for what cannot work on this host."""
         return cls(config, build_tools(config.tools), AnswerScoring.from_config(config))
+
+    @property
+    def reward_times(self) -> tuple[CallTimes, ...]:
+        """Return how long its rewards take."""
+        return self._scoring.times
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError, RewardError, ToolError or EpisodeError."""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 from typing import Generic, TypeVar, cast
 
+from actors.rewards.call_times import CallTimes
 from bus.waiting import set_within
 
 Argument = TypeVar("Argument")
@@ -34,12 +35,15 @@ class BoundedCalls(Generic[Argument]):
         self._pending: list[tuple[Argument, asyncio.Future[Outcome]]] = []
         self._threads = threads
         self._drains: set[asyncio.Task[None]] = set()
+        self.times = CallTimes()
+        """How long calls take, their wait for a thread included; without those that run inline."""
 
     async def call(self, argument: Argument) -> Outcome:
         """Return what the function does, an exception as a value; `TimeoutError` for a call that hangs."""
         if self._inline:
             return _call(self._function, argument)
-        return await (self._await(argument) if self._async else self._in_thread(argument))
+        with self.times.timed():
+            return await (self._await(argument) if self._async else self._in_thread(argument))
 
     async def _await(self, argument: Argument) -> Outcome:
         function = cast(Callable[[Argument], Awaitable[object]], self._function)

@@ -15,6 +15,7 @@ from actors.rewards.base import (
     RewardError,
     Scored,
 )
+from actors.rewards.call_times import CallTimes
 from actors.rewards.calls import BoundedCalls
 from actors.rewards.config import RewardConfig
 from actors.rewards.registry import CONFIGURED, REWARDS, load_group_reward, load_reward
@@ -52,6 +53,11 @@ class Scorer:
             weights=config.reward_weights,
         )
 
+    @property
+    def times(self) -> tuple[CallTimes, ...]:
+        """Return how long its calls take."""
+        return (self._calls.times,)
+
     async def score(self, answer: Answer) -> float | Late:
         """Return the finite reward of an answer, or `LATER`; raises RewardError."""
         found = await self.scored(answer)
@@ -80,6 +86,11 @@ class RewardChoice:
     def from_config(cls, config: RewardConfig) -> Self:
         """Build every reward that the run allows; raises ConfigError for one that cannot be loaded."""
         return cls({name: Scorer.from_config(name, config) for name in config.names})
+
+    @property
+    def times(self) -> tuple[CallTimes, ...]:
+        """Return how long the calls of each reward take."""
+        return tuple(times for scorer in self._scorers.values() for times in scorer.times)
 
     async def scored(self, answer: Answer) -> Scored | Late:
         """Return the reward of an answer with its parts, or `LATER`; raises RewardError."""
@@ -131,6 +142,11 @@ class GroupScorer:
             threads=config.reward_threads,
             weights=config.reward_weights,
         )
+
+    @property
+    def times(self) -> tuple[CallTimes, ...]:
+        """Return how long its calls take."""
+        return (self._calls.times,)
 
     async def scored(self, answers: Sequence[Answer]) -> list[Scored]:
         """Return the reward of each answer; raises RewardError, which concerns all of them."""

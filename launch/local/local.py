@@ -30,6 +30,7 @@ from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary
 from launch.watch.view import TerminalView
 from storage.disk.atomic_files import read_json, try_lock
+from storage.disk.room import lack_of_room
 from storage.disk.run_directory import RunDirectory
 
 log = structlog.get_logger()
@@ -128,7 +129,7 @@ async def _parts(
                 screens = [
                     tasks.create_task(watch(bus, monitor, gone, run=run)),
                     tasks.create_task(TerminalView(monitor, console).run(gone)),
-                    tasks.create_task(_watch_memory(supervisor, monitor, gone)),
+                    tasks.create_task(_watch_host(supervisor, monitor, run, gone)),
                 ]
                 try:
                     for part in _run_parts(config, run):
@@ -234,9 +235,13 @@ async def _listens(port: int) -> bool:
     return True
 
 
-async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: asyncio.Event) -> None:
-    """Count the memory of processes that send no status: the server, the one that runs it, and this one."""
+async def _watch_host(
+    supervisor: Supervisor, monitor: RunMonitor, run: RunDirectory, stop: asyncio.Event
+) -> None:
+    """Look whether the run's disk is full, and count the memory of processes that send no status: the server,
+    the one that runs it, and this one."""
     while not stop.is_set():
+        monitor.full_disk = await asyncio.to_thread(lack_of_room, run.path)
         monitor.note_memory("supervisor", peak_rss_bytes())
         for pid in supervisor.pids("bus"):
             try:

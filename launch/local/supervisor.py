@@ -18,6 +18,7 @@ from bus.errors import ConfigError, LostDataError, SluiceError
 from launch.config import SupervisionConfig
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
 from storage.disk.log_files import rotated
+from storage.disk.room import lack_of_room
 
 log = structlog.get_logger()
 TAIL_BYTES = 16 << 10
@@ -25,6 +26,8 @@ TAIL_LINES = 15
 POLL_S = 0.05
 LOG_CHECK_S = 10.0
 """Seconds between two looks at the sizes of log files."""
+ROOM_PERIOD_S = 1.0
+"""Seconds between two looks at a full disk."""
 MOST_DOUBLINGS = 30
 """Doublings of the pause before a restart, whose number has no bound, after which it is longest anyway."""
 
@@ -95,9 +98,9 @@ class Supervisor:
     async def watch(self, stop: asyncio.Event) -> None:
         """Return when the run is over or `stop` is set.
 
-        A part that ends with `TEMPORARY` is started again however often. Raises `ConfigError` with a part's
-        own message when it refuses its configuration, `LostDataError` when its files are of no use, and
-        `SluiceError` with its last lines when it keeps failing.
+        A part that ends with `TEMPORARY`, or on a full disk, is started again however often. Raises
+        `ConfigError` with a part's own message when it refuses its configuration, `LostDataError` when its
+        files are of no use, and `SluiceError` with its last lines when it keeps failing.
         """
         over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
@@ -144,9 +147,10 @@ class Supervisor:
     async def _restart(self, part: Part, status: int) -> None:
         """Start a part again that ended with `status`, after a pause. Raises what `watch` does if it is one
         of too many failures, or one that no restart mends."""
+        full = await self._wait_for_room(part) if status not in FINAL else False
         since = time.monotonic() - self._policy.window_s
         part.failed = [at for at in part.failed if at > since]
-        if status != TEMPORARY:
+        if status != TEMPORARY and not full:
             part.failed.append(time.monotonic())
         if status in FINAL or len(part.failed) > self._policy.restarts:
             times = f"{len(part.failed)} times within {self._policy.window_s:g} s"
@@ -156,6 +160,16 @@ class Supervisor:
         pause_s = self._policy.first_pause_s * 2.0 ** min(recent - 1, MOST_DOUBLINGS)
         await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
         await self._spawn(part)
+
+    async def _wait_for_room(self, part: Part) -> bool:
+        """Return whether the disk was full, once it is not: a part that cannot write would only end again."""
+        full = False
+        while lack := lack_of_room(self._logs):
+            if not full:
+                log.error("part_waits_for_room", part=part.name, reason=lack)
+            full = True
+            await asyncio.sleep(ROOM_PERIOD_S)
+        return full
 
     async def _keep_logs_short(self) -> None:
         while True:

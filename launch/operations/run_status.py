@@ -17,6 +17,7 @@ from bus.errors import BusAwayError, BusError, ConfigError, SchemaError
 from bus.messages import Metrics, PolicyManifest, RoleHolder, RunRecord, Status
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from launch.config import RunConfig, validate
+from storage.disk.room import lack_of_room
 
 CONNECT_S = 1.5
 """Longest time to wait for the bus."""
@@ -57,6 +58,8 @@ class RunState:
     """Recent metrics of the learner's steps, oldest first."""
     unanswered: list[str] = field(default_factory=list)
     """Questions that the bus itself did not answer."""
+    full_disk: str = ""
+    """What is wrong with the disk of the run's directory, where that is on this host and full."""
 
 
 async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
@@ -65,7 +68,9 @@ async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
     Raises `BusAwayError` when the bus is, and `ConfigError` when it has no such run."""
     impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": FIRST_S})
     async with Bus.connect(impatient, where.run, name="status", stop=stop) as bus:
-        return await _Questions(bus).ask()
+        state = await _Questions(bus).ask()
+    state.full_disk = await asyncio.to_thread(lack_of_room, where.directory / where.run)
+    return state
 
 
 class _Questions:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from bus.codec import Json
 from bus.messages import RoleHolder, Status
 from launch.operations.run_status import RunState
+from launch.watch.group_holders import holders_text
 from storage.metrics.records import integer
 
 FULL = 0.95
@@ -36,15 +37,23 @@ def problems(state: RunState) -> list[str]:
     found = [f"the bus does not answer a question: {what}" for what in state.unanswered]
     if stage(state) == "done":
         return found
-    found += [*_storage(state), *_learner(state), *_actors(state)]
+    missing = [*_storage(state), *_learner(state), *_actors(state)]
+    found += [state.full_disk, *_ended(state)] if state.full_disk else missing
     for name, info in state.streams.items():
         bound = info.config.max_bytes or 0
         if name in REFUSING and bound > 0 and info.state.bytes >= FULL * bound:
             found.append(f"the stream {name} is full: {info.state.bytes} of {bound} bytes, its senders wait")
     for status in state.statuses.values():
-        if status.doing.startswith("the bus stores nothing"):
+        if status.doing.startswith("the bus stores nothing") and not state.full_disk:  # which explains it
             found.append(f"{status.source} says: {status.doing}")
     return found
+
+
+def _ended(state: RunState) -> Iterator[str]:
+    """Yield who is away on a full disk: a process that cannot write ends."""
+    here = {status.role for status in state.statuses.values()}
+    if away := [role for role in ("storage", "learner", "actor") if role not in here]:
+        yield f"no answer from {' and '.join(away)}: `launch local` starts who ended again when there is room"
 
 
 def _storage(state: RunState) -> Iterator[str]:
@@ -102,19 +111,20 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
     if not learner.doing.startswith("waiting for the batch"):
         yield f"the learner, before step {step}: {learner.doing}"
         return
-    if state.dispatcher is None:
-        yield f"the learner waits for the groups of step {step}: storage does not answer"
+    if state.dispatcher is None or state.full_disk:
+        why = state.full_disk or "storage does not answer"
+        yield f"the learner waits for the groups of step {step}: {why}"
         return
     wanted = 0 if state.config is None else state.config.admission.groups_per_step
     missing = wanted - integer(storage, "stored")
     if missing > 0 and storage:
         yield (
             f"the learner waits for {missing} more groups of step {step}: {_rolling_out(state)}, "
-            f"{integer(storage, 'rolling_out')} groups are out{_held_by(state)}"
+            f"{integer(storage, 'rolling_out')} groups are out{_held(state)}"
         )
     else:
         reason = learner.doing.partition(": ")[2] or "storage has not chosen them yet"
-        yield f"the learner waits for the groups of step {step}: {reason}"
+        yield f"the learner waits for the groups of step {step}: {reason}{_held(state)}"
 
 
 def _rolling_out(state: RunState) -> str:
@@ -122,16 +132,11 @@ def _rolling_out(state: RunState) -> str:
     return f"{busy or 'no'} {'actor is' if busy <= 1 else 'actors are'} rolling out"
 
 
-def _held_by(state: RunState) -> str:
-    """Return what holds the groups that are out: the engines, or what acts and judges between requests."""
-    actors = of_role(state, "actor")
-    running = sum(integer(actor.values, "running") for actor in actors)
-    queued = sum(integer(actor.values, "waiting") for actor in actors)
-    if running + queued:
-        return f"; engines run {running} requests and {queued} more queue"
-    if actors and integer(_values(state, "storage"), "rolling_out"):
-        return "; no engine has a request, so environments or rewards hold them"
-    return ""
+def _held(state: RunState) -> str:
+    """Return what holds the groups that are out; nothing where none is."""
+    out = integer(_values(state, "storage"), "rolling_out")
+    text = holders_text(of_role(state, "actor")) if out else ""
+    return f"; {text}" if text else ""
 
 
 def _waiting_actors(state: RunState) -> Iterator[str]:

@@ -1,10 +1,13 @@
 """How a process writes its log: the level, and lines for a human or JSON for a collector."""
 
+import errno
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO, cast
 
 from bus.config import LOG_FORMAT_VARIABLE
 
@@ -32,11 +35,37 @@ def configure_logging(level: str = "info", form: Format = "text", process: str =
         processors=_text_processors() if form == "text" else _json_processors(process),
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # looked up at each event: a live view puts its own in place of stderr
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(cast(TextIO, UnbrokenStream(sys.stderr))),
     )
     if form == "json":
         _log_libraries_alike(process)
         sys.excepthook = _log_crash
+
+
+class UnbrokenStream:
+    """A stream of log lines whose full disk ends no process: what has no room there waits, or is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write as far as there is room. Raises `OSError` for any other failure."""
+        with _room_or_nothing():
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush as far as there is room. Raises `OSError` for any other failure."""
+        with _room_or_nothing():
+            self._stream.flush()
+
+
+@contextmanager
+def _room_or_nothing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # other screens say that the disk is full
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def logs_json() -> bool:

@@ -24,6 +24,7 @@ from bus.waiting import cancelled, ended_before
 from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy, resolve
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.policies import policy_bus
+from launch.process.bus_room import has_room, until_full
 from launch.process.gateway_access import gateway_token, refuse_open_gateway
 from launch.process.health_server import monitored
 from launch.process.hub_revision import pin
@@ -91,6 +92,8 @@ async def _keep_alive(
         if await _ended_or_stopped(server, stop, probe):
             return
         state.wait_for("nats-server to start again, since it could not store: is the disk full?")
+        if not await has_room(server.directory, state, stop):
+            return
         restarts += 1
         await server.stop()
         await server.start()
@@ -100,8 +103,10 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
     """Wait for `stop`; return False when the server has to be restarted before."""
     ended = asyncio.create_task(server.wait())
     stopping = asyncio.create_task(stop.wait())
-    full = asyncio.create_task(until_it_cannot_store(server.url, probe))
-    tasks = {ended, stopping, full}
+    refusing = asyncio.create_task(until_it_cannot_store(server.url, probe))
+    # a full disk may break some streams and not that of the probe
+    full = asyncio.create_task(until_full(server.directory))
+    tasks = {ended, stopping, refusing, full}
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await cancelled(*tasks)
     if stop.is_set():
@@ -110,7 +115,8 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
         raise BusError(
             f"nats-server ended by itself with status {ended.result()}: see {server.directory}/nats.log"
         )
-    log.error("bus_cannot_store", reason=full.result(), remedy="is the disk full? nats-server starts again")
+    reason = (refusing if full.cancelled() else full).result()
+    log.error("bus_cannot_store", reason=reason, remedy="is the disk full? nats-server starts again")
     return False
 
 

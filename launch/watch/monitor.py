@@ -108,6 +108,8 @@ class RunMonitor:
         """Largest memory of any process of this name; of forgotten actors as many as `KEPT_PEAKS` allows."""
         self.peak_rss_bytes_total = 0
         """Largest sum of the peaks of processes that ran together; they never used more at one moment."""
+        self.full_disk = ""
+        """What is wrong with the disk of the run, if it is full."""
         self._clock = clock
         self._started_s = clock()
         self._noted: dict[str, int] = {}

@@ -15,6 +15,7 @@ from bus.waiting import set_within
 from launch.watch.best import best_text
 from launch.watch.episode_ends import ends_text
 from launch.watch.further_policies import policy_text
+from launch.watch.group_holders import holders_text
 from launch.watch.history import Evaluation, Step
 from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
@@ -118,6 +119,8 @@ def _rows(monitor: RunMonitor) -> Iterator[Text]:
     yield _row("step time", _step_time(last))
     yield _row("staleness", f"{_staleness(monitor)} (policy versions)")
     yield _row("queues", _queues(storage))
+    if held := monitor.full_disk or _held(monitor):
+        yield _row("waiting", held)
     published, used = count(monitor.trajectories_published), count(integer(learner, "trajectories_trained"))
     closed = integer(storage, "closed_short")
     short = f"; {count(closed)} groups closed short" if closed else ""
@@ -197,6 +200,15 @@ def _queues(storage: dict[str, Json]) -> str:
         f"on the bus {integer(storage, 'tasks_pending')} tasks, "
         f"{integer(storage, 'trajectories_pending')} results"
     )
+
+
+def _held(monitor: RunMonitor) -> str:
+    """Return what holds the groups that a learner without its batch waits for; empty when it does not."""
+    latest = monitor.processes.get("learner")
+    waits = latest is not None and latest.status.doing.startswith("waiting for the batch")
+    if not waits or not integer(monitor.values("storage"), "rolling_out"):
+        return ""
+    return holders_text([actor.status for actor in monitor.actors()])
 
 
 def _rejected(storage: dict[str, Json]) -> str:
@@ -318,6 +330,7 @@ def status_line(monitor: RunMonitor) -> str:
         f"staleness {_staleness(monitor)}",
         f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
         *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
+        *filter(None, [monitor.full_disk or _held(monitor)]),
         f"{len(monitor.actors())} actors",
         f"episodes {ends_text(monitor.recent_ends)}",
     ]

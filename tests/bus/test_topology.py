@@ -7,7 +7,7 @@ import pytest
 from bus.blobs import get_blob, put_blob, put_only_blob
 from bus.config import BusConfig, StreamsConfig
 from bus.connection import Bus
-from bus.errors import BusError
+from bus.errors import BusError, ConfigError
 from bus.publish import Publisher
 from bus.requests import Done
 from bus.server import NatsServer
@@ -62,6 +62,17 @@ async def test_server_without_jetstream_is_refused_by_name_of_the_run(tmp_path):
             await ensure(bus.js, bus.topology, shards=1)
         with pytest.raises(BusError, match="cannot create the keys of run 'plain'"):
             await bus.create_keys()
+
+
+@pytest.mark.nats
+async def test_disk_too_small_for_the_streams_is_refused_with_their_size_and_the_remedy(tmp_path):
+    class Small(NatsServer):
+        def _config(self) -> str:
+            return super()._config().replace("jetstream {", "jetstream { max_file_store: 100MB,")
+
+    async with Small(tmp_path) as server, Bus.connect(BusConfig(url=server.url), "large", name="t") as bus:
+        with pytest.raises(ConfigError, match=r"grow to 4\d\d\d MiB, large-WEIGHTS alone to 2048.*free some"):
+            await ensure(bus.js, bus.topology, shards=1)
 
 
 @pytest.mark.nats

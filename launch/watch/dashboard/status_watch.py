@@ -13,6 +13,7 @@ from launch.operations.run_status import RunState, look_at_run
 from launch.operations.status_report import report
 from launch.watch.dashboard.flow import flow
 from launch.watch.dashboard.metrics_source import Locate
+from storage.disk.room import lack_of_room
 
 log = structlog.get_logger()
 PERIOD_S = 2.0
@@ -54,12 +55,15 @@ class StatusWatch:
             await cancelled(self._asking)
 
     async def _ask(self) -> None:
+        full = ""
         try:
-            self._state = await look_at_run(self._locate(self._run), asyncio.Event())
+            where = self._locate(self._run)
+            full = await asyncio.to_thread(lack_of_room, where.directory / where.run)
+            self._state = await look_at_run(where, asyncio.Event())
             self._problem = ""
         except SluiceError as error:  # the run is over, or its bus is away: that is what the page says
             log.debug("run_does_not_answer", run=self._run, reason=str(error))
-            self._state, self._problem = None, str(error)
+            self._state, self._problem = None, "; ".join(filter(None, [full, str(error)]))
         self._asked_s = time.monotonic()
         self.revision += 1
 

@@ -74,6 +74,25 @@ async def test_a_part_that_was_killed_is_started_again(supervisor: Supervisor):
     await watching
 
 
+async def test_a_part_that_ended_on_a_full_disk_waits_for_room_and_that_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looks = iter(["the disk is full", "the disk is full", ""])
+    monkeypatch.setattr(supervising, "lack_of_room", lambda logs: next(looks))
+    monkeypatch.setattr(supervising, "ROOM_PERIOD_S", 0.01)
+    supervisor = Supervisor(tmp_path, policy=IMPATIENT.model_copy(update={"restarts": 0}))
+    once = f"""
+        import pathlib, sys
+        full = pathlib.Path("{tmp_path}/full")
+        sys.exit(0) if full.exists() else (full.touch(), sys.exit(1))
+        """
+    await supervisor.start(part("writes", once, ends_run=True))
+    async with asyncio.timeout(WAIT_S):
+        await supervisor.watch(asyncio.Event())
+    assert supervisor.restarts == 1
+    assert next(looks, "none left") == "none left"
+
+
 async def test_a_part_that_may_end_does_not_end_the_run_and_is_started_again_only_if_it_fails(
     supervisor: Supervisor, tmp_path: Path
 ):

@@ -151,28 +151,54 @@ def state(*statuses: Status) -> RunState:
     return RunState("test", 0.0, config=CONFIG, statuses=heard, dispatcher=groups, shards={0, 1})
 
 
-def test_learner_that_lacks_groups_is_told_with_who_rolls_them_out():
-    waiting = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
-    found = waits(state(waiting, storage(), actor(0), actor(1), actor(2, running=0)))
+LACKS = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
+WAITS = "the learner waits for 8 more groups of step 21: "
+
+
+def test_learner_that_lacks_groups_is_told_with_the_speed_of_the_engines_that_have_them():
+    slow = {"generated_tokens_per_s": 6.0}
+    found = waits(state(LACKS, storage(), actor(0, **slow), actor(1, **slow), actor(2, running=0, **slow)))
     assert found == [
-        "the learner waits for 8 more groups of step 21: 2 actors are rolling out, 64 groups are out; "
-        "engines run 60 requests and 9 more queue"
+        f"{WAITS}2 actors are rolling out, 64 groups are out; engines run 60 requests and 9 more queue, at "
+        "18 tokens/s (0.3 each)"
     ]
 
 
-def test_groups_that_no_engine_has_are_held_by_environments_or_rewards():
-    waiting = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
-    assert waits(state(waiting, storage(), actor(running=0, waiting=0))) == [
-        "the learner waits for 8 more groups of step 21: no actor is rolling out, 64 groups are out; "
-        "no engine has a request, so environments or rewards hold them"
+def test_learner_whose_groups_are_being_scored_is_told_how_long_rewards_take():
+    scoring = {"running": 0, "waiting": 0, "rewards_running": 64, "rewards_longest_s": 25.0, "reward_s": 30.0}
+    assert waits(state(LACKS, storage(), actor(**scoring))) == [
+        f"{WAITS}no actor is rolling out, 64 groups are out; 64 rewards run, the longest for 25.0 s; "
+        "before, one took 30.0 s"
     ]
+
+
+def test_what_has_most_rollouts_is_named_first():
+    first = {"running": 2, "waiting": 0, "rewards_running": 3, "rewards_longest_s": 2.0, "reward_s": None}
+    assert waits(state(LACKS, storage(), actor(generated_tokens_per_s=500.0, **first)))[0].endswith(
+        "; 3 rewards run, the longest for 2.00 s; engines run 2 requests, at 500 tokens/s (250 each)"
+    )
+
+
+def test_groups_that_neither_an_engine_nor_a_reward_has_are_held_by_environments():
+    idle = {"running": 0, "waiting": 0}
+    assert waits(state(LACKS, storage(), actor(**idle))) == [
+        f"{WAITS}no actor is rolling out, 64 groups are out; no engine has a request, so environments or "
+        "rewards hold them"
+    ]
+    assert waits(state(LACKS, storage(), actor(rewards_running=0, **idle)))[0].endswith(
+        "; no engine has a request and no reward runs: environments hold them, or they are being stored"
+    )
 
 
 def test_learner_that_waits_for_one_late_group_is_told_with_storages_reason():
     reason = "group 7, rolling out since version 3, must be trained by version 7"
     waiting = learner(doing=f"waiting for the batch: {reason}")
-    assert waits(state(waiting, storage(stored=30), actor())) == [
+    assert waits(state(waiting, storage(stored=30, rolling_out=0), actor())) == [
         f"the learner waits for the groups of step 21: {reason}"
+    ]
+    assert waits(state(waiting, storage(stored=30), actor(waiting=0))) == [
+        f"the learner waits for the groups of step 21: {reason}; engines run 30 requests, at 4321 "
+        "tokens/s (144 each)"
     ]
 
 
@@ -205,3 +231,14 @@ def test_everybody_waits_for_a_storage_that_is_silent():
 def test_run_that_is_done_lacks_nothing_when_its_processes_have_ended():
     done = report(state(learner(stage="done", doing="ended")))
     assert (done["healthy"], done["waits"]) == (True, ["nobody waits: the run is done"])
+
+
+def test_full_disk_is_the_first_problem_and_what_the_learner_waits_for():
+    full = "the disk of runs/test is full: 0 of 1024 MiB are free, and nothing more is stored: free some"
+    crowded = replace(state(LACKS, actor()), dispatcher=None, full_disk=full)
+    found = report(crowded)
+    assert found["problems"] == [
+        full,
+        "no answer from storage: `launch local` starts who ended again when there is room",
+    ]
+    assert found["waits"] == [f"the learner waits for the groups of step 21: {full}"]

@@ -1,4 +1,5 @@
 import asyncio
+from pathlib import Path
 
 import nats.errors
 import psutil
@@ -7,7 +8,7 @@ from nats.aio.client import Client
 from nats.js.client import JetStreamContext
 
 from bus.server import NatsServer, free_port
-from launch.process import write_check
+from launch.process import bus_room, write_check
 from launch.process.services import serve_bus
 
 pytestmark = pytest.mark.nats
@@ -83,10 +84,8 @@ async def test_a_check_whose_server_is_away_prints_no_tracebacks(
     assert not caplog.records
 
 
-@pytest.mark.slow
-async def test_a_bus_whose_disk_was_full_stores_again(tmp_path):
-    port, stop = free_port("127.0.0.1"), asyncio.Event()
-    serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
+async def bus_of(port: int) -> Client:
+    """A client of the bus at this port, once it listens."""
     client = Client()
     async with asyncio.timeout(20):
         while not client.is_connected:
@@ -96,14 +95,59 @@ async def test_a_bus_whose_disk_was_full_stores_again(tmp_path):
                 )
             except (OSError, nats.errors.Error):
                 await asyncio.sleep(0.05)
-    await stored(client, within_s=20)
+    return client
+
+
+def nats_server() -> psutil.Process:
+    """The server that this process runs."""
     [server] = [p for p in psutil.Process().children() if "nats-server" in p.name()]
+    return server
+
+
+@pytest.mark.slow
+async def test_a_bus_that_could_not_write_stores_again(tmp_path):
+    port, stop = free_port("127.0.0.1"), asyncio.Event()
+    serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
+    client = await bus_of(port)
+    await stored(client, within_s=20)
+    server = nats_server()
     _, hard = server.rlimit(psutil.RLIMIT_FSIZE)
     server.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
     with pytest.raises(nats.errors.Error):
         await client.jetstream(timeout=1).publish("kept", b"2")
     server.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
     await stored(client, within_s=60)
+    await client.close()
+    stop.set()
+    await serving
+
+
+async def test_a_bus_on_a_full_disk_keeps_its_server_until_there_is_room_and_starts_it_then(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    looks, full = asyncio.Queue(), [""]
+
+    def lack_of_room(directory: Path) -> str:
+        looks.put_nowait((directory, full[0]))
+        return full[0]
+
+    monkeypatch.setattr(bus_room, "lack_of_room", lack_of_room)
+    monkeypatch.setattr(bus_room, "PERIOD_S", 0.01)
+    port, stop = free_port("127.0.0.1"), asyncio.Event()
+    serving = asyncio.create_task(serve_bus("127.0.0.1", port, tmp_path / "bus", stop))
+    client = await bus_of(port)
+    server, full[0] = nats_server(), "the disk is full"
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            while await looks.get() != (tmp_path / "bus", "the disk is full"):
+                pass
+    assert server.is_running()
+    assert client.is_connected
+    full[0] = ""
+    async with asyncio.timeout(20):
+        while server.is_running():  # noqa: ASYNC110 - of another process nobody sets an event
+            await asyncio.sleep(0.01)
+    await stored(client, within_s=20)
     await client.close()
     stop.set()
     await serving

@@ -1,5 +1,7 @@
 """Logs as JSON: every line that a process writes to stderr is an object, whoever wrote it."""
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -10,7 +12,7 @@ import structlog
 
 from launch.cli.app import LogOptions, log_as
 from launch.cli.main import main
-from launch.process.log_settings import configure_logging, logs_json
+from launch.process.log_settings import UnbrokenStream, configure_logging, logs_json
 from launch.process.runtime import complaints, fail
 
 PROGRAM = """
@@ -116,3 +118,23 @@ def test_a_process_takes_the_format_from_the_environment(tmp_path):
         assert process.wait(30) == 0
     assert (line["event"], line["process"], line["pid"]) == ("bus_ready", "bus", process.pid)
     assert all(one["process"] == "bus" for one in rest)
+
+
+class Refusing(io.StringIO):
+    """A file whose writes fail in one way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self._number, os.strerror(self._number))
+
+
+def test_a_log_on_a_full_disk_ends_no_process():
+    UnbrokenStream(Refusing(errno.ENOSPC)).write("a line\n")
+    kept = io.StringIO()
+    UnbrokenStream(kept).write("a line\n")
+    assert kept.getvalue() == "a line\n"
+    with pytest.raises(BrokenPipeError):  # any other failure is one
+        UnbrokenStream(Refusing(errno.EPIPE)).write("a line\n")

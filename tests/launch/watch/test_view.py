@@ -48,6 +48,7 @@ def test_screen_says_where_the_run_stands_and_who_waits():
         "step time  2.00 s = 1.50 s training + 0.40 s waiting + 0.10 s publishing",
         "staleness  2 now, 3 worst, 4 allowed (policy versions)",
         "queues     64 groups rolling out, 12 stored; on the bus 31 tasks, 2 results",
+        "waiting    engines run 60 requests and 6 more queue, at 8642 tokens/s (144 each)",
         "rollouts   5216 trajectories published, 5120 trained on",
         "rejected   groups: 84 zero_variance, 6 rollout_failed",
         "episodes   -",
@@ -69,7 +70,7 @@ def test_screen_writes_no_line_for_an_actor_that_does_not_fit(monkeypatch: pytes
 
     monkeypatch.setattr(view, "_process", counted)
     monitor, _ = make_monitor(actors=1000)
-    assert shown(monitor)[-1] == "... and 992 more"
+    assert shown(monitor)[-1] == "... and 993 more"
     assert len(written) < 3 * MAX_LINES
 
 
@@ -157,6 +158,17 @@ def test_status_line_holds_the_essentials():
         "2 actors",
     ):
         assert part in line
+
+
+def test_line_goes_on_with_what_holds_the_groups_while_the_learner_waits_for_them():
+    monitor, _ = make_monitor(actors=0)
+    scoring = {"running": 0, "waiting": 0, "rewards_running": 64, "rewards_longest_s": 25.0, "reward_s": 30.0}
+    monitor.on_status(actor(0, **scoring))
+    text = "64 rewards run, the longest for 25.0 s; before, one took 30.0 s"
+    assert f" | learner: {WAITING} | {text} | 1 actors | " in status_line(monitor)
+    assert f"waiting    {text}" in shown(monitor)
+    monitor.on_status(learner(doing="training step 21"))
+    assert text not in status_line(monitor)
 
 
 def test_versions_that_answered_for_another_are_named():

@@ -18,6 +18,7 @@ from bus.messages import Status
 from bus.publish import Publisher
 from bus.server import NatsServer
 from launch.config import RunConfig
+from launch.operations import run_status
 from launch.watch.dashboard.open_runs import OpenRuns
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.messages import actor, learner, metrics, storage
@@ -299,25 +300,28 @@ async def test_why_a_run_does_not_answer_is_said(tmp_path: Path):
 CAUSES = {
     "a slow engine": (
         [actor(running=30, waiting=90, generated_tokens_per_s=12.0, policy_version=26)],
-        "engines run 30 requests and 90 more queue",
+        "engines run 30 requests and 90 more queue, at 12 tokens/s (0.4 each)",
     ),
     "a slow reward": (
-        [actor(running=0, waiting=0, generated_tokens_per_s=0.0)],
-        "no engine has a request, so environments or rewards hold them",
+        [actor(running=0, waiting=0, rewards_running=64, rewards_longest_s=25.0, reward_s=30.0)],
+        "64 rewards run, the longest for 25.0 s; before, one took 30.0 s",
     ),
-    "a full disk": (
+    "a bus that stores nothing": (
         [actor(doing="the bus stores nothing on TRAJECTORIES: restart nats-server; generating")],
         "says: the bus stores nothing on TRAJECTORIES: restart nats-server",
     ),
+    "a full disk": ([actor()], "the learner waits for the groups of step 27: the disk of "),
 }
 
 
 @pytest.mark.nats
 @pytest.mark.parametrize("cause", CAUSES)
 async def test_the_page_says_at_once_why_the_learner_waits(
-    bus: Bus, server: NatsServer, tmp_path: Path, cause: str
+    bus: Bus, server: NatsServer, tmp_path: Path, cause: str, monkeypatch: pytest.MonkeyPatch
 ):
     statuses, words = CAUSES[cause]
+    if cause == "a full disk":
+        monkeypatch.setattr(run_status, "lack_of_room", lambda where: f"the disk of {where} is full")
     await answer(bus)
     await bus.put("policy", manifest(27, trains_from=1))
     for step in (25, 26):
