@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig
 
+from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT
 from learner.backends.megatron.conversion.families import FAMILIES, shape_of
 from learner.backends.megatron.conversion.weights import global_name
 from learner.backends.trainable import TrainableWeights
+from learner.world.process_group import gathered
 
 
 def freeze_others(
@@ -31,3 +33,21 @@ def frozen_weights(hf_config: PretrainedConfig, trainable: TrainableWeights) -> 
     """Return the names in megatron-core of the weights that are not trained; raises as above."""
     rules = FAMILIES[hf_config.model_type].rules(shape_of(hf_config))
     return trainable.frozen({rule.megatron: rule.parts for rule in rules})
+
+
+def refuse_idle_ranks(chunks: Sequence[torch.nn.Module], settings: str, remedy: str) -> None:
+    """Raise `ConfigError` on every rank when the optimizer of one would be empty. Every rank calls this.
+
+    megatron-core trains so, and cannot save it: an empty optimizer does not say how many steps it took. Nor
+    does it build one for experts alone. `settings` say what is trained."""
+    trains = any(
+        parameter.requires_grad and getattr(parameter, "allreduce", True)  # megatron-core's mark of experts
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    )
+    if idle := [rank for rank, has in enumerate(gathered(trains)) if not has]:
+        raise ConfigError(
+            f"{settings} leave rank {', '.join(map(str, idle))} of the learner nothing to train besides "
+            f"experts, which megatron-core's optimizer cannot save: {remedy}, or set fewer stages of "
+            "learner.parallel.pipeline"
+        )

@@ -31,7 +31,7 @@ from learner.backends.megatron.ddp import data_parallel
 from learner.backends.megatron.device_memory import release_gradients
 from learner.backends.megatron.export import WeightExport
 from learner.backends.megatron.forward import forward_logprobs
-from learner.backends.megatron.frozen_weights import freeze_others
+from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
@@ -80,6 +80,13 @@ class Trainer:
         self.lora = ChunkAdapters(self.chunks, hf_config, lora, state) if lora.exists else None
         if self.lora is None:
             freeze_others(self.chunks, hf_config, trainable)
+            chosen = (
+                f"model.freeze={list(trainable.freeze)} and model.train_only={list(trainable.train_only)}"
+            )
+            refuse_idle_ranks(self.chunks, chosen, "train some weights of every stage")
+        else:
+            chosen = f"learner.lora.targets={list(lora.targets)}"
+            refuse_idle_ranks(self.chunks, chosen, "name targets that every stage has")
         self._export = WeightExport(self.chunks, hf_config)
         self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None

@@ -12,6 +12,7 @@ from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
 from learner.config.loss import SFTLoss
@@ -111,6 +112,44 @@ def test_every_layout_of_ranks_trains_the_same_adapters(worlds, name):
     found = worlds.run(ranks, divided, layout, lora, model)
     assert all(adapters == {} and weights == {} for _, adapters, weights in found[1:])
     assert_same(found[0], trained("megatron", lora, **model))
+
+
+ONE_LAYER = {
+    "adapters": (
+        {"lora": LoraConfig(rank=4, targets=("layers.0.self_attn.q_proj",))},
+        "learner.lora.targets=",
+    ),
+    "weights": ({"trainable": TrainableWeights(train_only=(r"layers\.0\.",))}, "model.train_only="),
+}
+
+
+def refusal(trained: dict[str, object]) -> str:
+    """Return with which error this stage of a pipeline refuses what is trained; empty for none."""
+    parallel, built = ParallelConfig(pipeline=2), tiny_model()
+    divide_world(parallel)
+    try:
+        Trainer(built.config, hf_state(built), OPTIMIZER, parallel=parallel, **trained)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_all_stages_refuse_what_leaves_one_nothing_to_train(worlds, name):
+    trained, setting = ONE_LAYER[name]
+    [first, last] = worlds.run(2, refusal, trained)
+    assert first == last
+    assert setting in first
+    assert "leave rank 1 of the learner nothing to train" in first
+
+
+def test_experts_alone_are_refused():
+    model = tiny_model(**MOE)
+    with pytest.raises(ConfigError, match="leave rank 0 of the learner nothing to train besides experts"):
+        Trainer(
+            model.config, hf_state(model), OPTIMIZER, trainable=TrainableWeights(train_only=(r"\.experts\.",))
+        )
 
 
 def saved(root: Path, layout: dict[str, object]) -> list[tuple[float, float]]:
