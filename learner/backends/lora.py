@@ -90,11 +90,15 @@ def refuse_other_adapters(
         return
     saved, ours = saved or {}, ours or {}
     other = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
-    if other == ["base"]:
-        what = "adapters of a model with other weights"
+    if not saved:
+        what = "without adapters (learner.lora.rank=0)"
+    elif other == ["base"]:
+        what = "with adapters of a model with other weights"
     else:
-        what = ", ".join(f"learner.lora.{name}={saved.get(name)}" for name in other if name != "base")
+        what = "with " + ", ".join(
+            f"learner.lora.{name}={saved.get(name)}" for name in other if name != "base"
+        )
     raise ConfigError(
-        f"checkpoint {directory} was trained with {what}: keep learner.lora and the model as they were, or "
+        f"checkpoint {directory} was trained {what}: keep learner.lora and the model as they were, or "
         "start a new run with --model.path"
     )

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.lora import refuse_other_adapters, saved_settings
 from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
@@ -212,6 +213,17 @@ def test_adapters_of_bfloat16_models_learn_and_are_published_in_it(backend):
     assert {tensor.dtype for _, tensor in exported.rest()} == set(exported.exact.values()) == {torch.bfloat16}
     assert not exported.here
     assert {tensor.dtype for tensor in trainer.export().values()} == {torch.bfloat16}
+
+
+def test_a_checkpoint_without_adapters_is_refused_in_words(tmp_path):
+    ours = {**saved_settings(LORA), "base": "1f"}
+    with pytest.raises(ConfigError, match=r"was trained without adapters \(learner\.lora\.rank=0\): keep"):
+        refuse_other_adapters(tmp_path, None, ours)
+    with pytest.raises(ConfigError, match=r"was trained with learner\.lora\.rank=2: keep"):
+        refuse_other_adapters(tmp_path, ours | {"rank": 2}, ours)
+    with pytest.raises(ConfigError, match="was trained with adapters of a model with other weights"):
+        refuse_other_adapters(tmp_path, ours | {"base": "2f"}, ours)
+    refuse_other_adapters(tmp_path, ours, dict(ours))
 
 
 def test_experts_have_no_adapters_and_are_refused_by_name():
