@@ -144,10 +144,20 @@ def start_checkpoint(
 def _written(staged: StagedFiles, temporary: Path, final: Path) -> dict[str, str]:
     """Write this rank's files and show how far that is, as long as all are as large as those of a checkpoint
     before."""
-    before = checkpoints.latest(final.parent)
-    total = _size_bytes(before) if before is not None else None
-    with long_work(f"writing {final}", total, measured=lambda: _size_bytes(temporary)):
+    with long_work(f"writing {final}", _size_before(final.parent), measured=lambda: _size_bytes(temporary)):
         return staged.write()
+
+
+def _size_before(root: Path) -> int | None:
+    """Return the size of the newest checkpoint on rank 0, which alone shows how far the next one is.
+
+    None stands for one that cannot be told: the next one does not fail because of a figure."""
+    if dist.get_rank() > 0:
+        return None
+    with suppress(OSError):  # such as a listing of a shared file system that names what is gone
+        before = checkpoints.latest(root)
+        return None if before is None else _size_bytes(before)
+    return None
 
 
 def _size_bytes(directory: Path) -> int:

@@ -11,6 +11,7 @@ from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.trainable import TrainableWeights
+from learner.checkpoint import commit
 from learner.checkpoint.commit import (
     load_checkpoint,
     read_extra,
@@ -58,6 +59,16 @@ def held_writer(monkeypatch):
 
     monkeypatch.setattr(Staged, "write", held)
     return release
+
+
+def test_no_checkpoint_fails_because_the_one_before_it_is_gone(tmp_path, monkeypatch):
+    class NothingToWrite:
+        def write(self):
+            return {"file": "digest"}
+
+    monkeypatch.setattr(commit.checkpoints, "latest", lambda root: root / "gone")  # as a stale listing has it
+    (temporary := tmp_path / "temporary").mkdir()
+    assert commit._written(NothingToWrite(), temporary, tmp_path / "final") == {"file": "digest"}
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
