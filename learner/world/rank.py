@@ -180,7 +180,7 @@ class Rank:
         backend, settings = self._backend, self._settings
 
         def write() -> None:
-            weights = backend.streamed()
+            weights, adapters, alone = backend.streamed(), backend.adapters, {}
             try:
                 if dist.get_rank() == 0:
                     stream_hf_directory(
@@ -188,15 +188,15 @@ class Rank:
                         backend.hf_config,
                         weights,
                         settings.model_directory,
-                        tensors=self._host.tensors,
+                        tensors=None if self.adapter_base else self._host.tensors,
                     )
             finally:  # even if the disk refuses: the other ranks wait until theirs are taken
                 deque(weights, maxlen=0)
-            if (adapters := backend.adapters) is not None:
-                tensors = {name: tensor.cpu().clone() for name, tensor in adapters.streamed()}
-                if dist.get_rank() == 0:
-                    model = str(settings.model.path or settings.model_directory)
-                    write_adapter(settings.export / SUBDIRECTORY, adapters, tensors, model)
+                if adapters is not None:
+                    alone = {name: tensor.cpu().clone() for name, tensor in adapters.streamed()}
+            if adapters is not None and dist.get_rank() == 0:
+                model = str(settings.model.path or settings.model_directory)
+                write_adapter(settings.export / SUBDIRECTORY, adapters, alone, model)
 
         await self.in_thread(write)
 

@@ -1,0 +1,36 @@
+"""The export of a run that trains adapters."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from learner.backends.megatron.lora import ChunkAdapters
+from learner.config.lora import LoraConfig
+from learner.world import rank as of_ranks
+from learner.world.rank import Rank
+from tests.learner.backends.test_lora_backends import trainer_of
+from tests.learner.world.test_prefetch import settings
+
+
+async def test_no_rank_waits_for_adapters_that_rank_0_does_not_take(tmp_path, monkeypatch):
+    exhausted, totals, streamed = [], [], ChunkAdapters._streamed
+
+    def counted(adapters, dtype):
+        yield from streamed(adapters, dtype)
+        exhausted.append(dtype)
+
+    def refuse(*_, tensors):
+        totals.append(tensors)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(ChunkAdapters, "_streamed", counted)
+    monkeypatch.setattr(of_ranks, "stream_hf_directory", refuse)
+    trainer = trainer_of("megatron", LoraConfig(rank=2))
+    with ThreadPoolExecutor(1) as thread:
+        own = Rank(trainer, settings(tmp_path, 1), reader=None, demonstrations=None, thread=thread)
+        await own.copy_weights()
+        exhausted.clear()
+        with pytest.raises(OSError, match="no space left"):
+            await own.export()
+    assert len(exhausted) == 2  # once for the merged weights, and once alone
+    assert totals == [None]  # what is published are fewer tensors than the model has
