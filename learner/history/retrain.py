@@ -18,6 +18,7 @@ from learner.backends.base import Backend
 from learner.checkpoint.commit import read_extra
 from learner.config.advantage import GDPOAdvantage
 from learner.config.learner import LearnerConfig
+from learner.config.lora import LoraConfig
 from learner.initial import Initial
 from learner.lineage import TrainedStep
 from learner.progress import Progress
@@ -87,11 +88,12 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
         uses: how often the groups of these leases are trained on in their steps; others once.
         at_end: is called with the backend after the last step.
 
-    Raises `ConfigError` when there is no checkpoint to start from, the lineage lacks a step, or a critic is
-    wanted of a run that has none, `StorageError`
+    Raises `ConfigError` when there is no checkpoint to start from, the lineage lacks a step, or a critic or
+    other adapters are wanted than the run has, `StorageError`
     for groups that are no longer there and for a checkpoint that is damaged or of another history.
     """
     used = changed or settings.learner
+    _refuse_other_adapters(settings.learner.lora, used.lora)
     if reward is not None and isinstance(used.advantage, GDPOAdvantage):
         raise ConfigError(
             "other rewards have no effect with learner.advantage.type=gdpo, which takes the parts of the "
@@ -121,6 +123,17 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
             groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
         yield _train(backend, progress, used, line, groups)
     at_end(backend)
+
+
+def _refuse_other_adapters(own: LoraConfig, wanted: LoraConfig) -> None:
+    """Raise `ConfigError` for adapters that the run's checkpoints do not have: these are trained on."""
+    names = [name for name in LoraConfig.model_fields if getattr(own, name) != getattr(wanted, name)]
+    if names:
+        raise ConfigError(
+            f"{', '.join(f'learner.lora.{name}={getattr(wanted, name)}' for name in names)}: the run was "
+            f"trained with {', '.join(f'{name}={getattr(own, name)}' for name in names)}, and its steps are "
+            "trained again from what it saved: leave learner.lora as it was, or start a run with the other"
+        )
 
 
 def weights_at(settings: LearnerSettings, initial: Initial, step: int) -> dict[str, Tensor] | None:

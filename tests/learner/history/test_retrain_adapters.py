@@ -1,0 +1,14 @@
+import pytest
+
+from bus.errors import ConfigError
+from learner.config.lora import LoraConfig
+from learner.history.retrain import retrain_steps
+from tests.learner.world.test_prefetch import settings
+
+
+@pytest.mark.parametrize("other", [LoraConfig(rank=4), LoraConfig(rank=4, targets=("q_proj",))])
+def test_other_adapters_than_the_runs_are_refused_by_name(tmp_path, other):
+    run = settings(tmp_path, 1)
+    changed = run.learner.model_copy(update={"lora": other})
+    with pytest.raises(ConfigError, match=r"learner\.lora\.rank=4.* was trained with rank=0"):
+        next(retrain_steps(run, None, [], from_step=0, to_step=1, changed=changed))
