@@ -6,9 +6,11 @@ from pathlib import Path
 
 import structlog
 
+from bus.errors import ConfigError
 from bus.messages import BlobRef, KeptVersion
 from storage.disk.atomic_files import Content, publish_files, remove
-from storage.weights.tensors import Weights, snapshot_content
+from storage.weights.adapter_names import are_adapters
+from storage.weights.tensors import Weights, read_snapshot, snapshot_content
 
 log = structlog.get_logger()
 Put = Callable[[Content, int, str], Awaitable[BlobRef]]
@@ -20,8 +22,11 @@ class KeptVersions:
 
     What the learner before it had published is freed when it begins, and a bus may lose its disk."""
 
-    def __init__(self, versions: Collection[int], directory: Path | None) -> None:
-        """Keep `versions` in `directory`; without it they last as long as this learner and its bus."""
+    def __init__(self, versions: Collection[int], directory: Path | None, *, adapters: bool) -> None:
+        """Keep `versions` in `directory`; without it they last as long as this learner and its bus.
+
+        They are `adapters` alone, or whole weights."""
+        self._adapters = adapters
         self._versions = frozenset(versions)
         self._directory = directory
         self._named: dict[int, KeptVersion] = {}
@@ -30,6 +35,7 @@ class KeptVersions:
     async def up_to(self, weights: Weights, put: Put) -> tuple[KeptVersion, ...]:
         """Return those that have been published, these weights included if they are to stay.
 
+        Raises `ConfigError` where files have adapters and whole weights are published, or the reverse.
         Files of later versions are of steps that a resumed learner has taken back, and go."""
         if not self._versions:
             return ()
@@ -61,8 +67,22 @@ class KeptVersions:
                 await asyncio.to_thread(remove, path)
             elif version in self._versions:
                 data = await asyncio.to_thread((path / FILE).read_bytes)
+                self._refuse_other_kind(path, read_snapshot(data, version))
                 blob = await put([data], version, "kept")
                 self._named[version] = KeptVersion(policy_version=version, snapshot=blob)
+
+    def _refuse_other_kind(self, path: Path, kept: Weights) -> None:
+        """Raise `ConfigError` unless these are adapters just where adapters are published.
+
+        The announcement says it once of all versions, and opponents would take one for the other."""
+        if (adapters := are_adapters(kept.tensors)) == self._adapters:
+            return
+        what, publish = ("adapters", "adapter") if adapters else ("whole weights", "merged")
+        raise ConfigError(
+            f"learner.publication.keep_versions: {path} has {what}, and this learner publishes "
+            f"{'whole weights' if adapters else 'adapters'}: set learner.lora.publish={publish} as it was "
+            "before, or remove that directory"
+        )
 
     async def _write(self, version: int, content: Content) -> None:
         if self._directory is None:

@@ -95,7 +95,7 @@ class WeightPublisher:
         self._weights: Weights | None = None
         """The weights announced last, which are the base of the next delta."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
-        self._kept = KeptVersions(config.keep_versions, kept)
+        self._kept = KeptVersions(config.keep_versions, kept, adapters=base is not None)
         self._base = base
         self._adapted: AdaptedBase | None = None
         """Where the base lies, once it is stored."""

@@ -1,8 +1,15 @@
 """Tells under which names peft's files have the low-rank adapter of a weight."""
 
+from collections.abc import Iterable
+
 PREFIX = "base_model.model."
 """Begins the names of all tensors of an adapter."""
 WEIGHT = ".weight"
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Tell whether tensors of these names are adapters, and not whole weights."""
+    return all(name.startswith(PREFIX) for name in names)
 
 
 def adapter_names(weight: str) -> tuple[str, str]:

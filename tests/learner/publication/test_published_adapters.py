@@ -11,17 +11,19 @@ from safetensors.torch import save_file
 
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
-from bus.errors import StorageError
+from bus.errors import ConfigError, StorageError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.data.packing import pack
 from learner.model_directory import HFWeights
-from learner.publication.host_copy import Copied, HostCopy, copy_weights
+from learner.publication.host_copy import Copied, HostCopy, copy_weights, host_tensors
 from learner.publication.publisher import AdapterBase, WeightPublisher
+from storage.weights.adapter_names import adapter_names
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
+from storage.weights.tensors import Weights
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.nats
@@ -102,6 +104,25 @@ async def test_the_base_outlives_versions_that_are_freed(bus, tmp_path):
     for version in range(4):
         manifest = await learner.publish(version)
     assert_trained(await Receiver(Blobs(bus)).advance(manifest), learner.trainer)
+
+
+@pytest.mark.parametrize("before", ["adapter", "merged"])
+async def test_kept_versions_are_refused_where_others_are_published(bus, tmp_path, before):
+    config, kept, tensors = PublicationConfig(keep_versions=[0]), tmp_path / "kept", {}
+    for name in adapter_names("layer.weight") if before == "adapter" else ("layer.weight",):
+        tensors[name] = torch.ones(2, 2)
+    base = AdapterBase(1.0, lambda: Weights.of(0, host_tensors({"layer.weight": torch.ones(2, 2)})))
+    bases = [base, None] if before == "adapter" else [None, base]
+
+    async def publish(incarnation, base):
+        made = WeightPublisher(bus, BusBlobs(bus), config, incarnation=incarnation, kept=kept, base=base)
+        await made.start(tmp_path)
+        return await made.publish(host_tensors(tensors), policy_version=0, stage="rl", trains_from=0)
+
+    for incarnation in ("one", "two"):  # a resume as it was takes it over
+        assert [kept.policy_version for kept in (await publish(incarnation, bases[0])).kept] == [0]
+    with pytest.raises(ConfigError, match=f"version-0 has .*: set learner.lora.publish={before} as it was"):
+        await publish("three", bases[1])
 
 
 async def test_a_step_that_changes_no_adapter_is_an_alarm(bus, tmp_path):
