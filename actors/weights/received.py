@@ -9,9 +9,10 @@ from typing import TypeVar
 import structlog
 
 from actors.engines.sglang.changes import note
+from actors.weights.adapter_bases import base_weights
 from actors.weights.adapters import merged_weights
 from bus.errors import BusError, StorageError
-from bus.messages import AdaptedBase, DeltaRef, PolicyManifest
+from bus.messages import AdaptedBase, BlobRef, DeltaRef, PolicyManifest
 from bus.publish import together
 from storage.weights.array_pool import SpareMemory
 from storage.weights.blob_sources import BlobSource
@@ -59,13 +60,17 @@ class Receiver:
         """Return the whole weights that the published ones stand for."""
         if adapted is None:
             return published
-        if self._base is None or self._base[0] != adapted.weights.digest:  # another learner may have the same
-            data = await self._blobs.get(adapted.weights)
-            self._base = adapted.weights.digest, await _in_threads(partial(read_snapshot, data, 0))
+        if self._base is None or self._base[0] != adapted.weights.digest:
+            weights = await base_weights(self._blobs, adapted.weights, self._fetch_base)
+            self._base = adapted.weights.digest, weights
         base = self._base[1]
         return await _in_threads(
             partial(merged_weights, base, published, adapted.scale, like=self._spare.like)
         )
+
+    async def _fetch_base(self, ref: BlobRef) -> Weights:
+        data = await self._blobs.get(ref)
+        return await _in_threads(partial(read_snapshot, data, 0))
 
     async def _from_snapshot(self, manifest: PolicyManifest) -> Weights:
         tail = manifest.since(manifest.snapshot_at) or ()

@@ -1,6 +1,7 @@
 """From a learner that trains adapters to engines that know of none."""
 
 import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from actors.weights.follow import fetch_state
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
@@ -86,6 +88,29 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
     assert changed == {0: set(learner.trainer.export()), **dict.fromkeys((1, 2, 3), adapted)}
     assert learner.made == 1  # the frozen weights were stored once
     assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
+
+
+class Counted(Blobs):
+    """Counts how often each blob is fetched."""
+
+    def __init__(self, bus):
+        super().__init__(bus)
+        self.fetched = Counter()
+
+    async def get(self, ref):
+        self.fetched[ref] += 1
+        return await super().get(ref)
+
+
+async def test_rollouts_evaluations_and_opponents_of_a_process_fetch_the_base_once(bus, tmp_path):
+    learner, blobs = Learner(bus, tmp_path, torch.float32), Counted(bus)
+    await learner.publisher.start(tmp_path)
+    receiver = Receiver(blobs)
+    for version in range(2):
+        manifest = await learner.publish(version)
+        await asyncio.gather(receiver.advance(manifest), *(fetch_state(blobs, manifest) for _ in range(2)))
+    assert blobs.fetched[manifest.adapted.weights] == 1
+    assert_trained(await Receiver(blobs).advance(manifest), learner.trainer)
 
 
 async def test_a_base_that_the_bus_lost_is_stored_again(bus, tmp_path):
