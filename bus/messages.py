@@ -239,6 +239,8 @@ class SnapshotWanted(Message, tag="snapshot_wanted"):
     """The learner that announced them; empty when nothing was found announced."""
     policy_version: int
     reason: str
+    lacks_base: bool = False
+    """Whether it is the weights below published adapters that cannot be had, and not the adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

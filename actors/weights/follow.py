@@ -247,6 +247,9 @@ class PolicyFollower:
         """Ask the learner for a whole snapshot, unless a later version has come meanwhile."""
         self._failed = manifest, time.monotonic() + AGAIN_S
         wanted = SnapshotWanted(
-            incarnation=manifest.incarnation, policy_version=manifest.policy_version, reason=reason
+            incarnation=manifest.incarnation,
+            policy_version=manifest.policy_version,
+            reason=reason,
+            lacks_base=self._receiver.lacks_base,
         )
         await self._bus.notify(self._bus.subject("notice", "snapshot"), wanted)

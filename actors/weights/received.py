@@ -30,6 +30,8 @@ class Receiver:
         self.weights: Weights | None = None
         """As they are published: adapters alone, where these are."""
         self._blobs = blobs
+        self.lacks_base = False
+        """Whether the frozen weights of adapters could not be had when they were last needed."""
         self._base: tuple[str, Weights] | None = None
         """Frozen weights of the adapters, with the digest of their bytes."""
         self._incarnation = ""
@@ -59,10 +61,12 @@ class Receiver:
     async def _whole(self, adapted: AdaptedBase | None, published: Weights) -> Weights:
         """Return the whole weights that the published ones stand for."""
         if adapted is None:
+            self.lacks_base = False
             return published
         if self._base is None or self._base[0] != adapted.weights.digest:
+            self.lacks_base = True
             weights = await base_weights(self._blobs, adapted.weights, self._fetch_base)
-            self._base = adapted.weights.digest, weights
+            self._base, self.lacks_base = (adapted.weights.digest, weights), False
         base = self._base[1]
         return await _in_threads(
             partial(merged_weights, base, published, adapted.scale, like=self._spare.like)

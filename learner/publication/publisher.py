@@ -107,6 +107,8 @@ class WeightPublisher:
         self._wanted: SnapshotWanted | None = None
         self._answer_given = -1, 0.0
         """The version that a snapshot was stored of on demand, and until when not again."""
+        self._base_again_s = 0.0
+        """Until when the base, all of whose bytes are there, is not stored again on demand."""
 
     def announced(self) -> Weights | None:
         """Return the weights announced last; their tensors stay as they are until others are announced."""
@@ -161,12 +163,13 @@ class WeightPublisher:
     async def _answer(self, wanted: SnapshotWanted) -> None:
         async with self._one:
             manifest = self.latest
-            if manifest is None or 0 <= wanted.policy_version < manifest.snapshot_at:
+            base_again = wanted.lacks_base and self._forget_damaged_base()
+            if manifest is None or (0 <= wanted.policy_version < manifest.snapshot_at and not base_again):
                 return  # there is a snapshot that they have not tried
             intact = await self._mended()
             if intact and not wanted.incarnation:  # only the key was lost
                 await self._set_policy(manifest)
-            elif not intact or not self._answered(manifest.policy_version):
+            elif not intact or base_again or not self._answered(manifest.policy_version):
                 since_last = manifest.since(manifest.snapshot_at) or ()
                 await self._with_snapshot(manifest, since_last if intact else ())
                 await self._retire()
@@ -179,6 +182,15 @@ class WeightPublisher:
             return True
         self._answer_given = policy_version, time.monotonic() + SAME_SNAPSHOT_PAUSE_S
         return False
+
+    def _forget_damaged_base(self) -> bool:
+        """Let the base be stored again, unless it was a moment ago; tell whether it will be.
+
+        The store knows that its bytes are there, and not that they are the right ones."""
+        if self._base is None or time.monotonic() < self._base_again_s:
+            return False
+        self._adapted, self._base_again_s = None, time.monotonic() + SAME_SNAPSHOT_PAUSE_S
+        return True
 
     async def close(self) -> None:
         """Serve no longer."""
@@ -215,11 +227,8 @@ class WeightPublisher:
         deltas = before.deltas
         if not again:
             blob = await self._put([delta.data], announcement.policy_version, "delta")
-            deltas += (
-                DeltaRef(
-                    base_version=base.policy_version, policy_version=announcement.policy_version, blob=blob
-                ),
-            )
+            version = announcement.policy_version
+            deltas += (DeltaRef(base_version=base.policy_version, policy_version=version, blob=blob),)
         self._note(delta.weights, 0 if again else len(delta.data), delta.sent_words)
         return await self._announce(delta.weights, announcement, before.snapshot, before.snapshot_at, deltas)
 
@@ -237,22 +246,15 @@ class WeightPublisher:
             raise RuntimeError("nothing was published")
         snapshot = await self._put_snapshot(weights)
         announcement = _Announcement(
-            manifest.policy_version,
-            manifest.stage,
-            manifest.trains_from,
-            manifest.probe,
+            manifest.policy_version, manifest.stage, manifest.trains_from, manifest.probe,
             ess_fraction=manifest.ess_fraction,
-        )
+        )  # fmt: skip
         return await self._announce(weights, announcement, snapshot, manifest.policy_version, deltas)
 
     async def _announce(
-        self,
-        weights: Weights,
-        announcement: "_Announcement",
-        snapshot: BlobRef,
-        snapshot_version: int,
+        self, weights: Weights, announcement: "_Announcement", snapshot: BlobRef, snapshot_version: int,
         deltas: tuple[DeltaRef, ...] = (),
-    ) -> PolicyManifest:
+    ) -> PolicyManifest:  # fmt: skip
         """Make it the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
             raise RuntimeError("the publisher was not started: call `start` first")
@@ -374,9 +376,7 @@ class WeightPublisher:
     def _note(self, weights: Weights, wire_bytes: int, sent_words: int) -> None:
         self.figures = {
             "weights/wire_bytes": wire_bytes,
-            "weights/full_bytes": weights.size_bytes
-            if self._adapted is None
-            else self._adapted.weights.size_bytes,
+            "weights/full_bytes": (self._adapted.weights if self._adapted else weights).size_bytes,
             "weights/sent_fraction": sent_words / max(1, weights.words),
         }
 

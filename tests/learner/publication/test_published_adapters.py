@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actors.weights.follow import fetch_state
+from actors.weights import follow as following_policy
+from actors.weights.follow import PolicyFollower, fetch_state
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
+from bus.messages import SnapshotWanted
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
@@ -26,6 +28,7 @@ from storage.weights.adapter_names import adapter_names
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from storage.weights.tensors import Weights
+from tests.actors.weights.test_received import Recording, damage
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.nats
@@ -120,6 +123,30 @@ async def test_a_base_that_the_bus_lost_is_stored_again(bus, tmp_path):
     await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
     manifest = await learner.publish(1)
     assert_trained(await Receiver(Blobs(bus)).advance(manifest), learner.trainer)
+    assert learner.made == 2
+
+
+async def test_a_damaged_base_is_stored_again_for_who_cannot_read_it(bus, tmp_path, monkeypatch):
+    monkeypatch.setattr(following_policy, "POLL_S", 0.05)
+    monkeypatch.setattr(following_policy, "AGAIN_S", 0.1)
+    learner = Learner(bus, tmp_path, torch.float32, snapshot_every=1)
+    await learner.publisher.start(tmp_path)
+    base = (await learner.publish(0)).adapted.weights
+    await learner.publish(1)
+    await damage(bus, base, flip=True)
+    engine, stop = Recording(), asyncio.Event()
+    follower = PolicyFollower(bus, engine)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(learner.publisher.serve(stop))
+        tasks.create_task(follower.run(stop))
+        await follower.at_least(1)
+        stop.set()
+    assert learner.made == 2
+    assert_trained(await Receiver(Blobs(bus)).advance(learner.publisher.latest), learner.trainer)
+    for _ in range(3):  # whoever cannot read it now has another trouble
+        await learner.publisher._answer(
+            SnapshotWanted(incarnation="one", policy_version=0, reason="a test", lacks_base=True)
+        )
     assert learner.made == 2
 
 
