@@ -32,7 +32,7 @@ async def test_a_learner_goes_on_from_the_checkpoint_before_a_damaged_one(bus, t
 
 
 async def test_an_export_that_the_disk_refuses_costs_no_training(bus, tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
     async with mini_run(bus, tmp_path) as run:
