@@ -67,7 +67,8 @@ class KeptVersions:
                 await asyncio.to_thread(remove, path)
             elif version in self._versions:
                 data = await asyncio.to_thread((path / FILE).read_bytes)
-                self._refuse_other_kind(path, read_snapshot(data, version))
+                kept = await asyncio.to_thread(read_snapshot, data, version)
+                self._refuse_other_kind(path, kept)
                 blob = await put([data], version, "kept")
                 self._named[version] = KeptVersion(policy_version=version, snapshot=blob)
 
