@@ -14,7 +14,7 @@ set -euo pipefail
 config=$1
 run=${SLUICE_RUN:-mine}
 runs=${SLUICE_DIRECTORY:-$PWD/runs}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # reads all: pipefail ends on SIGPIPE
 bus=nats://$head:4222
 on_head=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head")
 

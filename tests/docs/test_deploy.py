@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from tomllib import loads
@@ -180,7 +181,8 @@ def test_the_job_starts_each_process_with_flags_that_there_are(tmp_path: Path):
     try:
         assert script.wait(30) == 0
     finally:
-        os.killpg(script.pid, 9)
+        with suppress(ProcessLookupError):  # it ended, and what it started as well
+            os.killpg(script.pid, 9)
     started = [shlex.split(line) for line in record.read_text().splitlines()]
     assert {words[1] for words in started} == {"bus", "storage", "learner", "actors"}
     assert [problem for words in started if (problem := refused(words[1:]))] == []
