@@ -52,7 +52,8 @@ def interpreter(config: SglangEngineConfig) -> Path:
         if not config.python.is_file():
             raise ConfigError(f"actors.engine.python: there is no interpreter {config.python}")
         return config.python.absolute()
-    if importlib.util.find_spec("sglang") is not None:
+    spec = importlib.util.find_spec("sglang")
+    if spec is not None and spec.origin is not None:  # without one it is some directory of that name
         return Path(sys.executable)
     if BUILT_HERE.is_file():
         return BUILT_HERE
