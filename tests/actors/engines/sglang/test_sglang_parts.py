@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.engines.config import SglangEngineConfig
-from actors.engines.sglang import settings
+from actors.engines.sglang import settings as sglang_settings
 from actors.engines.sglang import weights as sglang_weights
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.gpu_count import base_gpu_id, gpus
@@ -402,6 +402,6 @@ def test_a_draft_model_of_another_checkpoint_than_the_policys_is_its_own(algorit
 def test_a_directory_that_is_called_sglang_is_none(tmp_path, monkeypatch):
     (tmp_path / "sglang").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(settings, "BUILT_HERE", tmp_path / "none")
+    monkeypatch.setattr(sglang_settings, "BUILT_HERE", tmp_path / "none")
     with pytest.raises(ConfigError, match="SGLang is not installed"):
-        settings.interpreter(SglangEngineConfig())
+        sglang_settings.interpreter(SglangEngineConfig())
