@@ -160,6 +160,7 @@ async def test_chats_with_a_tool_reason_call_it_and_read_its_results(server):
     check([t for episode in episodes for t in episode.trajectories], recorder, models)
 
 
+@pytest.mark.nightly  # the swap has to fall between the turns of both episodes, which depends on speed
 @pytest.mark.parametrize("pause", ["in_place", "retract"])
 async def test_weights_change_within_a_turn_and_between_turns(server, pause, monkeypatch):
     monkeypatch.setattr(server, "_config", server._config.model_copy(update={"pause": pause}))
@@ -204,6 +205,7 @@ async def test_agents_of_an_episode_debate_while_weights_change(server):
     check(episode.trajectories, recorder, models, keeps_cache=True)
 
 
+@pytest.mark.nightly  # a fast machine answers with more tokens than the context has room for afterwards
 async def test_an_answer_that_was_aborted_goes_on_with_newer_weights_and_a_chat_after_it(server, monkeypatch):
     """The fleet ends what takes too long, and has it go on; an agent that aborts keeps what there is."""
     monkeypatch.setattr(server, "_config", server._config.model_copy(update={"pause": "retract"}))
