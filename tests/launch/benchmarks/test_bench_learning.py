@@ -17,6 +17,7 @@ from launch.benchmarks.learning.outcome import Outcome, area, outcome_of
 from launch.benchmarks.learning.report import arms, comparisons, report, table, welch_p
 from launch.benchmarks.whole_runs.extent import Extent, Plan, plan_of
 from launch.benchmarks.whole_runs.results import Results
+from launch.cli.learning_commands import LearningExtent
 from launch.config import RunConfig, resolve
 
 CELL = Cell(0, "guess", 0.1)
@@ -43,6 +44,12 @@ def test_a_seed_is_complete_before_the_next_one_begins():
     assert [cell.seed for cell in cells] == [0] * 12 + [1] * 12 + [2] * 12
     assert cells[:2] == [Cell(0, "guess", 0.0), Cell(0, "guess", 0.1)]
     assert cells[1].name == "guess-failures100-seed0"
+
+
+def test_the_help_names_every_preset_and_fraction():
+    said = {name: field.description or "" for name, field in LearningExtent.model_fields.items()}
+    assert f"without it {','.join(PRESETS)}." in said["presets"]
+    assert f"without it {','.join(f'{share:g}' for share in FAILURES)}." in said["failures"]
 
 
 def test_fractions_are_ascending_and_what_is_none_is_refused():
