@@ -9,7 +9,7 @@ from typing import Self
 
 import structlog
 
-from actors.environments.agent_config import POSTED, AgentConfig
+from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
     ProgramEnd,
     ProgramError,
@@ -19,7 +19,7 @@ from actors.environments.agent_program import (
 )
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
-from actors.environments.session_episode import posted_episode, scored_episode
+from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
@@ -48,7 +48,7 @@ class AgentEnvironment:
     def from_config(cls, config: AgentConfig) -> Self:
         """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
         check_program(config)
-        return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+        return cls(config, scoring_of(config))
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:

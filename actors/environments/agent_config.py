@@ -16,6 +16,17 @@ PROGRAMS_AT_ONCE = 32
 """Programs of one task each that run at the same time, if the settings say nothing."""
 
 
+def refuse_unusable_rewards(config: RewardConfig, poster: str) -> None:
+    """Raise ValueError for rewards of sessions that are never given: of reasoning, which is no part of an
+    answer, or beside those that each `poster` posts."""
+    config.refuse_reasoning_rewards()
+    if config.reward == POSTED and (config.rewards or config.group_reward):
+        raise ValueError(
+            f"reward=posted takes what each {poster} posts: leave out rewards and group_reward, or name "
+            "another reward"
+        )
+
+
 class AgentConfig(RewardConfig):
     """Environment in which a program asks the policy as it would ask OpenAI's or Anthropic's servers: one for
     each episode, or a long-lived one that takes many tasks.
@@ -82,15 +93,6 @@ class AgentConfig(RewardConfig):
         return command
 
     @model_validator(mode="after")
-    def _answers_have_no_reasoning(self) -> Self:
-        self.refuse_reasoning_rewards()
-        return self
-
-    @model_validator(mode="after")
-    def _posted_rewards_are_final(self) -> Self:
-        if self.reward == POSTED and (self.rewards or self.group_reward):
-            raise ValueError(
-                "reward=posted takes what each program posts: leave out rewards and group_reward, or name "
-                "another reward"
-            )
+    def _rewards_are_given(self) -> Self:
+        refuse_unusable_rewards(self, "program")
         return self

@@ -12,11 +12,10 @@ from typing import Self
 import structlog
 from aiohttp import web
 
-from actors.environments.agent_config import POSTED
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
 from actors.environments.clients_config import ClientsConfig
-from actors.environments.session_episode import posted_episode, scored_episode
+from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.refusal import RefusedError, invalid
 from actors.gateway.server import Gateway, keys_of
@@ -58,7 +57,7 @@ class ClientsEnvironment:
     @classmethod
     def from_config(cls, config: ClientsConfig) -> Self:
         """Build. Raises `ConfigError` for a reward that cannot be used."""
-        return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+        return cls(config, scoring_of(config))
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.environments.agent_config import POSTED
+from actors.environments.agent_config import refuse_unusable_rewards
 from actors.gateway.config import GatewayConfig
 from actors.rewards.config import RewardConfig
 
@@ -41,15 +41,6 @@ class ClientsConfig(RewardConfig):
     """HTTP server by which the policy is asked."""
 
     @model_validator(mode="after")
-    def _answers_have_no_reasoning(self) -> Self:
-        self.refuse_reasoning_rewards()
-        return self
-
-    @model_validator(mode="after")
-    def _posted_rewards_are_final(self) -> Self:
-        if self.reward == POSTED and (self.rewards or self.group_reward):
-            raise ValueError(
-                "reward=posted takes what each client posts: leave out rewards and group_reward, or name "
-                "another reward"
-            )
+    def _rewards_are_given(self) -> Self:
+        refuse_unusable_rewards(self, "client")
         return self

@@ -9,7 +9,7 @@ from typing import Self
 
 import structlog
 
-from actors.environments.agent_config import POSTED, AgentConfig
+from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
     ProgramError,
     check_program,
@@ -20,6 +20,7 @@ from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, FailedEpisode, Task
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.clients_config import ClientsConfig
+from actors.environments.session_episode import scoring_of
 from actors.gateway.task_offers import Taker
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
@@ -72,7 +73,7 @@ class LongLivedAgent:
     def from_config(cls, config: AgentConfig) -> Self:
         """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
         check_program(config)
-        return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+        return cls(config, scoring_of(config))
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:

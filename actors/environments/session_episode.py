@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from actors.environments.agent_config import POSTED
 from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.environments.base import Episode, Task
 from actors.gateway.posted_reward import PostedReward
@@ -10,7 +11,15 @@ from actors.gateway.session import Session
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
+from actors.rewards.config import RewardConfig
 from bus.codec import Json
+
+
+def scoring_of(config: RewardConfig) -> AnswerScoring | None:
+    """Return what computes the rewards of sessions; None where these are posted.
+
+    Raises `ConfigError` for one that cannot be loaded."""
+    return None if config.reward == POSTED else AnswerScoring.from_config(config)
 
 
 def metrics_of(session: Session) -> dict[str, float]:
