@@ -6,6 +6,7 @@ from pathlib import Path
 import structlog
 
 from bus.errors import ConfigError
+from storage.prompts.hub_data import http_error
 
 log = structlog.get_logger()
 LOOK_S = 10.0
@@ -31,7 +32,7 @@ def fetched(path: Path, setting: str) -> Path:
     there is none, or the hub refuses it."""
     try:
         return _snapshot(path, local_files_only=False)
-    except (_http_error(), OSError, ValueError) as error:  # OSError: no network, or no room
+    except (http_error(), OSError, ValueError) as error:  # OSError: no network, or no room
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{setting}: {path} is no directory here, and the Hugging Face hub does not give it "
@@ -57,18 +58,10 @@ def newest_commit(path: Path) -> str | None:
     assert found is not None, path
     try:
         described = HfApi().model_info(found["repo"], revision=found["revision"], timeout=LOOK_S)
-    except (_http_error(), OSError, ValueError) as error:
+    except (http_error(), OSError, ValueError) as error:
         log.debug("hub_not_asked", model=str(path), reason=str(error))
         return None
     return described.sha
-
-
-def _http_error() -> type[Exception]:
-    """Return what the hub's client raises for answers and broken connections alike: the base of its own
-    error is of the HTTP library, which is another one from version to version."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return HfHubHTTPError.__bases__[0]
 
 
 def with_commit(path: Path, commit: str) -> Path:

@@ -26,10 +26,7 @@ def fetched_data(path: Path) -> Path:
     What an earlier call has fetched stays at its commit, so that a run that goes on has the same prompts.
     Raises `ConfigError` when there is none and the hub cannot be reached, or refuses it."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    # Its base is of the HTTP library, which is another one from version to version.
-    http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     found = NAME.fullmatch(str(path))
     if found is None:
         raise ConfigError(f"{path}: write a data set of the hub as hf://ORGANISATION/NAME[@REVISION][/SPLIT]")
@@ -40,7 +37,7 @@ def fetched_data(path: Path) -> Path:
             revision=_commit_here(found["repo"], found["revision"]) or found["revision"],
             allow_patterns=_wanted(found["rest"]),
         )
-    except (http_error, OSError, ValueError) as error:  # OSError: no network, or no room
+    except (http_error(), OSError, ValueError) as error:  # OSError: no network, or no room
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"hf://{found['repo']}: the Hugging Face hub does not give this data set ({reason}): check its "
@@ -48,6 +45,14 @@ def fetched_data(path: Path) -> Path:
         ) from error
     log.info("hub_data_found", name=found["repo"], commit=Path(snapshot).name)
     return Path(snapshot, found["rest"].strip("/"))
+
+
+def http_error() -> type[Exception]:
+    """Return what the hub's client raises for answers and broken connections alike: the base of its own
+    error is of the HTTP library, which is another one from version to version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return HfHubHTTPError.__bases__[0]
 
 
 def _commit_here(repo: str, revision: str | None) -> str | None:
