@@ -15,11 +15,11 @@ class GpuPlan:
 
     rollouts: tuple[int, ...]
     opponents: Mapping[str, int] = field(default_factory=dict)
-    """By the name of the opponent."""
+    """That of each opponent's engine, by the opponent's name."""
     evaluation: tuple[int, ...] = ()
-    """Of the servers that `evaluation.servers` asks for."""
+    """Those of the servers that `evaluation.servers` asks for."""
     policies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each further policy's engines, by its name."""
+    """Those of each further policy's engines, by its name."""
 
 
 def gpu_plan(actors: ActorsConfig, policies: Mapping[str, EngineConfig] | None = None) -> GpuPlan:
