@@ -126,8 +126,9 @@ NIGHTLY = (
 
 def marked(name: str) -> object:
     """Return the name of a layout as a parameter, marked by when it is tested."""
-    marks = {**dict.fromkeys(IN_EVERY_RUN, ()), **dict.fromkeys(NIGHTLY, pytest.mark.nightly)}
-    return pytest.param(name, marks=marks.get(name, pytest.mark.slow))
+    if name in IN_EVERY_RUN:
+        return name
+    return pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow)
 
 
 def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, Tensor]]:
