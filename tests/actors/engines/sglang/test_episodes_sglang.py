@@ -6,7 +6,7 @@ weights of each token's version."""
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -63,18 +63,21 @@ async def server(tmp_path_factory) -> AsyncIterator[SglangEngine]:
 
 @dataclass
 class Recorder:
-    """Passes requests on, and keeps what was returned to each; `between` runs after the first of them."""
+    """Passes requests on, and keeps what was returned to each; `between` runs after the first of them, and
+    no answer is handed on before it has ended."""
 
     engine: Engine
     between: Callable[[], AsyncIterator[None]] | None = None
     returned: list[tuple[tuple[int, ...], Generation]] = field(default_factory=list)
+    going_on: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         generation = await self.engine.generate(request)
         self.returned.append((tuple(request.token_ids), generation))
-        if (between := self.between) is not None:
-            self.between = None
-            await between()
+        async with self.going_on:
+            if (between := self.between) is not None:
+                self.between = None
+                await between()
         return generation
 
 
@@ -160,7 +163,6 @@ async def test_chats_with_a_tool_reason_call_it_and_read_its_results(server):
     check([t for episode in episodes for t in episode.trajectories], recorder, models)
 
 
-@pytest.mark.nightly  # the swap has to fall between the turns of both episodes, which depends on speed
 @pytest.mark.parametrize("pause", ["in_place", "retract"])
 async def test_weights_change_within_a_turn_and_between_turns(server, pause, monkeypatch):
     monkeypatch.setattr(server, "_config", server._config.model_copy(update={"pause": pause}))
@@ -205,7 +207,6 @@ async def test_agents_of_an_episode_debate_while_weights_change(server):
     check(episode.trajectories, recorder, models, keeps_cache=True)
 
 
-@pytest.mark.nightly  # a fast machine answers with more tokens than the context has room for afterwards
 async def test_an_answer_that_was_aborted_goes_on_with_newer_weights_and_a_chat_after_it(server, monkeypatch):
     """The fleet ends what takes too long, and has it go on; an agent that aborts keeps what there is."""
     monkeypatch.setattr(server, "_config", server._config.model_copy(update={"pause": "retract"}))
@@ -228,14 +229,16 @@ async def test_an_answer_that_was_aborted_goes_on_with_newer_weights_and_a_chat_
     await fleet.load_weights(models[0].state_dict(), 2)
     models[2] = models[0]
     messages = [{"role": "user", "content": "one"}, answer.message, {"role": "user", "content": "two"}]
-    chat = asyncio.create_task(policy.chat(messages))
+    shorter = replace(policy.sampling, max_new_tokens=1000)  # the first answer has taken part of the context
+    chat = asyncio.create_task(policy.chat(messages, sampling=shorter))
     await in_flight(server, chat)
     await fleet.abort(next(iter(fleet._pending_by_id)))
     partial = await chat
     assert (partial.finish_reason, len(partial.token_ids) > 0) == ("abort", True)
     await fleet.load_weights(models[1].state_dict(), 3)
     models[3] = models[1]
-    last = await policy.chat([*messages, partial.message, {"role": "user", "content": "three"}])
+    messages += [partial.message, {"role": "user", "content": "three"}]
+    last = await policy.chat(messages, sampling=shorter)
     await fleet.close()
     assert last.content == "done"
     [trajectory] = policy.trajectories(1.0)
