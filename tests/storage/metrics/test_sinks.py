@@ -132,11 +132,16 @@ def offline(directory: Path) -> tuple[list[dict], dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of wandb's own
 async def test_wandb_offline_has_the_rows_and_a_restart_keeps_the_id(run: RunDirectory, monkeypatch):
+    import wandb
+
     monkeypatch.setattr(sinks, "CLOSE_S", 120.0)  # its process takes long to start on a busy machine
     config = MetricsConfig(wandb=WandbConfig(project="sluice", mode="offline"))
     await written(config, run, WARM, STEP, COUNTED, MEASURED)
     await asyncio.to_thread(threading.Event().wait, 1.1)  # wandb names directories by the second
     await written(config, run, LATER)
+    await asyncio.to_thread(
+        wandb.teardown
+    )  # `finish` does not wait until wandb's process has closed the file
     directories = sorted((run.path / "wandb").glob("offline-run-*"))
     assert len(directories) == 2
     assert len({directory.name.split("-", 3)[3] for directory in directories}) == 1
