@@ -60,6 +60,14 @@ class PolicyConfig(Config):
     def _separated_by_commas(cls, given: object) -> object:
         return [agent.strip() for agent in given.split(",")] if isinstance(given, str) else given
 
+    @field_validator("model", "warmup", "learner", "engine", mode="before")
+    @classmethod
+    def _names_of_flags(cls, given: object) -> object:
+        """Take `save-every` of a flag for `save_every`, as all other flags are taken."""
+        if not isinstance(given, dict):
+            return given
+        return {str(key).replace("-", "_"): cls._names_of_flags(value) for key, value in given.items()}
+
 
 def policy_bus(bus: BusConfig, run: str, policy: str) -> BusConfig:
     """Return how a process that works for `run` reaches the run of a further policy on the same bus.

@@ -37,6 +37,12 @@ def test_a_further_policy_has_the_runs_settings_with_its_own_over_them_and_measu
         of_policy(config, "secnd")
 
 
+def test_a_setting_of_a_further_policy_may_be_written_as_flags_are():
+    flags = {"agents": "selector", "learner": {"checkpoint": {"save-every": "3"}, "target-accuracy": "0.5"}}
+    learner = of_policy(resolve(PANEL, policies(second=flags), {"run": "mine"}), "second").learner
+    assert learner.checkpoint.save_every == 3
+
+
 def test_settings_of_a_further_policy_are_checked_like_those_of_the_run():
     said = refusal(PANEL, policies(second={"agents": ["selector"], "learner": {"stps": 3}}))
     assert said == "policies.second: unknown key learner.stps: did you mean 'steps'?"
