@@ -55,7 +55,7 @@ def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
             what = f"{resumed} ranks to resume"
             wait_until(lambda n=resumed: _resumed(run) >= n, what, launcher, timeout_s=120)
         assert "part=learner" not in launcher.said()  # the agent mended it, not the supervisor
-        for step, name in ((6, "actors"), (8, "storage"), (10, "bus"), (12, "learner")):
+        for step, name in ((6, "learner"), (8, "actors"), (10, "storage"), (12, "bus")):
             wait_for_step(launcher, run, step)
             part(launcher, name).kill()
         assert launcher.wait(300) == 0, launcher.said()

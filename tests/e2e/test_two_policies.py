@@ -1,10 +1,9 @@
 """A run of two trained policies, one of whose learners is killed, and is done before the other."""
 
 import json
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -12,7 +11,7 @@ from learner import lineage
 from storage.config import ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.store.replay import ReplayStore
-from tests.e2e.commands import Command, wait_for_step
+from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(2400)]
 STEPS, RIVAL_STEPS, GROUPS, SAMPLES = 9, 5, 2, 4
@@ -24,16 +23,18 @@ SMALL = (
     "--learner.target-accuracy", "none", "--learner.checkpoint.save-every", "2",
     "--learner.steps", str(STEPS), "--policies.rival.learner.steps", str(RIVAL_STEPS),
     "--policies.rival.warmup.steps", "21",
+    "--policies.rival.learner.before-step.function", "killing:kill_once",
 )  # fmt: skip
+KILLING = """
+import os, pathlib, signal
 
 
-def rivals_learner(launcher: Command) -> psutil.Process | None:
-    """The process that trains the further policy, if it is there."""
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(launcher.process.pid).children():
-            if "--policy" in child.cmdline():
-                return child
-    return None
+def kill_once(step, groups, optimizer):
+    if step == 4 and not (killed := pathlib.Path("killed")).exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""The module of a hook that kills the learner before a step behind its first checkpoint."""
 
 
 def trained_strands(run: RunDirectory) -> set[tuple[str, str]]:
@@ -72,13 +73,10 @@ def assert_trained_apart(own: Path, rival: Path) -> None:
 
 def test_each_learner_trains_its_own_strands_once_though_one_is_killed(tmp_path: Path):
     own, rival = tmp_path / "runs/duel", tmp_path / "runs/duel__rival"
+    (tmp_path / "killing.py").write_text(KILLING)
     launcher = Command(tmp_path, "local", *SMALL)
     try:
-        wait_for_step(launcher, rival, 3, timeout_s=900)
-        killed = rivals_learner(launcher)
-        assert killed is not None
-        killed.kill()
-        assert launcher.wait(900) == 0, launcher.said()
+        assert launcher.wait(1800) == 0, launcher.said()
     finally:
         launcher.kill()
     assert_trained_apart(own, rival)
