@@ -3,7 +3,7 @@ it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -153,7 +153,7 @@ class Trajectory(Message, tag="trajectory", version=2):
     run: str = ""
     """Identity of the run of its lease."""
     routed_experts: bytes = b""
-    """`experts` as bytes; empty where they were not recorded."""
+    """`experts` as bytes, of one byte an id or of two; empty where they were not recorded."""
     moe_layers: int = 0
     experts_per_token: int = 0
     kept_counts: bytes = b""
@@ -181,12 +181,15 @@ class Trajectory(Message, tag="trajectory", version=2):
         self._check_place()
         self._check_rewards()
         check_kept_sets(self)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
         layers, per_token = self.moe_layers, self.experts_per_token
-        rows = max(0, len(ids) - 1)
-        if min(layers, per_token) < 0 or len(self.routed_experts) != rows * layers * per_token:
+        ids = max(0, len(self.token_ids) - 1) * layers * per_token
+        if min(layers, per_token) < 0 or len(self.routed_experts) not in (ids, 2 * ids):
             raise SchemaError(
-                f"{self.trajectory_id}: {len(self.routed_experts)} routed experts for {len(ids)} tokens, "
-                f"{layers} layers and {per_token} experts a token"
+                f"{self.trajectory_id}: {len(self.routed_experts)} bytes of routed experts for "
+                f"{len(self.token_ids)} tokens, {layers} layers and {per_token} experts a token"
             )
 
     def _masked_in_turns(self) -> int:
@@ -262,15 +265,16 @@ class Trajectory(Message, tag="trajectory", version=2):
         return self.turns[-1].finish_reason if self.turns else "abort"
 
     @property
-    def experts(self) -> NDArray[np.uint8] | None:
-        """[L - 1, moe_layers, experts_per_token]: where each token went as its keys and values were computed.
+    def experts(self) -> NDArray[np.unsignedinteger] | None:
+        """[L - 1, moe_layers, experts_per_token]: where each token went as its keys and values were computed,
+        uint8, or uint16 for models that have more than 256 experts in a layer.
 
         The last token has no row: no pass has read it. None where it was not recorded."""
         if not self.routed_experts:
             return None
-        return np.frombuffer(self.routed_experts, np.uint8).reshape(
-            -1, self.moe_layers, self.experts_per_token
-        )
+        shape = (len(self.token_ids) - 1, self.moe_layers, self.experts_per_token)
+        width = "u1" if len(self.routed_experts) == prod(shape) else "<u2"
+        return np.frombuffer(self.routed_experts, width).reshape(shape)
 
     @property
     def kept_sets(self) -> KeptSets | None:

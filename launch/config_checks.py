@@ -52,6 +52,11 @@ def check_together(config: "RunConfig") -> None:
             f"learner.backend=fsdp offloads one way in a run: warmup.optimizer.offload={warm_up} is not "
             f"learner.optimizer.offload={learner}; set both alike"
         )
+    if config.learner.router_replay == "engine" and not config.actors.engine.routed_experts:
+        raise ConfigError(
+            "learner.router_replay=engine needs the experts that engines chose: set "
+            "actors.engine.routed_experts=true, or router_replay to none"
+        )
     _check_adapters(config)
     _check_colocation(config)
     _check_opponents(config)

@@ -79,9 +79,9 @@ class Generation:
     """int32 [N], version of the weights that sampled each token."""
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = None
-    """uint8 [R, layers, experts per token]: where the tokens from `experts_from` to the last but one went,
-    each in the pass that computed its keys and values; no pass has read the last one. None when the engine
-    cannot tell: who goes on with these tokens asks from the same one on."""
+    """uint8 or uint16 [R, layers, experts per token]: where the tokens from `experts_from` to the last but
+    one went, each in the pass that computed its keys and values; no pass has read the last one. None when the
+    engine cannot tell: who goes on with these tokens asks from the same one on."""
     kept: KeptSets | None = None
     """Kept sets of the N tokens; None where nothing was cut off, or they were not asked for."""
 

@@ -40,17 +40,15 @@ class EmbeddedEngineConfig(Config):
     seed: int | None = None
     """Seed of the sampler, for tests; without it every engine draws differently."""
 
+    routed_experts: bool = False
+    """Whether trajectories record to which experts a mixture of experts sent each token, in every layer."""
+
     close_timeout_s: float = Field(30.0, gt=0)
     """Longest time that closing waits for the present decode step."""
 
     kv_tokens: int | None = Field(None, ge=1)
     """Tokens of contexts that the engine is to hold at once, by which leases are taken
     (`fleet.soft_kv_share`). `None` bounds them by their number alone."""
-
-    @property
-    def routed_experts(self) -> bool:
-        """Return whether it records where tokens were routed: never, unlike the sglang engine."""
-        return False
 
     @property
     def context(self) -> int | None:

@@ -41,7 +41,7 @@ def train_on(
     hooks of the user's that misfit.
     """
     ranks = backend.data_parallel_group
-    samples = recorded_samples(groups)
+    samples = recorded_samples(groups, with_experts=learner.router_replay == "engine")
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
         refuse_oversized(samples, learner.batch.tokens_per_micro_batch)
     if learner.before_step.function is not None:

@@ -176,6 +176,11 @@ class LearnerConfig(Config):
     wider type than most of its weights, such as a router in float32, are published as the learner has them.
     """
 
+    router_replay: Literal["none", "engine"] = "none"
+    """Sets who chooses the experts of a token where the model is a mixture of experts. `none`: the learner's
+    own router. `engine`: the engine that read it, as trajectories record with
+    `actors.engine.routed_experts`; the learner's router only weighs these experts."""
+
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     """Sets when the learner warns of a figure of a step."""
 
@@ -227,6 +232,7 @@ class LearnerConfig(Config):
                 self.optimizer,
                 has_critic=self.has_critic,
                 share_prefixes=self.batch.share_prefixes,
+                router_replay=self.router_replay,
             )
         return self
 

@@ -1,7 +1,7 @@
 """Turns the groups of a step into the samples that it trains on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -73,9 +73,17 @@ class StepBatch:
         return f"{self.digest:032x}"
 
 
-def recorded_samples(groups: Groups) -> list[Sample]:
-    """Make samples of the trained trajectories, in their order, which have no advantages yet."""
-    return [_sample(trajectory) for group in groups for trajectory in group if trajectory.is_trained]
+def recorded_samples(groups: Groups, *, with_experts: bool = False) -> list[Sample]:
+    """Make samples of the trained trajectories, in their order, which have no advantages yet; `with_experts`,
+    their tokens go to the experts that the engines sent them to."""
+    samples = [_sample(trajectory) for group in groups for trajectory in group if trajectory.is_trained]
+    if not with_experts:
+        return samples
+    trained = (trajectory for group in groups for trajectory in group if trajectory.is_trained)
+    return [
+        replace(sample, experts=trajectory.experts)
+        for sample, trajectory in zip(samples, trained, strict=True)
+    ]
 
 
 def make_step_batch(

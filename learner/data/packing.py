@@ -23,6 +23,9 @@ from learner.data.streams import STREAMS, StreamValues, pack_streams
 from learner.data.top_tokens import TopTokens, pack_top_tokens
 from learner.publication.transfer import to_device
 
+OWN_CHOICE = -1
+"""In the place of an expert: the learner's own router chooses."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -45,6 +48,9 @@ class Sample:
     """Kept sets of the L tokens, of which their log-probs are; None where all are of the whole vocabulary."""
     taught: TopTokens | None = None
     """The likeliest tokens of a teacher that compares distributions; None where it has none."""
+    experts: np.ndarray | None = None
+    """Experts that the learner is to send each token to, integers [L - 1, layers, experts per token]: the
+    last token has none. None where the learner's own router chooses."""
     source: str = ""
     """Name of the data that its prompt is of; empty where that is not known."""
     name: str = "a sample"
@@ -71,6 +77,8 @@ class Sample:
         if self.kept is not None:
             digest.update(self.kept.counts.tobytes())
             digest.update(self.kept.token_ids.tobytes())
+        if self.experts is not None:
+            digest.update(self.experts.tobytes())
         return digest.intdigest()
 
 
@@ -104,6 +112,9 @@ class MicroBatch:
     teacher_logprobs: Tensor | None = None
     """float32 [T, K + 1] nats, what the teacher gives to these and to all others together; -inf for entries
     that are none."""
+    experts: Tensor | None = None
+    """int32 [T, layers, experts per token] that each token goes to, -1 where the learner's own router
+    chooses, as for the last token of a sequence; None where it chooses for all tokens."""
     denominator: float
     """Share of these sequences in what the sum of all token losses is divided by."""
     tree: PrefixTree | None = None
@@ -218,6 +229,7 @@ def micro_batch_of(samples: Sequence[Sample], paths: Sequence[SegmentPath] | Non
         kept=_kept(samples),
         teacher_token_ids=None if taught is None else taught[0],
         teacher_logprobs=None if taught is None else taught[1],
+        experts=_experts(samples),
         denominator=float(sum(_denominator(sample) for sample in samples)),
         tree=None if paths is None else prefix_tree(paths),
     )
@@ -237,6 +249,20 @@ def _kept(samples: Sequence[Sample]) -> Tensor | None:
     firsts = [each.counts[0] for each in sets]  # nothing predicts the first token, which is not trained
     ids = [each.token_ids[int(first) :] for each, first in zip(sets, firsts, strict=True)]
     return torch.from_numpy(KeptSets(counts, np.concatenate(ids)).padded())
+
+
+def _experts(samples: Sequence[Sample]) -> Tensor | None:
+    """Return where each token is to go; None where no sample says so."""
+    shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), None)
+    if shape is None:
+        return None
+    found = np.full((sum(len(sample.token_ids) for sample in samples), *shape), OWN_CHOICE, np.int32)
+    start = 0
+    for sample in samples:
+        if sample.experts is not None:
+            found[start : start + len(sample.experts)] = sample.experts
+        start += len(sample.token_ids)
+    return torch.from_numpy(found)
 
 
 def _denominator(sample: Sample) -> float:

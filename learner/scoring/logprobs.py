@@ -1,7 +1,7 @@
 """Passes that only compute log-probs: without gradient or stored activations, with their own token budget."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -123,7 +123,7 @@ def score(
         with backend.frozen.in_place(policy):
             return score(
                 backend,
-                samples,
+                [replace(sample, experts=None) for sample in samples],  # which are those of the policy
                 tokens_per_micro_batch=tokens_per_micro_batch,
                 share_prefixes=share_prefixes,
             )

@@ -2,27 +2,28 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from actors.config import ActorsConfig
 from actors.engines.base import NOTHING, Sampling
+from actors.engines.expert_routing import Routing
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.client import request_body
-from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.settings import server_settings
 from actors.environments.base import Episode
 from actors.group import Group
 from actors.policy.policy import Policy
 from bus.codec import decode, encode
-from bus.errors import ConfigError, EngineError
-from bus.trajectory import TrajectoryBatch
+from bus.errors import ConfigError, EngineError, SchemaError
+from bus.trajectory import Trajectory, TrajectoryBatch
 from tests.actors.paced_engine import PacedEngine, Run, experts_of
 from tests.actors.tiny import request
 from tests.actors.virtual_time import run_virtually
-from tests.factories import make_lease
+from tests.factories import make_lease, make_trajectory
 
 ROUTING = Routing(layers=3, per_token=2, experts=8)
 
@@ -92,8 +93,8 @@ def test_experts_that_cannot_be_the_models_are_an_error(text, says):
     [
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "a qwen3, has no experts"),
         (
-            {"num_experts_per_tok": 8, "n_routed_experts": 384},
-            "has 384 experts a layer",
+            {"num_experts_per_tok": 8, "n_routed_experts": 70_000},
+            "has 70000 experts a layer",
         ),
     ],
 )
@@ -118,9 +119,19 @@ def test_a_server_of_our_own_is_started_to_return_them(tmp_path):
         assert settings.get("enable_return_routed_experts", False) is wanted
 
 
-def test_the_embedded_engine_refuses_to_promise_them():
-    with pytest.raises(ValueError, match="routed_experts"):
-        ActorsConfig(engine={"type": "embedded", "routed_experts": True})
+def test_numbers_above_255_are_read_and_stored_as_two_bytes():
+    wide = Routing(layers=3, per_token=2, experts=384)
+    experts = np.random.default_rng(0).integers(0, 384, (4, 3, 2), np.int32)
+    found = wide.read(base64.b64encode(experts.tobytes()).decode(), 4)
+    assert found.dtype == np.uint16
+    trajectory = replace(
+        make_trajectory(0, 0, tokens=5),
+        routed_experts=found.tobytes(), moe_layers=3, experts_per_token=2,
+    )  # fmt: skip
+    trajectory.check()
+    np.testing.assert_array_equal(decode(encode(trajectory), Trajectory).experts, experts)
+    with pytest.raises(SchemaError, match="47 bytes of routed experts for 5 tokens"):
+        replace(trajectory, routed_experts=trajectory.routed_experts[:-1]).check()
 
 
 def test_pieces_are_joined_without_counting_a_token_twice():

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.embedded.fused_experts import fuse_experts
 from actors.engines.embedded.kv_cache import Rows, SlotCache
+from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
 from bus.errors import EngineError, RequestRefusedError
 
@@ -22,7 +23,11 @@ Finished = list[tuple[GenerationRequest, Generation]]
 class BatchedDecoder:
     """A running batch over one model. Single-threaded: whoever owns it calls `step` until `busy` is False."""
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, prefill_tokens: int, seed: int | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, slots: int, prefill_tokens: int, seed: int | None,
+        routed_experts: bool = False,
+    ) -> None:  # fmt: skip
+        """With `routed_experts`, requests may ask to which experts their tokens go."""
         text = model.config.get_text_config()
         _refuse_windows(text)
         self.context_length: int = text.max_position_embeddings
@@ -37,6 +42,7 @@ class BatchedDecoder:
         self._rows = Rows()
         self._layers: int = text.num_hidden_layers
         self.free_cache()
+        self._experts = ExpertRecorder(model) if routed_experts else None
         self._generator = torch.Generator(model.device)
         self._generator.seed() if seed is None else self._generator.manual_seed(seed)
 
@@ -133,8 +139,9 @@ class BatchedDecoder:
         finished: Finished = []
         if admitted := self._next_admission():
             first = len(self._rows)
-            logits = self._prefill(admitted)
+            logits, routed = self._prefill(admitted)
             self._rows.add(admitted)
+            self._rows.record_experts(first, routed)
             finished += self._sample(logits, first)
         if len(self._rows):
             finished += self._sample(self._decode(), 0)
@@ -154,8 +161,9 @@ class BatchedDecoder:
             admitted.append(self._waiting.popleft())
         return admitted
 
-    def _prefill(self, requests: Sequence[GenerationRequest]) -> Tensor:
-        """Fill the next slots' KV, computing equal prompts once; return the next token's logits, [m, V].
+    def _prefill(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, list[np.ndarray]]:
+        """Fill the next slots' KV, computing equal prompts once; return the next token's logits, [m, V], and
+        where the tokens went that requests ask about.
 
         Prompts are padded on the right, where causal attention cannot see."""
         order: dict[tuple[int, ...], int] = {}
@@ -174,7 +182,18 @@ class BatchedDecoder:
         ).logits[self._tensor(np.arange(len(order))), self._tensor(column)]
         rows = self._tensor(np.array(sources))
         self._cache.fill(len(self._rows), prefilled, rows)
-        return logits[rows]
+        return logits[rows], self._of_prompts(requests, sources)
+
+    def _of_prompts(self, requests: Sequence[GenerationRequest], sources: Sequence[int]) -> list[np.ndarray]:
+        """Return where the pass sent the tokens that each request asks about; request i is row
+        `sources[i]` of the pass."""
+        if self._experts is None:
+            return []
+        routed = self._experts.taken(1 + max(sources))
+        return [
+            routed[row, request.experts_from or 0 : len(request.token_ids)]
+            for row, request in zip(sources, requests, strict=True)
+        ]
 
     def _decode(self) -> Tensor:
         """Run the newest token of every row; return the next token's logits, [n, V]."""
@@ -191,6 +210,8 @@ class BatchedDecoder:
             use_cache=True,
             **{self._cache_argument: self._cache},
         ).logits
+        if self._experts is not None:
+            self._rows.record_experts(0, list(self._experts.taken(len(self._rows))))
         return logits[:, -1]
 
     def _sample(self, logits: Tensor, first: int) -> Finished:

@@ -39,8 +39,9 @@ class EmbeddedEngine:
     ) -> None:
         self._config = config
         self._decoder = BatchedDecoder(
-            model.eval(), slots=config.slots, prefill_tokens=config.prefill_tokens, seed=config.seed
-        )
+            model.eval(), slots=config.slots, prefill_tokens=config.prefill_tokens, seed=config.seed,
+            routed_experts=config.routed_experts,
+        )  # fmt: skip
         self._decoder.policy_version = policy_version
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)

@@ -135,6 +135,8 @@ class Rows:
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
+        self._experts: list[list[np.ndarray]] = []
+        """Where passes sent the tokens of each row that records it, [n, layers, k]; nothing in others."""
         self._kept: list[list[np.ndarray]] = []
         """Kept sets of what was sampled in each row that records them; nothing in other rows."""
         self._rows = np.zeros(0, ROW)
@@ -174,10 +176,17 @@ class Rows:
         first = len(self)
         self.requests.extend(requests)
         self._kept.extend([] for _ in requests)
+        self._experts.extend([] for _ in requests)
         self._rows = np.append(self._rows, np.array([self._row(request) for request in requests], ROW))
         self._reserve(len(self), int(self.lengths.max()) + 1)
         for row, request in enumerate(requests, first):
             self._tokens[row, : len(request.token_ids)] = request.token_ids
+
+    def record_experts(self, first: int, routed: Sequence[np.ndarray]) -> None:
+        """Append where a pass sent tokens of each row from `first` on, [tokens, layers, k]."""
+        for row, experts in enumerate(routed, first):
+            if self.requests[row].experts_from is not None:
+                self._experts[row].append(experts)
 
     def record(
         self, first: int, tokens: np.ndarray, logprobs: np.ndarray, version: int,
@@ -210,6 +219,7 @@ class Rows:
             logprobs=self._logprobs[row, span].copy(),
             policy_versions=self._versions[row, span].copy(),
             finish_reason=reason,
+            routed_experts=np.concatenate(self._experts[row]) if self._experts[row] else None,
             kept=KeptSets.of(self._kept[row]) if self._kept[row] else None,
         )
 
@@ -221,8 +231,9 @@ class Rows:
         for target, source in zip(targets, sources, strict=True):
             self.requests[target] = self.requests[source]
             self._kept[target] = self._kept[source]
+            self._experts[target] = self._experts[source]
         del self.requests[left:]
-        del self._kept[left:]
+        del self._kept[left:], self._experts[left:]
         for array in (self._rows, self._tokens, self._logprobs, self._versions):
             array[targets] = array[sources]
         self._rows = self._rows[:left]

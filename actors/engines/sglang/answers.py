@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from actors.engines.base import Generation, GenerationRequest
-from actors.engines.sglang.expert_routing import Routing
+from actors.engines.expert_routing import Routing
 from bus.errors import EngineError, RequestRefusedError
 from bus.trajectory import FinishReason
 

@@ -15,6 +15,7 @@ import aiohttp
 import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.expert_routing import Routing
 from actors.engines.sglang.answers import (
     BAD_REQUEST,
     Streamed,
@@ -22,7 +23,6 @@ from actors.engines.sglang.answers import (
     read_events,
     read_prompt_logprobs,
 )
-from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY
 from bus.broadcast_messages import OfferedBucket

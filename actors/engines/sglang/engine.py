@@ -18,10 +18,10 @@ from actors.engines.base import (
     KvTokens,
 )
 from actors.engines.config import SglangEngineConfig
+from actors.engines.expert_routing import Routing
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.cache_loads import CacheLoads
 from actors.engines.sglang.client import SglangClient, UnreachableError
-from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress

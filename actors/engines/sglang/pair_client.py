@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.expert_routing import Routing
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.client import (
     Json,
@@ -22,7 +23,6 @@ from actors.engines.sglang.client import (
     probe_body,
     request_body,
 )
-from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.requests_in_progress import ABORT_AGAIN_S
 from actors.engines.sglang.server_facts import ServerFacts
 from bus.errors import EngineError, RequestRefusedError

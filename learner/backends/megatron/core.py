@@ -46,7 +46,7 @@ with megatron_import_warnings_silenced():
         get_num_layers_to_build,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that megatron-core calls
@@ -114,6 +114,7 @@ __all__ = [
     "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "add_prefix_for_sharding",
     "dist_checkpointing",
     "filesystem_async",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from learner.backends.megatron.model.context_attention import chunks_of_rank
-from learner.data.packing import MicroBatch
+from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.data.prefix_tree import PrefixTree
 from learner.data.streams import STREAMS
 from learner.data.top_tokens import NO_TOKEN
@@ -40,7 +40,7 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
     source = torch.where(real, batch.cu_seqlens[sequence] + position_ids, 0)
 
     def share(values: Tensor, fill: float = 0) -> Tensor:
-        mine = real if values.ndim == 1 else real[:, None]
+        mine = real.view(-1, *[1] * (values.ndim - 1))
         return torch.where(mine, values[source], torch.tensor(fill, dtype=values.dtype))
 
     def share_if_any(values: Tensor | None, fill: float) -> Tensor | None:
@@ -58,6 +58,7 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
         kept=share_if_any(batch.kept, -1),
         teacher_token_ids=share_if_any(batch.teacher_token_ids, NO_TOKEN),
         teacher_logprobs=share_if_any(batch.teacher_logprobs, -math.inf),
+        experts=share_if_any(batch.experts, OWN_CHOICE),
         streams={name: share(values, STREAMS[name].fill) for name, values in batch.streams.items()},
         trained=loss_mask.nonzero()[:, 0],
         lengths=lengths,

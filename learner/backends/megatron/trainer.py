@@ -34,6 +34,7 @@ from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
+from learner.backends.megatron.model.router_replay import changed_fraction
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
@@ -137,7 +138,11 @@ class Trainer:
             self.optimizer, self.optimizer_config, names, totals,
             pipeline=self.parallel.pipeline, before_update=self._await_readers,
         )  # fmt: skip
-        return self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
+        result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
+        if self.chunks[0].config.num_moe_experts is None:
+            return result
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        return replace(result, diagnostics=result.diagnostics | changed_fraction(modules))
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is

@@ -62,6 +62,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """Keys of all ranks that this rank's queries see; `None` if the rank holds whole sequences."""
     tree: TreeLayout | None = None
     """Segments that each query sees, where sequences share them; `None` if they share nothing."""
+    experts: Tensor | None = None
+    """int [T, layers, k], the experts that each token of this rank goes to
+    (learner/backends/megatron/model/router_replay.py); `None` if routers choose."""
 
 
 def pack_layout(

@@ -31,6 +31,7 @@ from learner.backends.megatron.model.attention import (
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.rope import rope_of
+from learner.backends.megatron.model.router_replay import ReplayedLayer, refuse_other_experts
 from learner.backends.megatron.model.windows import windows_of
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
@@ -41,6 +42,9 @@ from learner.world.process_group import device
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     """A piece of a GPT model whose output is the loss, or log-probabilities of trained tokens, not logits."""
+
+    replays_routing = True
+    """Whether its routers take the experts that a micro-batch gives, which are a policy's."""
 
     def __init__(
         self,
@@ -99,11 +103,21 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             context_rank=self.pg_collection.cp.rank(),
             tree=tree,
         )
+        layout.experts = self._given_experts(batch)
         tokens = batch.tokens if tree is None else batch.tokens[tree.source]
         embedded = self.embedding(tokens[None], None) if self.pre_process else None
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # of a frozen embedding: recomputed layers have no gradient otherwise
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
+
+    def _given_experts(self, batch: MicroBatch) -> Tensor | None:
+        """Return the experts of the tokens that this rank's routers see."""
+        if batch.experts is None or not self.replays_routing:
+            return None
+        refuse_other_experts(batch.experts, self.config)
+        experts = batch.experts if batch.tree is None else batch.experts[batch.tree.source]
+        group = self.pg_collection.tp
+        return experts.chunk(group.size())[group.rank()] if self.config.sequence_parallel else experts
 
     def _of_all_tokens(self, hidden: Tensor) -> Tensor:
         """Return [T, H] of hidden states that tensor-parallel ranks share, [T / ranks, 1, H], or all have."""
@@ -180,6 +194,8 @@ def _layer_spec(config: TransformerConfig, window: int | None, num_experts: int 
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
+    if num_experts is not None:
+        layer.module = ReplayedLayer
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if num_experts is None:
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size

@@ -1,18 +1,20 @@
-"""Which experts a mixture-of-experts model routed its tokens to, as SGLang reports it."""
+"""Tells which experts a mixture-of-experts model has, and reads to which of them SGLang sent its tokens."""
 
 import base64
 import binascii
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from bus.errors import ConfigError, EngineError
 
-LARGEST = 256
-"""Experts that a byte tells apart."""
+LARGEST = 1 << 16
+"""Experts that two bytes tell apart; one byte tells `IN_A_BYTE` apart."""
+IN_A_BYTE = 256
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Words for how many there are: Qwen's, Mixtral's, DeepSeek's."""
 
@@ -30,8 +32,12 @@ class Routing:
 
     @classmethod
     def of_model(cls, directory: Path) -> Self:
-        """Read a directory's config.json. Raises `ConfigError` for no experts and for too many."""
-        whole = json.loads((directory / "config.json").read_text())
+        """Read a directory's config.json. Raises as `of_config` does."""
+        return cls.of_config(json.loads((directory / "config.json").read_text()))
+
+    @classmethod
+    def of_config(cls, whole: Mapping[str, Any]) -> Self:
+        """Read a model's configuration. Raises `ConfigError` for no experts and for too many."""
         config = whole.get("text_config") or whole
         experts = next((config[name] for name in _COUNTS if config.get(name)), 0)
         if not experts or not config.get("num_experts_per_tok"):
@@ -46,8 +52,14 @@ class Routing:
             )
         return cls(int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]), int(experts))
 
+    @property
+    def dtype(self) -> type[np.unsignedinteger[Any]]:
+        """Return the type of an expert's number in trajectories."""
+        return np.uint8 if self.experts <= IN_A_BYTE else np.uint16
+
     def read(self, text: str, rows: int) -> np.ndarray:
-        """Return the last rows of what a server reports, base64 of int32, as uint8 [rows, layers, per_token].
+        """Return the last rows of what a server reports, base64 of int32, as [rows, layers, per_token] of
+        uint8, or of uint16 where a layer has more than 256 experts.
 
         Raises `EngineError` for fewer rows, another shape, and experts that the model does not have."""
         try:
@@ -65,4 +77,4 @@ class Routing:
                 f"a token went to expert {found.max() if found.max() >= self.experts else found.min()} of a "
                 f"model that has {self.experts}"
             )
-        return found.astype(np.uint8)
+        return found.astype(self.dtype)

@@ -1,0 +1,99 @@
+"""Sends tokens to the experts that an engine or an earlier pass chose (router replay, arXiv:2510.11370).
+
+Engine and learner compute with other kernels, so that their routers choose other experts for some tokens,
+whose log-probs then differ by much more than rounding. With replay the learner's router only weighs the
+experts that were chosen, and its gradient goes through these weights.
+
+Megatron-core has a replay of its own, which is one list for all routers of a process and is read in the
+order of the passes. Here the experts travel in the pack's `PackedLayout`, so that a pipeline may interleave
+passes and recompute layers as it likes.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bus.errors import TrainingError
+from learner.backends.megatron.core import TransformerConfig, TransformerLayer
+from learner.data.packing import OWN_CHOICE
+from learner.world.process_group import device
+
+
+class GivenExperts:
+    """The experts of a layer for the pass that it is in, as megatron-core's router asks for them."""
+
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None
+        """int [T, k], `OWN_CHOICE` where the router chooses; None where it does for all tokens."""
+        self.chosen: Tensor | None = None
+        """int64 [T, k], what the tokens of the last pass went to."""
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device())
+        """Tokens that were sent as given since they were last counted, and how many of them the router would
+        have sent elsewhere."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores [T, k] of the experts that tokens go to, and the experts.
+
+        `scores` are of all experts, [T, E]; `choose` is what the router itself does."""
+        values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is None:
+            self.chosen = chosen
+            return values, chosen
+        given = self.experts.long()
+        ascending = given.sort(dim=1).values
+        # What an engine cannot have meant is left to the router: the dispatcher wants k different experts.
+        known = (ascending[:, 0] != OWN_CHOICE) & (ascending[:, -1] < scores.shape[1])
+        known &= (ascending[:, 1:] != ascending[:, :-1]).all(dim=1)
+        other = (ascending != chosen.sort(dim=1).values).any(dim=1)
+        self.counts += torch.stack((known.sum(), (known & other).sum()))
+        self.chosen = torch.where(known[:, None], given, chosen)
+        return scores.gather(1, self.chosen), self.chosen
+
+
+class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
+    """A layer with experts, whose router takes those that the pack gives."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.given = self.mlp.router.router_replay = GivenExperts()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what megatron-core's layer does, also where it is computed again for the gradient."""
+        experts = kwargs["packed_seq_params"].experts
+        self.given.experts = None if experts is None else experts[:, self.layer_number - 1]
+        return super().forward(*args, **kwargs)
+
+
+def changed_fraction(modules: Iterable[torch.nn.Module]) -> dict[str, float]:
+    """Return `router_changed_fraction`, of the tokens that the layers of all ranks sent as given since the
+    last call, the share whose router would have sent them elsewhere; nothing where none was sent so.
+
+    Every rank calls this with the modules of its model."""
+    given = [module.given for module in modules if isinstance(module, ReplayedLayer)]
+    counts = torch.zeros(2, dtype=torch.int64, device=device())
+    for each in given:
+        counts += each.counts
+        each.counts.zero_()
+    dist.all_reduce(counts)
+    replayed, changed = counts.tolist()
+    return {"router_changed_fraction": changed / replayed} if replayed else {}
+
+
+def refuse_other_experts(experts: Tensor, config: TransformerConfig) -> None:
+    """Raise `TrainingError` for experts [T, layers, k] of another model's layers."""
+    wanted = (config.num_layers, config.moe_router_topk)
+    if experts.shape[1:] != wanted:
+        raise TrainingError(
+            f"trajectories name {experts.shape[2]} experts a token in {experts.shape[1]} layers, the model "
+            f"has {wanted[1]} in {wanted[0]}: they are of another model; set learner.router_replay=none"
+        )

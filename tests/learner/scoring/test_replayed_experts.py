@@ -1,0 +1,117 @@
+"""The learner sends tokens to the experts that the engine chose, as stored trajectories say."""
+
+import asyncio
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.embedded.decoder import BatchedDecoder
+from actors.environments.base import Episode
+from actors.group import Group
+from actors.policy.strand import Call, Strand
+from bus.codec import decode, encode
+from bus.errors import TrainingError
+from bus.trajectory import Trajectory, TrajectoryBatch
+from learner.algorithms.rl_step import train_on
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.learner import LearnerConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from storage.store.segments import Segment, write_segment
+from tests.factories import make_lease
+from tests.learner.tiny import VOCAB, hf_state, tiny_model
+
+SAMPLING = Sampling(max_new_tokens=24)
+
+
+async def rolled_out(model) -> list[Trajectory]:
+    """A group of two, each of two turns with context between them, as a shard gets it."""
+    decoder = BatchedDecoder(model, slots=8, prefill_tokens=256, seed=1, routed_experts=True)
+    decoder.policy_version = 3
+    group = Group(make_lease(0, samples=2, policy_version=3), 1, "tester")
+    draw = np.random.default_rng(0)
+    for sample in range(2):
+        strand = Strand(0, "solver", "default", None)
+        for turn in range(2):
+            prompt = [*strand.tokens, *draw.integers(0, VOCAB, 9).tolist()]
+            known = max(0, len(strand.tokens) - 1)
+            request = GenerationRequest(f"{sample}-{turn}", prompt, SAMPLING, experts_from=known)
+            decoder.submit([request])
+            finished = []
+            while not finished:
+                finished = decoder.step()
+            strand.extend(prompt, finished[0][1], Call(turn, "solver", "default", SAMPLING, True))
+        recorded = strand.trajectory(float(sample), turn_rewards={}, reward_components={}, end="completed")
+        group.add(sample, Episode((recorded,), metrics={}))
+    return [
+        trajectory
+        for _, batch in group.unsent()
+        for trajectory in decode(encode(batch), TrajectoryBatch).trajectories
+    ]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen3_moe", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def stored(model, tmp_path_factory) -> list[Trajectory]:
+    """Trajectories of an engine that computes in bfloat16."""
+    path = tmp_path_factory.mktemp("store") / "segment_00000000"
+    write_segment(path, asyncio.run(rolled_out(copy.deepcopy(model).bfloat16())))
+    segment = Segment(path)
+    found = [segment.trajectory(row, copied=True) for row in range(2)]
+    segment.close()
+    return found
+
+
+def figures(model, groups, **settings):
+    """What a step of a learner that computes in float32 says, and the digest of its batch."""
+    divide_world(ParallelConfig())
+    state = {name: tensor.bfloat16().float() for name, tensor in hf_state(model).items()}
+    trainer = Trainer(model.config, state, OptimizerConfig(lr=1e-4))
+    learner = LearnerConfig(**settings)
+    batch, result = train_on(trainer, groups, [1.0], learner, step=1, policy_version=3)
+    return result.diagnostics, batch.xxh3()
+
+
+def test_replay_takes_away_what_other_experts_add_to_the_mismatch(model, stored):
+    own, own_digest = figures(model, [stored])
+    replayed, digest = figures(model, [stored], router_replay="engine")
+    assert 0 < replayed["router_changed_fraction"] < 0.5
+    assert replayed["mismatch_nats"] < own["mismatch_nats"]
+    assert "router_changed_fraction" not in own
+    assert digest != own_digest  # the experts are part of what is trained on
+
+
+def test_a_trajectory_without_experts_is_routed_by_the_learner(model, stored):
+    bare = [replace(t, routed_experts=b"", moe_layers=0, experts_per_token=0) for t in stored]
+    without, _ = figures(model, [bare])
+    asked, _ = figures(model, [bare], router_replay="engine")
+    assert asked == without
+    mixed, _ = figures(model, [[stored[0], bare[1]]], router_replay="engine")
+    assert mixed["router_changed_fraction"] > 0
+
+
+def test_experts_of_another_model_are_refused(model, stored):
+    other = tiny_model("qwen3_moe", num_hidden_layers=3)
+    with pytest.raises(TrainingError, match="3 experts a token in 4 layers, the model has 3 in 3"):
+        figures(other, [stored], router_replay="engine")
+
+
+def test_a_reference_chooses_its_own_experts(model, stored):
+    """The reference is the policy, so that nothing but their experts tells their log-probs apart."""
+    distances = []
+    for replay in ("none", "engine"):
+        divide_world(ParallelConfig())
+        trainer = Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-4))
+        trainer.frozen.hold("reference")
+        learner = LearnerConfig(router_replay=replay, reference={"kl_coef": 0.1, "kl_in": "loss"})
+        _, result = train_on(trainer, [stored], [1.0], learner, step=1, policy_version=3)
+        distances.append(result.diagnostics["reference_k3_nats"])
+    assert distances[0] < 1e-9 < 1e-6 < distances[1]
