@@ -19,7 +19,7 @@ from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ran
 from learner.data.packing import MicroBatch, Sample, pack, refuse_oversized
 from learner.lineage import TrainedStep
 from learner.scoring.frozen_policies import refresh_reference
-from learner.scoring.logprobs import with_logprobs
+from learner.scoring.logprobs import with_logprobs, with_own_experts
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers
 from learner.scoring.values import with_values
 
@@ -46,6 +46,8 @@ def train_on(
         refuse_oversized(samples, learner.batch.tokens_per_micro_batch)
     if learner.before_step.function is not None:
         backend.optimizer_config = optimizer_of_step(step, groups, learner)
+    if learner.router_replay == "learner":
+        samples = with_own_experts(backend, samples, learner)
     samples = with_logprobs(backend, samples, learner, answers)
     if learner.has_critic:
         samples = with_values(backend, samples, learner)

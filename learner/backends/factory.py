@@ -16,7 +16,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.manifest import is_written_by
 from learner.config.backend import BackendName
-from learner.config.learner import BatchConfig
+from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
@@ -68,6 +68,16 @@ def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: Pretrained
         )
     if batch.share_prefixes:
         refuse_shared_window(shortest_window(hf_config), hf_config.max_position_embeddings)
+
+
+def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) -> None:
+    """Raise `ConfigError` for router replay of a model without experts."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if learner.router_replay != "none" and not any(getattr(hf_config, name, None) for name in counts):
+        raise ConfigError(
+            f"learner.router_replay={learner.router_replay}: the model, a {hf_config.model_type}, has no "
+            "experts: set it to none"
+        )
 
 
 def build_backend(

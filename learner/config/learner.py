@@ -176,10 +176,11 @@ class LearnerConfig(Config):
     wider type than most of its weights, such as a router in float32, are published as the learner has them.
     """
 
-    router_replay: Literal["none", "engine"] = "none"
+    router_replay: Literal["none", "engine", "learner"] = "none"
     """Sets who chooses the experts of a token where the model is a mixture of experts. `none`: the learner's
-    own router. `engine`: the engine that read it, as trajectories record with
-    `actors.engine.routed_experts`; the learner's router only weighs these experts."""
+    own router, in each pass anew. `engine`: the engine that read it, as trajectories record with
+    `actors.engine.routed_experts` (R3, arXiv:2510.11370). `learner`: the learner's own router, in a pass
+    before the step, for all updates of the step (R2). The router only weighs experts that were chosen."""
 
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     """Sets when the learner warns of a figure of a step."""

@@ -49,8 +49,11 @@ class Sample:
     taught: TopTokens | None = None
     """The likeliest tokens of a teacher that compares distributions; None where it has none."""
     experts: np.ndarray | None = None
-    """Experts that the learner is to send each token to, integers [L - 1, layers, experts per token]: the
-    last token has none. None where the learner's own router chooses."""
+    """Experts that the learner is to send each token to, integers [n, layers, experts per token] of the first
+    n tokens, `OWN_CHOICE` for none: of those that an engine chose the last token has none. None where the
+    learner's own router chooses for all of them."""
+    experts_recorded: bool = True
+    """Whether the trajectory names them. Those that a pass has chosen are not part of the batch's digest."""
     source: str = ""
     """Name of the data that its prompt is of; empty where that is not known."""
     name: str = "a sample"
@@ -77,7 +80,7 @@ class Sample:
         if self.kept is not None:
             digest.update(self.kept.counts.tobytes())
             digest.update(self.kept.token_ids.tobytes())
-        if self.experts is not None:
+        if self.experts is not None and self.experts_recorded:
             digest.update(self.experts.tobytes())
         return digest.intdigest()
 

@@ -38,6 +38,8 @@ def with_logprobs(
     budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
     scored = list(samples)
     for tag in Objective.of(learner).policies:
+        if tag == "proximal" and learner.router_replay == "learner":
+            continue  # `with_own_experts` knows them already
         found = score(
             backend,
             samples,
@@ -134,6 +136,25 @@ def score(
         for i, of_sample in zip(members, torch.split(values, list(batch.lengths), dim=1), strict=True):
             found[i] = _scores(of_sample)
     return [found[i] for i in range(len(samples))]
+
+
+def with_own_experts(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[Sample]:
+    """Have all passes of the step send each token where a first one does. Every rank calls this.
+
+    Its log-probs are those of the proximal policy, and are added where the objective wants them."""
+    is_wanted = "proximal" in Objective.of(learner).policies
+    budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
+    packs = numbered_packs(samples, budget, share_prefixes=learner.batch.share_prefixes)
+    found = list(samples)
+    passed = backend.routed_logprobs([batch for _, batch in packs])
+    for (members, batch), (values, experts) in zip(packs, passed, strict=True):
+        lengths = list(batch.lengths)
+        of_samples = zip(torch.split(values, lengths, dim=1), torch.split(experts, lengths), strict=True)
+        for i, (own, chosen) in zip(members, of_samples, strict=True):
+            found[i] = replace(samples[i], experts=chosen.numpy(), experts_recorded=False)
+            if is_wanted:
+                found[i] = found[i].with_streams(proximal_logprobs=_scores(own).logprobs)
+    return found
 
 
 def _scores(values: Tensor) -> Scores:

@@ -149,6 +149,10 @@ class FsdpTrainer:
         trained."""
         return self._passed(micro_batches, top=0)
 
+    def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Raise `ConfigError`: the configuration refuses router replay."""
+        raise ConfigError("learner.backend=fsdp replays no routers: set learner.router_replay=none")
+
     def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
         """Return ids and log-probs of the likeliest tokens, float32 [2 count + 1, T] on the host."""
         return self._passed(micro_batches, top=count)

@@ -34,7 +34,7 @@ from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
-from learner.backends.megatron.model.router_replay import changed_fraction
+from learner.backends.megatron.model.router_replay import ChosenExperts, changed_fraction
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
@@ -148,6 +148,17 @@ class Trainer:
         """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
         trained."""
         return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
+
+    def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Return what `logprobs` does, each with the experts that its tokens went to, int32 [T, layers, k]."""
+        shares, chosen = self.shares(micro_batches), ChosenExperts()
+        values = forward_logprobs(self.ddp, micro_batches, shares, after=chosen.note)
+        config = self.chunks[0].config
+        experts = [
+            chosen.of_all_tokens(i, batch, share, config)
+            for i, (batch, share) in enumerate(zip(micro_batches, shares, strict=False))  # idle ones behind
+        ]
+        return list(zip(values, experts, strict=True))
 
     def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
         """Return ids and log-probs of the likeliest tokens, float32 [2 count + 1, T] on the host."""

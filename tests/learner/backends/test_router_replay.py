@@ -8,15 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bus.errors import ConfigError
+from learner.backends.factory import refuse_router_replay
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.router_replay import GivenExperts
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import OWN_CHOICE, pack
 from tests.learner.reference import reference_optimizer, reference_step
-from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, eps=1e-4)
@@ -87,7 +90,7 @@ def expected_steps(family, changes):
     return found, hf_state(model)
 
 
-def train(family, changes, layout, *, share_prefixes=False):
+def train(family, changes, layout):
     divide_world(ParallelConfig(**layout))
     model = tiny_model(family, **changes)
     trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=ParallelConfig(**layout))
@@ -95,9 +98,7 @@ def train(family, changes, layout, *, share_prefixes=False):
     results = []
     for step in range(2):
         samples = given(random_samples(LENGTHS, seed=step), model, step)[rank::ranks]
-        results.append(
-            trainer.train_step(pack(samples, 40, share_prefixes=share_prefixes), TIS, policy_version=3)
-        )
+        results.append(trainer.train_step(pack(samples, 40), TIS, policy_version=3))
     return [(result.loss, result.grad_norm) for result in results], trainer.export()
 
 
@@ -108,16 +109,71 @@ def assert_trained_like(found, weights, family, changes):
         assert (weight - expected[name]).abs().max() < 1e-5, name
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "share_prefixes"),
-    [("qwen3_moe", {}, False), ("mixtral", {}, True), ("qwen2_moe", SHARED, False)],
-)
-def test_steps_with_given_experts_are_those_of_transformers(family, changes, share_prefixes):
-    found, weights = train(family, changes, {}, share_prefixes=share_prefixes)
+@pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", SHARED)])
+def test_steps_with_given_experts_are_those_of_transformers(family, changes):
+    found, weights = train(family, changes, {})
     assert_trained_like(found, weights, family, changes)
     own = [reference_step(m, reference_optimizer(m, OPTIMIZER), random_samples(LENGTHS), loss="tis", lr=0.0)
            for m in [tiny_model(family, **changes)]]  # fmt: skip
     assert abs(own[0][0] - found[0][0]) > 1e-3  # experts drawn by chance are others than the router's
+
+
+def noted(family, changes, layout, share_prefixes=False):
+    """Where a pass sends the tokens of some samples, and their log-probs, on every rank."""
+    divide_world(ParallelConfig(**layout))
+    model = tiny_model(family, **changes)
+    trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=ParallelConfig(**layout))
+    batches = pack(alike(), 70, share_prefixes=share_prefixes)
+    assert any(batch.computed_tokens < len(batch.tokens) for batch in batches) is share_prefixes
+    passed = trainer.routed_logprobs(batches)
+    assert all(
+        values.nan_to_num().equal(plain.nan_to_num())
+        for (values, _), plain in zip(passed, trainer.logprobs(batches), strict=True)
+    )
+    return [
+        (batch.tokens, batch.lengths, experts) for batch, (_, experts) in zip(batches, passed, strict=True)
+    ]
+
+
+def alike():
+    """Samples of which the two longest begin with the same 40 tokens, as those of one prompt do."""
+    samples = random_samples([5, 17, 50, 9, 45], seed=5)
+    begin = samples[2].token_ids[:40]
+    samples[4] = replace(samples[4], token_ids=np.append(begin, samples[4].token_ids[40:]))
+    return samples
+
+
+def assert_noted_as_transformers_chooses(found, family, changes):
+    model = tiny_model(family, **changes)
+    chosen = {}
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _router, _inputs, outputs, number=number: chosen.__setitem__(number, outputs[2])
+            )
+    for tokens, lengths, experts in found:
+        for sequence, own in zip(tokens.split(lengths), experts.split(lengths), strict=True):
+            model(sequence[None])
+            for number in range(model.config.num_hidden_layers):
+                expected = chosen.get(number, torch.full_like(own[:, number], OWN_CHOICE))
+                assert own[:, number].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "share_prefixes"),
+    [("qwen3_moe", {}, False), ("mixtral", {}, True), ("qwen2_moe", SHARED, False)],
+)
+def test_a_pass_notes_where_it_sends_tokens(family, changes, share_prefixes):
+    found = noted(family, changes, {}, share_prefixes=share_prefixes)
+    assert_noted_as_transformers_chooses(found, family, changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_a_model_all_know_where_a_pass_sends_tokens(worlds, layout):
+    shared = "pipeline" not in LAYOUTS[layout]
+    for found in worlds.run(2, noted, "qwen3_moe", {}, LAYOUTS[layout], shared):
+        assert_noted_as_transformers_chooses(found, "qwen3_moe", {})
 
 
 @pytest.mark.slow
@@ -138,3 +194,25 @@ def test_what_an_engine_cannot_have_meant_is_left_to_the_router():
     layer.experts = torch.tensor([[2, 1]] * 4)  # the same ones, in another order
     layer.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))
     assert layer.counts.tolist() == [5, 1]
+
+
+def test_a_model_without_experts_is_refused_at_the_start():
+    refuse_router_replay(LearnerConfig(), tiny_config())
+    refuse_router_replay(LearnerConfig(router_replay="engine"), tiny_config("mixtral"))
+    with pytest.raises(ConfigError, match="router_replay=learner: the model, a qwen3, has no experts"):
+        refuse_router_replay(LearnerConfig(router_replay="learner"), tiny_config())
+
+
+def test_of_common_prefixes_each_token_goes_where_the_first_that_has_it_names():
+    model = tiny_model("qwen3_moe")
+    divide_world(ParallelConfig())
+    trainer = Trainer(model.config, hf_state(model), OPTIMIZER)
+    first, other = (given(alike(), model, 7)[i] for i in (2, 4))
+    other = replace(other, experts=np.concatenate((first.experts[:40], other.experts[40:])))
+    losses = [
+        trainer.logprobs(pack([first, other], 200, share_prefixes=shared))[0].nan_to_num()
+        for shared in (False, True)
+    ]
+    assert (losses[0] - losses[1]).abs().max() < 1e-5
+    own = trainer.logprobs(pack([replace(s, experts=None) for s in (first, other)], 200))[0].nan_to_num()
+    assert (losses[0] - own).abs().max() > 1e-3

@@ -70,11 +70,11 @@ def stored(model, tmp_path_factory) -> list[Trajectory]:
     return found
 
 
-def figures(model, groups, **settings):
+def figures(model, groups, lr=1e-4, **settings):
     """What a step of a learner that computes in float32 says, and the digest of its batch."""
     divide_world(ParallelConfig())
     state = {name: tensor.bfloat16().float() for name, tensor in hf_state(model).items()}
-    trainer = Trainer(model.config, state, OptimizerConfig(lr=1e-4))
+    trainer = Trainer(model.config, state, OptimizerConfig(lr=lr, warmup_steps=0))
     learner = LearnerConfig(**settings)
     batch, result = train_on(trainer, groups, [1.0], learner, step=1, policy_version=3)
     return result.diagnostics, batch.xxh3()
@@ -115,3 +115,15 @@ def test_a_reference_chooses_its_own_experts(model, stored):
         _, result = train_on(trainer, [stored], [1.0], learner, step=1, policy_version=3)
         distances.append(result.diagnostics["reference_k3_nats"])
     assert distances[0] < 1e-9 < 1e-6 < distances[1]
+
+
+def test_all_updates_of_a_step_send_tokens_where_its_first_pass_did(model, stored):
+    """The first update changes the router, which would send tokens elsewhere in the second one."""
+    settings = {"batch": {"updates": 2}, "loss": {"type": "ppo_clip", "centre": "proximal"}}
+    found, digest = figures(model, [stored], lr=0.02, router_replay="learner", **settings)
+    assert 0 < found["router_changed_fraction"] < 0.6
+    plain, plain_digest = figures(model, [stored], lr=0.02, **settings)
+    assert digest == plain_digest  # where a pass sends tokens is nothing that was recorded
+    assert found["proximal_k1_nats"] != plain["proximal_k1_nats"]
+    alone, _ = figures(model, [stored], router_replay="learner")
+    assert alone["router_changed_fraction"] == 0.0

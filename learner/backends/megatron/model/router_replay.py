@@ -9,6 +9,7 @@ order of the passes. Here the experts travel in the pack's `PackedLayout`, so th
 passes and recompute layers as it likes.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import TrainingError
-from learner.backends.megatron.core import TransformerConfig, TransformerLayer
-from learner.data.packing import OWN_CHOICE
+from learner.backends.megatron.core import TransformerConfig, TransformerLayer, parallel_state
+from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.world.process_group import device
 
 
@@ -29,7 +30,7 @@ class GivenExperts:
         self.experts: Tensor | None = None
         """int [T, k], `OWN_CHOICE` where the router chooses; None where it does for all tokens."""
         self.chosen: Tensor | None = None
-        """int64 [T, k], what the tokens of the last pass went to."""
+        """int64 [T, k], where the tokens of the last pass went."""
         self.counts = torch.zeros(2, dtype=torch.int64, device=device())
         """Tokens that were sent as given since they were last counted, and how many of them the router would
         have sent elsewhere."""
@@ -58,6 +59,12 @@ class GivenExperts:
         self.counts += torch.stack((known.sum(), (known & other).sum()))
         self.chosen = torch.where(known[:, None], given, chosen)
         return scores.gather(1, self.chosen), self.chosen
+
+    def taken(self) -> Tensor:
+        """Return where the tokens of the last pass went, int64 [T, k], and forget it."""
+        chosen, self.chosen = self.chosen, None
+        assert chosen is not None, "a pass comes first"
+        return chosen
 
 
 class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
@@ -97,3 +104,55 @@ def refuse_other_experts(experts: Tensor, config: TransformerConfig) -> None:
             f"trajectories name {experts.shape[2]} experts a token in {experts.shape[1]} layers, the model "
             f"has {wanted[1]} in {wanted[0]}: they are of another model; set learner.router_replay=none"
         )
+
+
+class ChosenExperts:
+    """Collects to which experts the routers of this rank send the tokens of each micro-batch of a pass."""
+
+    def __init__(self) -> None:
+        self._by_layer: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """int64 [N, k] of this rank's tokens in each micro-batch, by the number of the layer from 0."""
+
+    def note(self, chunk: torch.nn.Module) -> None:
+        """Take what the routers of a piece of the model have chosen for the micro-batch that it computed."""
+        for module in chunk.modules():
+            if isinstance(module, ReplayedLayer):
+                self._by_layer[module.layer_number - 1].append(module.given.taken())
+
+    def of_all_tokens(
+        self, number: int, batch: MicroBatch, share: MicroBatch, config: TransformerConfig
+    ) -> Tensor:
+        """Gather the experts of micro-batch `number`, int32 [T, layers, k] on the host of every rank that
+        shares the model; `OWN_CHOICE` in layers without experts.
+
+        Every such rank calls this, with the whole micro-batch and its own share of it."""
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        rows = len(share.tokens if share.tree is None else share.tree.source)
+        shape = (rows, config.num_layers, config.moe_router_topk)
+        found = torch.zeros(shape, dtype=torch.int32, device=device())
+        for layer, chosen in self._by_layer.items():
+            first = tensor.rank() * len(chosen[number]) if config.sequence_parallel else 0
+            found[first : first + len(chosen[number]), layer] = chosen[number].int() - OWN_CHOICE
+        for group in (tensor, parallel_state.get_pipeline_model_parallel_group()):
+            _add_up(found, group)  # each rank has zeros where the others have experts
+        tokens, places = _places(batch, share)
+        whole = torch.zeros((len(batch.tokens), *shape[1:]), dtype=torch.int32, device=device())
+        whole[tokens] = found[places]
+        _add_up(whole, parallel_state.get_context_parallel_group())
+        return (whole + OWN_CHOICE).cpu()
+
+
+def _add_up(values: Tensor, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+
+
+def _places(batch: MicroBatch, share: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return which tokens of the micro-batch this rank computes, and where each lies among those."""
+    if share.tree is not None:
+        tokens = (share.tree.computed >= 0).nonzero()[:, 0]
+        return tokens, share.tree.computed[tokens]
+    sequence, offset = share.sequence_of_token, share.position_ids
+    lengths = torch.tensor(batch.lengths, device=device())
+    places = (offset < lengths[sequence]).nonzero()[:, 0]  # the rest is padding
+    return batch.cu_seqlens.to(device())[sequence[places]] + offset[places], places
