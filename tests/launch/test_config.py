@@ -52,6 +52,15 @@ def test_agents_that_choose_their_temperature_are_refused_beside_a_teacher_behin
         assert "environment 'coder' of actors.environments" in refusal({"actors": named, "learner": url})
 
 
+def test_router_replay_needs_what_it_replays():
+    told = refusal({"learner": {"router_replay": "engine"}})
+    assert "learner.router_replay=engine needs the experts that engines chose" in told
+    resolve({"learner": {"router_replay": "engine"}, "actors": {"engine": {"routed_experts": True}}})
+    resolve({"learner": {"router_replay": "learner"}})
+    told = refusal({"learner": {"router_replay": "learner", "backend": "fsdp"}})
+    assert "learner.router_replay=learner: set it to none" in told
+
+
 def test_later_layers_win_key_by_key():
     config = resolve(
         {"run": "preset", "learner": {"steps": 1, "optimizer": {"lr": 1e-3}}, **SORT},

@@ -150,7 +150,7 @@ class Trainer:
         return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return what `logprobs` does, each with the experts that its tokens went to, int32 [T, layers, k]."""
+        """Return what `logprobs` does, each with where its tokens went, int32 [T, layers, k]."""
         shares, chosen = self.shares(micro_batches), ChosenExperts()
         values = forward_logprobs(self.ddp, micro_batches, shares, after=chosen.note)
         config = self.chunks[0].config
