@@ -15,11 +15,11 @@ from learner.data.packing import Sample
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-SPARSE = ("qwen2_moe", "qwen3_moe", "mixtral")
+SPARSE = ("glm4_moe", "qwen2_moe", "qwen3_moe", "mixtral")
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+    "glm4_moe": "Glm4Moe", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
 }  # fmt: skip
 _OWN = {
     "mistral": {"sliding_window": None},
@@ -31,6 +31,11 @@ _OWN = {
     "qwen2_moe": {
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
+    },
+    "glm4_moe": {
+        "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True,
+        "num_mtp_layers": 0,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
@@ -82,6 +87,9 @@ def tiny_model(
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)
+        for name, values in model.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                values.add_(0.1 * torch.randn_like(values))
     return model
 
 

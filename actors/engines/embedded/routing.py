@@ -26,7 +26,7 @@ class ExpertRecorder:
         routers = [
             (int(place[1]), module)
             for name, module in model.named_modules()
-            if type(module).__name__.endswith("TopKRouter") and (place := _LAYER.search(name))
+            if type(module).__name__.lower().endswith("topkrouter") and (place := _LAYER.search(name))
         ]
         if not routers:
             raise EngineError(

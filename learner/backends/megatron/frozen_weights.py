@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import global_name
 from learner.backends.trainable import TrainableWeights
 from learner.world.process_group import gathered
@@ -31,7 +31,7 @@ def freeze_others(
 
 def frozen_weights(hf_config: PretrainedConfig, trainable: TrainableWeights) -> set[str]:
     """Return the names in megatron-core of the weights that are not trained; raises as above."""
-    rules = FAMILIES[hf_config.model_type].rules(shape_of(hf_config))
+    rules = family_of(hf_config).rules(shape_of(hf_config))
     return trainable.frozen({rule.megatron: rule.parts for rule in rules})
 
 

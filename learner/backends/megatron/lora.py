@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from learner.backends.base import Adapters, Exported
 from learner.backends.lora import base_digest, first_a, merged, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import (
     EXPERT,
     Holders,
@@ -51,7 +51,7 @@ class ChunkAdapters:
         Raises `ConfigError` for targets that are not there. Experts have none."""
         self.config = config
         self._chunks, self._hf_config = chunks, hf_config
-        rules = list(FAMILIES[hf_config.model_type].rules(shape_of(hf_config)))
+        rules = list(family_of(hf_config).rules(shape_of(hf_config)))
         linear = [rule for rule in rules if LINEAR.search(rule.megatron) and not EXPERT.search(rule.megatron)]
         self._base = SomeWeights(base, [part for rule in rules for part in rule.parts])
         modules = targeted(config, [module for rule in linear for module in _modules(rule)])

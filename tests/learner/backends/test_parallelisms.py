@@ -52,6 +52,7 @@ YARN = (*LLAMA, ("rope", "yarn"))
 WINDOW = (("family", "mistral"), ("sliding_window", 8))
 MOE = (("family", "qwen3_moe"),)
 SHARED = (("family", "qwen2_moe"), ("num_hidden_layers", 3), ("decoder_sparse_step", 2))
+GLM = (("family", "glm4_moe"), ("num_hidden_layers", 3))
 MIXTRAL = (("family", "mixtral"),)
 PLAIN = {"distributed_optimizer": False}
 CASES = {
@@ -87,6 +88,8 @@ CASES = {
     "cp2 moe": Case(2, {"context": 2}, MOE),
     "tp2 sp moe": Case(2, {"tensor": 2, "sequence": True}, MOE),
     "tp2 sp shared expert": Case(2, {"tensor": 2, "sequence": True}, SHARED),
+    "tp2 sp ep2 glm": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, GLM),
+    "cp2 glm": Case(2, {"context": 2}, GLM),
     "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
     "tp2 sp ep2 plain": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, MIXTRAL),

@@ -67,10 +67,11 @@ def sent_to(model, samples):
             experts = chosen.clone()
             if sample.experts is not None:
                 experts[:-1] = torch.from_numpy(sample.experts[:, number].astype(np.int64))
-            scores = F.softmax(logits.float(), -1).gather(1, experts)
+            by_bias = hasattr(router, "e_score_correction_bias")
+            scores = (logits.sigmoid() if by_bias else F.softmax(logits.float(), -1)).gather(1, experts)
             if getattr(router, "norm_topk_prob", True):
                 scores = scores / scores.sum(-1, keepdim=True)
-            return logits, scores, experts
+            return logits, getattr(router, "routed_scaling_factor", 1.0) * scores, experts
 
         return send
 
@@ -109,7 +110,9 @@ def assert_trained_like(found, weights, family, changes):
         assert (weight - expected[name]).abs().max() < 1e-5, name
 
 
-@pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", SHARED)])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", SHARED), ("glm4_moe", {})]
+)
 def test_steps_with_given_experts_are_those_of_transformers(family, changes):
     found, weights = train(family, changes, {})
     assert_trained_like(found, weights, family, changes)

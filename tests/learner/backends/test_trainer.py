@@ -30,7 +30,8 @@ def trainer_of(request):
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False)]
+    ("family", "tied"),
+    [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False), ("glm4_moe", False)],
 )
 @pytest.mark.parametrize(
     ("loss", "config", "temperatures"), [("sft", SFTLoss(), 1.0), ("tis", TIS, (0.5, 0.8, 2.0))]

@@ -1,6 +1,7 @@
 """The hyperparameters of a model that decide which weights fit it."""
 
 import json
+from dataclasses import fields
 
 from pydantic import JsonValue
 from transformers import PretrainedConfig
@@ -24,7 +25,11 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
 
 
 def _of_experts(experts: Experts) -> JsonValue:
-    """Return what is known of them: checkpoints of models without a shared expert do not speak of one."""
-    known = {name: value for name, value in vars(experts).items() if value is not None}
+    """Return what is known of them: checkpoints speak of nothing that came to `Experts` later and that a
+    model has as all models had it before."""
+    usual = {field.name: field.default for field in fields(experts) if field.name != "renormalize"}
+    known = {
+        name: value for name, value in vars(experts).items() if name not in usual or value != usual[name]
+    }
     found: JsonValue = json.loads(json.dumps(known))
     return found

@@ -6,7 +6,7 @@ parallelism belongs between the two: cut each Hugging Face part for the rank, th
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,16 @@ class Experts:
     renormalize: bool = True
     """Says whether the weights of a token's experts are normalised to a sum of 1."""
     shared: int | None = None
-    """Width of the expert that every token passes through, weighted by a sigmoid; `None` without one."""
+    """Width of the expert that every token passes through; `None` without one."""
+    shared_gate: bool = True
+    """Says whether a sigmoid weighs that expert."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes the weights of experts from the router's logits."""
+    scale: float | None = None
+    """Factor of the weights, after they are normalised."""
+    choice_bias: bool = False
+    """Says whether there is a bias of each expert by which experts are chosen, and not weighed. It is
+    float32, and stays as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +147,13 @@ SHARED_LAYER = (
 )
 """Rules of a layer that every family shares."""
 
+
+def replaced(rules: Sequence[Rule], others: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the rules with others in the place of those of the same tensors, and the rest of them behind."""
+    by_name = {rule.megatron: rule for rule in (*rules, *others)}
+    return tuple(by_name.values())
+
+
 QKV_BIAS = layer_rule(
     "self_attention.linear_qkv.bias", [f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")], QKV
 )
@@ -182,6 +198,10 @@ class Family:
     """Requirements in addition to those of every family."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    rotated_parts: tuple[float, ...] = (1.0,)
+    """Shares of a head, from its beginning, that the rotary embedding may rotate."""
+    left_out: Callable[[str], bool] = lambda name: False
+    """Tells names of files that are no part of what is trained, and are not exported."""
 
     def shape(self, hf_config: PretrainedConfig) -> Shape:
         """Read the shape from a transformers configuration."""

@@ -15,7 +15,7 @@ from bus.errors import ConfigError, StorageError
 from bus.work_progress import Advance, long_work, tracked, uncounted
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
@@ -71,7 +71,7 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
         refuse_other_vocabulary(hf_config, load_tokenizer(source), source)
     _refuse_misfits(source, hf_config, state)
     shape = shape_of(hf_config)
-    rules = {rule.megatron: rule for rule in FAMILIES[hf_config.model_type].rules(shape)}
+    rules = {rule.megatron: rule for rule in family_of(hf_config).rules(shape)}
     seen = _Digesting(state)
     specs = {name: _whole(rule, shape, state) for name, rule in rules.items()}
 
@@ -119,7 +119,7 @@ def megatron_to_hf(
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     shape = shape_of(hf_config)
-    seen = _Digesting(MegatronWeights(source, list(FAMILIES[hf_config.model_type].rules(shape)), shape))
+    seen = _Digesting(MegatronWeights(source, list(family_of(hf_config).rules(shape)), shape))
     hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
     with _publishing(target) as temporary:
         with seen.shown(f"converting {source}"):
@@ -199,10 +199,14 @@ def _refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeight
         expected = {name: size for name, size in expected.items() if name not in OUTPUT.parts}
     problems = [f"missing {name} {list(size)}" for name, size in expected.items() if name not in state]
     ignored = (*OUTPUT.parts,) if hf_config.tie_word_embeddings else ()
+    left_out = family_of(hf_config).left_out
     problems += [
         f"unexpected {name}"
         for name in state
-        if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq")
+        if name not in expected
+        and name not in ignored
+        and not name.endswith("rotary_emb.inv_freq")
+        and not left_out(name)
     ]
     problems += [
         f"{name} is {list(state.spec(name).shape)}, not {list(size)}"

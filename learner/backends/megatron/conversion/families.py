@@ -1,7 +1,10 @@
+from collections.abc import Callable
+
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Family, Shape
+from learner.backends.megatron.conversion.glm4_moe import glm4_moe
 from learner.backends.megatron.conversion.llama import LLAMA
 from learner.backends.megatron.conversion.mistral import MISTRAL
 from learner.backends.megatron.conversion.mixtral import MIXTRAL
@@ -10,7 +13,8 @@ from learner.backends.megatron.conversion.qwen2_moe import QWEN2_MOE
 from learner.backends.megatron.conversion.qwen3 import QWEN3
 from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
+    "glm4_moe": glm4_moe,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
@@ -19,7 +23,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }
-"""Families by `model_type` of the transformers configuration."""
+"""Families by `model_type` of the transformers configuration; some depend on more of it."""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:
@@ -28,7 +32,8 @@ def family_of(hf_config: PretrainedConfig) -> Family:
         raise ConfigError(
             f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[hf_config.model_type]
+    found = FAMILIES[hf_config.model_type]
+    return found if isinstance(found, Family) else found(hf_config)
 
 
 def shape_of(hf_config: PretrainedConfig) -> Shape:

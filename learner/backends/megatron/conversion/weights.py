@@ -6,7 +6,7 @@ than the caller keeps.
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from bus.work_progress import tracked
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import parallel_state
 from learner.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered
@@ -33,10 +33,11 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     Raises `ConfigError` with all names that are missing, unexpected or of another shape, on every rank alike;
     the model is then unchanged. Every rank calls this.
     """
-    shape = shape_of(hf_config)
-    rules = list(FAMILIES[hf_config.model_type].rules(shape))
+    shape, family = shape_of(hf_config), family_of(hf_config)
+    rules = list(family.rules(shape))
     slices = _slices(chunks)
-    problems = _of_any_rank(list(_problems(slices, rules, shape, state)))
+    wanted = {name for name in state if not family.left_out(name)}
+    problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted)))
     if problems:
         raise ConfigError("these weights do not fit the model:\n" + "\n".join(f"- {p}" for p in problems))
     if shape.tied and OUTPUT.megatron in slices:  # the last stage of a pipeline has its own copy
@@ -78,7 +79,7 @@ def stream_hf_weights(
     shape = shape_of(hf_config)
     slices = _slices(chunks)
     holders = _holders(slices) if holders is None else holders
-    for rule in FAMILIES[hf_config.model_type].rules(shape) if rules is None else rules:
+    for rule in family_of(hf_config).rules(shape) if rules is None else rules:
         whole = _gather(slices.get(rule.megatron), holders[rule.megatron])
         if whole is None or rule.parts[0] in without:
             continue
@@ -96,7 +97,7 @@ def exported_shapes(
     shape = shape_of(hf_config)
     return {
         name: sizes
-        for rule in (FAMILIES[hf_config.model_type].rules(shape) if rules is None else rules)
+        for rule in (family_of(hf_config).rules(shape) if rules is None else rules)
         for name, sizes in zip(rule.parts, _part_shapes(rule, holders[rule.megatron][0], shape), strict=True)
     }
 
@@ -114,7 +115,7 @@ def whole_on_rank_0(
     shape = shape_of(hf_config)
     slices = _slices(chunks)
     views: dict[str, Tensor] = {}
-    for rule in FAMILIES[hf_config.model_type].rules(shape):
+    for rule in family_of(hf_config).rules(shape):
         mine = slices.get(rule.megatron)
         if mine is not None and [holder.global_rank for holder in holders[rule.megatron]] == [0]:
             parts = rule.layout.split(mine.parameter, shape)
@@ -269,8 +270,9 @@ def _of_any_rank(problems: list[str]) -> list[str]:
 
 
 def _problems(
-    slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State
+    slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State, wanted: Set[str]
 ) -> Iterator[str]:
+    """Yield what does not fit; `wanted` are the names in `state` that the family does not leave out."""
     for rule in rules:
         if rule.megatron not in slices:
             continue
@@ -278,7 +280,7 @@ def _problems(
         for name, expected in zip(rule.parts, expected_shapes, strict=True):
             yield from _misfit(state, name, expected)
     known = {name for rule in rules for name in rule.parts}
-    yield from (f"unexpected {name}" for name in sorted(state.keys() - known) if not _ignored(name, shape))
+    yield from (f"unexpected {name}" for name in sorted(wanted - known) if not _ignored(name, shape))
 
 
 def _part_shapes(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:

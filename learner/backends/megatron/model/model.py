@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Experts
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import (
     GPTModel,
     ModuleSpec,
@@ -183,21 +183,24 @@ def _block_spec(
     """Return megatron-core's own layers, except for attention over packed sequences and the norms."""
     first = get_transformer_layer_offset(config, vp_stage=stage)
     here = slice(first, first + get_num_layers_to_build(config, vp_stage=stage))
+    experts = shape_of(hf_config).experts
     layers = [
-        _layer_spec(config, window, config.num_moe_experts if sparse else None)
+        _layer_spec(config, window, experts if sparse else None)
         for sparse, window in zip(config.moe_layer_freq[here], windows_of(hf_config)[here], strict=True)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, window: int | None, num_experts: int | None) -> Any:
+def _layer_spec(config: TransformerConfig, window: int | None, experts: Experts | None) -> Any:
+    num_experts = None if experts is None else experts.count
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    if num_experts is not None:
+    if experts is not None:
         layer.module = ReplayedLayer
+        layer.params = {"has_choice_bias": experts.choice_bias}
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if num_experts is None:
+    if experts is None:
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
     layer.submodules.self_attention.module = PackedSelfAttention
     attention = layer.submodules.self_attention.submodules
@@ -210,7 +213,7 @@ def _layer_spec(config: TransformerConfig, window: int | None, num_experts: int 
 def _transformer_config(
     hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig
 ) -> TransformerConfig:
-    family = FAMILIES[hf_config.model_type]
+    family = family_of(hf_config)
     experts = family.shape(hf_config).experts
     heads = hf_config.num_attention_heads
     return TransformerConfig(
@@ -251,8 +254,10 @@ def _expert_settings(experts: Experts) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_router_topk": experts.per_token,
         "moe_shared_expert_intermediate_size": experts.shared,
-        "moe_shared_expert_gate": experts.shared is not None,
+        "moe_shared_expert_gate": experts.shared is not None and experts.shared_gate,
         "moe_router_pre_softmax": not experts.renormalize,
+        "moe_router_score_function": experts.score,
+        "moe_router_topk_scaling_factor": experts.scale,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
     }

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Requirement
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.families import FAMILIES, family_of, shape_of
 from learner.backends.megatron.model.rope import SCALED, rope_parameters, rope_type
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
 
@@ -14,7 +14,7 @@ def unsupported(hf_config: PretrainedConfig) -> list[str]:
     """List, for people, every hyperparameter that the learner would get wrong."""
     if hf_config.model_type not in FAMILIES:
         return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
-    requirements = (*REQUIREMENTS, *FAMILIES[hf_config.model_type].requirements)
+    requirements = (*REQUIREMENTS, *family_of(hf_config).requirements)
     return [
         f"{name}={_read(hf_config, name)!r}: {reason}"
         for name, supported, reason in requirements
@@ -34,13 +34,22 @@ REQUIREMENTS: list[Requirement] = [
         lambda kind, _: kind in {"default", *SCALED, *PACK_DEPENDENT_ROPES},
         f"only default, {', '.join(SCALED)} are supported",
     ),
-    ("partial_rotary_factor", lambda part, _: part in (None, 1.0), "the whole head must be rotated"),
+    (
+        "partial_rotary_factor",
+        lambda part, c: part is None or part in family_of(c).rotated_parts,
+        "this part of a head cannot be rotated alone",
+    ),
+    (
+        "partial_rotary_factor",
+        lambda part, c: part in (None, 1.0) or rope_type(c) == "default",
+        "a rotary embedding of a part of the head must not be scaled",
+    ),
     (
         "layer_types",
         lambda kinds, _: set(kinds or ()) <= {"full_attention", "sliding_attention"},
         "only full_attention and sliding_attention are supported",
     ),
-    ("attention_bias", lambda bias, _: not bias, "this bias is not supported"),
+    ("attention_bias", lambda bias, c: not bias or family_of(c).qkv_bias, "this bias is not supported"),
     ("mlp_bias", lambda bias, _: not bias, "this bias is not supported"),
     ("attention_dropout", lambda rate, _: not rate, "dropout is not supported: set it to 0"),
     ("quantization_config", lambda quantized, _: quantized is None, "load the unquantized model"),

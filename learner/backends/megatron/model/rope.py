@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -32,8 +33,10 @@ def rope_of(hf_config: PretrainedConfig, head_dim: int, device: torch.device) ->
     if (kind := rope_type(hf_config)) != "default":
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
         return Rope(frequencies.to(device), factor)
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    return Rope(1.0 / _theta(hf_config) ** exponent)
+    rotated = int(head_dim * rope_parameters(hf_config).get("partial_rotary_factor", 1.0))
+    exponent = torch.arange(0, rotated, 2, dtype=torch.int64, device=device).float() / rotated
+    frequencies = 1.0 / _theta(hf_config) ** exponent
+    return Rope(F.pad(frequencies, (0, (head_dim - rotated) // 2)))  # the rest of the head is turned by 0
 
 
 def rope_type(hf_config: PretrainedConfig) -> str:
@@ -49,8 +52,10 @@ def rope_parameters(hf_config: PretrainedConfig) -> dict[str, Any]:
 def rope_settings(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     """Return what decides the angles: the base of the frequencies, and how they are scaled."""
     settings: dict[str, JsonValue] = {"rope_theta": _theta(hf_config)}
+    given = rope_parameters(hf_config)
+    if (part := given.get("partial_rotary_factor", 1.0)) != 1.0:
+        settings["partial_rotary_factor"] = part
     if rope_type(hf_config) != "default":
-        given = rope_parameters(hf_config)
         settings["rope_scaling"] = {n: given[n] for n in sorted(given) if n not in ("rope_theta", "type")}
     return settings
 

@@ -70,9 +70,18 @@ class GivenExperts:
 class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
     """A layer with experts, whose router takes those that the pack gives."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, has_choice_bias: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.given = self.mlp.router.router_replay = GivenExperts()
+        router = self.mlp.router
+        self.given = router.router_replay = GivenExperts()
+        if has_choice_bias:
+            # Megatron-core's own is a buffer, which it moves after each step. As a parameter without a
+            # gradient the bias is loaded, exported and saved as all weights are.
+            del router.expert_bias
+            values = torch.zeros(config.num_moe_experts, device=device())
+            router.expert_bias = torch.nn.Parameter(values, requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Do what megatron-core's layer does, also where it is computed again for the gradient."""

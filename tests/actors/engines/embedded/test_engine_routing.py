@@ -31,7 +31,12 @@ def chosen_by(model, tokens):
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2})],
+    [
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+        ("glm4_moe", {}),
+        ("qwen2_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
+    ],
 )
 @torch.no_grad()
 def test_each_token_has_the_experts_that_its_own_pass_chose(family, changes):

@@ -81,13 +81,14 @@ def test_gradients_through_the_router_equal_those_of_transformers(family, change
     expected = hf_gradients(reference)
     with torch.no_grad():
         for parameter in ours.parameters():
-            parameter.copy_(parameter.grad)
+            if parameter.requires_grad:
+                parameter.copy_(parameter.grad)
     found = export_hf_weights([ours], reference.config)
     routers = [name for name in found if name.endswith(".gate.weight")]
-    assert len(routers) == 2
+    assert len(routers) == (1 if family == "glm4_moe" else 2)
     assert all(expected[name].abs().max() > 1e-3 for name in routers)
-    for name, gradient in found.items():
-        assert torch.allclose(gradient, expected[name], atol=1e-4, rtol=1e-4), name
+    for name in found.keys() & expected.keys():  # biases by which experts are chosen have none
+        assert torch.allclose(found[name], expected[name], atol=1e-4, rtol=1e-4), name
 
 
 @pytest.mark.parametrize("lengths", [[12], [8, 8, 8], [3, 30, 4, 15, 2, 2]])
@@ -156,7 +157,7 @@ def test_a_scaling_that_is_not_known_is_refused_with_those_that_are():
 def test_heads_that_are_rotated_in_part_are_refused():
     config = tiny_config("llama")
     config.rope_parameters["partial_rotary_factor"] = 0.5
-    with pytest.raises(ConfigError, match=r"partial_rotary_factor=0\.5: the whole head must be rotated"):
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor=0\.5: this part of a head"):
         build_model(config, dtype=torch.float32)
 
 
@@ -216,6 +217,6 @@ def test_an_unknown_family_is_refused_with_those_known():
     config = tiny_config("llama")
     config.model_type = "mamba"
     with pytest.raises(
-        ConfigError, match="'mamba' is unknown; known are llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, "
+        ConfigError, match="'mamba' is unknown; known are glm4_moe, llama, mistral, mixtral, qwen2, "
     ):
         build_model(config, dtype=torch.float32)

@@ -1,0 +1,78 @@
+"""GLM-4.5: heads rotated in part, experts chosen by a bias, layers that predict several next tokens."""
+
+import pytest
+import torch
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.model.model import build_model
+from learner.data.packing import pack
+from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def built_from(reference, state=None, dtype=torch.float32):
+    model = build_model(reference.config, dtype=dtype)
+    load_hf_weights([model], reference.config, state or hf_state(reference))
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_qk_norm": False},
+        {"attention_bias": False},
+        {"n_shared_experts": 2, "routed_scaling_factor": 1.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        {"first_k_dense_replace": 0},
+    ],
+)
+@torch.no_grad()
+def test_logits_are_those_of_transformers_as_the_configuration_says(changes):
+    reference = tiny_model("glm4_moe", **changes)
+    samples = random_samples([5, 17, 1, 32, 9])
+    [batch] = pack(samples, 1000)
+    difference = built_from(reference).logits(batch) - reference_logits(reference, samples)
+    assert difference.abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_the_bias_chooses_experts_and_stays_exact_in_bfloat16():
+    reference = tiny_model("glm4_moe")
+    state = hf_state(reference)
+    model = built_from(reference, dtype=torch.bfloat16)
+    assert export_hf_weights([model], reference.config)[BIAS].equal(state[BIAS])
+    [batch] = pack(random_samples([30]), 1000)
+    unbiased = built_from(reference, {**state, BIAS: torch.zeros_like(state[BIAS])})
+    assert (built_from(reference).logits(batch) - unbiased.logits(batch)).abs().max() > 1e-3
+
+
+def test_heads_for_several_next_tokens_are_left_out():
+    reference = tiny_model("glm4_moe")
+    state = hf_state(reference)
+    more = {
+        "model.layers.2.eh_proj.weight": torch.zeros(64, 128),
+        "model.layers.2.enorm.weight": torch.zeros(64),
+    }
+    exported = export_hf_weights([built_from(reference, {**state, **more})], reference.config)
+    assert exported.keys() == state.keys()
+    with pytest.raises(ConfigError, match=r"unexpected model\.layers\.1\.enorm\.weight"):
+        built_from(reference, {**state, "model.layers.1.enorm.weight": torch.zeros(64)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n_group": 2}, "n_group=2: experts in groups are not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False: weights of experts must be normalised"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor=0.25: this part of a head cannot be rotated alone",
+        ),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(changes, says):
+    with pytest.raises(ConfigError) as error:
+        build_model(tiny_config("glm4_moe", **changes), dtype=torch.float32)
+    assert says in str(error.value)
