@@ -1,0 +1,49 @@
+"""A mixture of experts, from the engine that records its routing to the learner that replays it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from learner.config.model import ScratchModel
+from learner.scratch_model import build_model_directory
+from tests.e2e.commands import Command, assert_whole
+
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
+SMALL = (
+    "--preset", "sort", "--warmup.steps", "40", "--warmup.batch-size", "16", "--learner.steps", "4",
+    "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
+    "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
+    "--learner.router-replay", "engine", "--actors.engine.routed-experts",
+)  # fmt: skip
+
+
+def glm(directory: Path) -> Path:
+    """A random GLM of two layers, with the tokenizer of the sort preset."""
+    tokenizer = build_model_directory(directory, ScratchModel(), seed=0)
+    vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=96, moe_intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8,
+        num_experts_per_tok=2, attention_bias=True, use_qk_norm=True, max_position_embeddings=64,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0, num_mtp_layers=0,
+    )  # fmt: skip
+    Glm4MoeForCausalLM._from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path):
+    run = Command(tmp_path, "local", *SMALL, "--model.path", str(glm(tmp_path / "glm")))
+    try:
+        assert run.wait(240) == 0, run.said()
+    finally:
+        run.kill()
+    directory = tmp_path / "runs/sort"
+    assert_whole(directory, 4, 4, 4)
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [each for each in records if each.get("train/stage") == "rl"]
+    assert [0 <= each["policy/router_changed_fraction"] < 0.5 for each in steps] == [True] * 4
+    assert max(each.get("policy/mismatch_nats", 0.0) for each in records) < 1e-4
