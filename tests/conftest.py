@@ -1,5 +1,6 @@
 """Fixtures that own the real servers and the connection of a test."""
 
+import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
@@ -17,6 +18,7 @@ from bus.topology import ensure
 from storage.dispatch import dispatcher
 from tests.object_store import ObjectStore
 
+gc.disable()  # until all is imported and collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
 RUN = "test"
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -25,6 +27,14 @@ Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put whole runs first: with the longest tests last, one worker would wait for the other."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of garbage collections: tests and megatron-core begin many, and each would
+    look at millions of objects again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
