@@ -108,8 +108,12 @@ class TaggedCalls:
 
     def results(self, answered: Sequence[tuple[FoundCall, ToolResult]]) -> list[ChatMessage]:
         """Return one message of the user's with all results."""
-        texts = [f"<result>{result.text}</result>" for _, result in answered]
-        return [{"role": "user", "content": "\n".join(texts)}]
+        return [{"role": "user", "content": tagged_results(answered)}]
+
+
+def tagged_results(answered: Sequence[tuple[FoundCall, ToolResult]]) -> str:
+    """Return what calls gave as text in tags."""
+    return "\n".join(f"<result>{result.text}</result>" for _, result in answered)
 
 
 def checked_call(tools: Mapping[str, Tool], name: str, arguments: Arguments, call_id: str) -> FoundCall:

@@ -10,7 +10,14 @@ from typing import Self
 
 from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.environments.base import ChatMessage, Episode, EpisodeError, FailedEpisode, Task
-from actors.environments.call_styles import CallStyle, FoundCall, MalformedCall, NativeCalls, TaggedCalls
+from actors.environments.call_styles import (
+    CallStyle,
+    FoundCall,
+    MalformedCall,
+    NativeCalls,
+    TaggedCalls,
+    tagged_results,
+)
 from actors.environments.prompt_tools import names_of, refused_names
 from actors.environments.tools_config import ToolsConfig
 from actors.policy.messages import Completion
@@ -43,6 +50,8 @@ class Conversation:
 
     messages: list[ChatMessage]
     offer: Offer
+    inserted: str | None = None
+    """Results after which the last completion goes on; None where messages follow it."""
     completions: list[Completion] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tool_time_s: float = 0.0
@@ -134,14 +143,28 @@ class ToolChat:
             if completion is None:
                 return
             chat.completions.append(completion)
-            calls = chat.offer.style.calls(completion) if completion.finish_reason == "stop" else []
+            calls = self._calls(chat, completion)
             if not calls:
                 return
             if len(chat.completions) == self._config.max_turns:
                 chat.end = "turn_limit"
                 return
             answered = [(call, await self._answer(n, call, chat)) for n, call in enumerate(calls)]
-            chat.messages += [completion.message, *chat.offer.style.results(answered)]
+            if self._config.results == "inline":
+                chat.inserted = tagged_results(answered)
+            else:
+                chat.messages += [completion.message, *chat.offer.style.results(answered)]
+
+    def _calls(self, chat: Conversation, completion: Completion) -> list[FoundCall]:
+        """Return what a completion asks of tools; nothing makes it the answer."""
+        if completion.finish_reason != "stop":
+            return []
+        calls = chat.offer.style.calls(completion)
+        stopped = any(stop in completion.text for stop in chat.offer.stops)
+        if self._config.results == "inline" and not stopped:  # the policy has ended its turn: nothing goes on
+            chat.counts["malformed_calls"] += len(calls)
+            return []
+        return calls
 
     async def _completion(self, chat: Conversation, policy: Policy) -> Completion | None:
         """Return the next completion, or None where budget or context leave no room for one."""
@@ -154,6 +177,8 @@ class ToolChat:
         asked = policy.sampling
         sampling = replace(asked, max_new_tokens=room, stop=(*asked.stop, *chat.offer.stops))
         try:
+            if chat.inserted is not None:
+                return await policy.go_on(chat.completions[-1], chat.inserted, sampling=sampling)
             return await policy.chat(chat.messages, tools=chat.offer.style.schemas, sampling=sampling)
         except RequestRefusedError:
             if not chat.completions:

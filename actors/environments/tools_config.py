@@ -27,6 +27,11 @@ class ToolsConfig(RewardConfig):
     """Whether a completion ends with its first call, as in Search-R1 (arXiv:2503.09516), for models that do
     not end their turn there. For `tags` alone."""
 
+    results: Literal["messages", "inline"] = "messages"
+    """Where results stand. `messages`: in a message of their own, which the model answers. `inline`: in the
+    model's own answer, right after the call, and it goes on from there, as in ReTool (arXiv:2504.11536); for
+    `tags` with `stop_at_call`."""
+
     system: str | None = None
     """System message before the prompt, where that has none. With `tags` it should say how to call the
     tools."""
@@ -55,6 +60,12 @@ class ToolsConfig(RewardConfig):
     def _only_tags_end_a_completion(self) -> Self:
         if self.stop_at_call and self.calls != "tags":
             raise ValueError('stop_at_call is for calls = "tags": leave it out, or set calls = "tags"')
+        return self
+
+    @model_validator(mode="after")
+    def _only_what_stopped_goes_on(self) -> Self:
+        if self.results == "inline" and not self.stop_at_call:
+            raise ValueError('results = "inline" needs calls = "tags" and stop_at_call = true: set both')
         return self
 
     @model_validator(mode="after")

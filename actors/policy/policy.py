@@ -136,10 +136,20 @@ class Policy:
         sampling: Sampling | None = None, trainable: bool = True, policy: str = DEFAULT_POLICY,
     ) -> Completion:  # fmt: skip
         """Continue tokens. Raises EngineError."""
-        call = self._call(agent, policy, sampling, trainable)
-        _, generation = await self._complete(token_ids, call)
-        text = self._format.decode(generation.token_ids.tolist())
-        return _completion(text, Answer(text, None, (), ()), generation, call, len(token_ids))
+        return await self._read_plainly(token_ids, self._call(agent, policy, sampling, trainable))
+
+    async def go_on(
+        self, completion: Completion, text: str, *, sampling: Sampling | None = None, trainable: bool = True
+    ) -> Completion:  # fmt: skip
+        """Continue an answer within its own turn, after `text` that is not the policy's and is not trained.
+
+        `completion` is the last one of its trajectory, or EpisodeError is raised. Raises EngineError."""
+        ending = (s for s in self._strands if s.sampled[-1][1].number == completion.number)
+        if (strand := next(ending, None)) is None:
+            raise EpisodeError(f"completion {completion.number} is the last one of no trajectory")
+        added = await self._format.in_thread(self._format.encode, text)
+        call = self._call(strand.agent, strand.policy, sampling, trainable)
+        return await self._read_plainly([*strand.tokens, *added], call)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
         """Return the tokens of a chat up to where the policy would answer, recording nothing.
@@ -190,6 +200,12 @@ class Policy:
             )
         trainable = trainable and policy not in self._opponents
         return Call(next(self._completions), agent, policy, sampling or self.sampling, trainable)
+
+    async def _read_plainly(self, token_ids: Sequence[int], call: Call) -> Completion:
+        """Continue tokens with text that is neither reasoning nor a call in the model's own way."""
+        _, generation = await self._complete(token_ids, call)
+        text = self._format.decode(generation.token_ids.tolist())
+        return _completion(text, Answer(text, None, (), ()), generation, call, len(token_ids))
 
     async def _complete(self, token_ids: Sequence[int], call: Call) -> tuple[Strand, Generation]:
         """Sample what follows `token_ids`, and record both in the strand that they continue, or in a new one.

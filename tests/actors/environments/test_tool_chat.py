@@ -170,6 +170,44 @@ async def test_a_completion_may_end_with_its_first_call(tokenizer):
         environment_of(calls="native", stop_at_call=True)
 
 
+INLINE = {"calls": "tags", "stop_at_call": True, "results": "inline", "reward": "final_answer"}
+PROGRAM, REST = "so <calculator>6*7</calculator>, then", " =42<|end|>"
+
+
+async def test_results_within_the_answer_are_context_from_which_it_goes_on(tokenizer):
+    episode, model = await rolled_out(environment_of(**INLINE), tokenizer, PROGRAM, REST)
+    [trajectory] = episode.trajectories
+    before = "<|user|>6*7<|assistant|>so <calculator>6*7</calculator><result>42</result>"
+    assert model.saw[-1] == before
+    assert tokenizer.decode(trajectory.token_ids) == before + REST
+    trained = tokenizer.decode(trajectory.token_ids[trajectory.loss_mask])
+    assert trained == f"so <calculator>6*7</calculator>{REST}"
+    assert (trajectory.reward, trajectory.end, len(trajectory.turns)) == (1.0, "completed", 2)
+    assert counted(episode, "tool_calls", "malformed_calls", "turns") == [1, 0, 2]
+
+
+async def test_an_answer_with_several_programs_goes_on_after_each_up_to_the_limit(tokenizer):
+    environment = environment_of(**INLINE, max_turns=3)
+    wrong = "<calculator>6*</calculator>"
+    episode, model = await rolled_out(environment, tokenizer, wrong, PROGRAM, REST)
+    assert model.saw[-1].startswith(f"<|user|>6*7<|assistant|>{wrong}<result>error: ")
+    assert (episode.trajectories[0].reward, counted(episode, "tool_failures")) == (1.0, [1])
+    episode, model = await rolled_out(environment, tokenizer, PROGRAM)
+    assert (episode.trajectories[0].end, len(model.saw)) == ("turn_limit", 3)
+
+
+async def test_a_call_that_is_open_when_the_answer_ends_is_not_carried_out(tokenizer):
+    episode, model = await rolled_out(environment_of(**INLINE), tokenizer, "<calculator>6*7 =42<|end|>")
+    assert (len(model.saw), episode.trajectories[0].reward) == (1, 1.0)
+    assert counted(episode, "tool_calls", "malformed_calls") == [0, 1]
+
+
+def test_results_within_the_answer_need_calls_that_stop_it():
+    for settings in ({"calls": "tags"}, {"calls": "native"}):
+        with pytest.raises(ValueError, match='results = "inline" needs calls = "tags" and stop_at_call'):
+            environment_of(**settings, results="inline")
+
+
 async def test_a_reward_that_comes_later_is_refused_since_an_episode_may_have_several_trajectories(tokenizer):
     scoring = AnswerScoring(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
     config = ToolsConfig.model_validate({"type": "tools", "tools": [{"type": "calculator"}]})

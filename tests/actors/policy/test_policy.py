@@ -9,7 +9,7 @@ import pytest
 from actors.config import SamplingConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Fork
+from actors.environments.base import EpisodeError, Fork
 from actors.policy.policy import Policy
 from bus.trajectory import Turn
 
@@ -90,6 +90,18 @@ async def test_turns_of_a_chat_grow_one_trajectory_without_retokenising(scripted
     assert trajectory.token_ids[5:8].tolist() == sampled
     assert [(turn.start, turn.stop) for turn in trajectory.turns] == [(5, 8), (13, 17)]
     assert np.flatnonzero(trajectory.loss_mask).tolist() == [5, 6, 7, 13, 14, 15, 16]
+
+
+async def test_an_answer_goes_on_after_text_that_is_not_trained(scripted, tokenizer):
+    policy, _ = scripted("x=", "3<|end|>", "y<|end|>")
+    begun = await policy.chat("one", agent="a", sampling=replace(policy.sampling, max_new_tokens=2))
+    rest = await policy.go_on(begun, " 1+2=")
+    [trajectory] = policy.trajectories(1.0)
+    assert tokenizer.decode(trajectory.token_ids) == "<|user|>one<|assistant|>x= 1+2=3<|end|>"
+    assert tokenizer.decode(trajectory.token_ids[trajectory.loss_mask]) == "x=3<|end|>"
+    assert (rest.text, trajectory.agent, len(trajectory.turns)) == ("3", "a", 2)
+    with pytest.raises(EpisodeError, match="completion 0 is the last one of no trajectory"):
+        await policy.go_on(begun, " 1+2=")
 
 
 async def test_a_reply_that_was_cut_gets_its_end_token_as_context(scripted, tokenizer):
