@@ -63,6 +63,7 @@ class PythonTool:
             "time": f"[stopped after {self._wall_s:g} s]",
             "cpu": "[stopped: it used up its processor time]",
             "output": "[stopped: it printed too much]",
+            "stopped": "[stopped]",
         }[ran.end]
 
     async def close(self) -> None:

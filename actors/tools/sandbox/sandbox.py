@@ -12,9 +12,9 @@ import socket
 import subprocess
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, cast
 
 from actors.tools.base import ToolError
 from actors.tools.output import decoded
@@ -38,8 +38,8 @@ REMEDY = (
     "user.max_user_namespaces=10000, and all of them Linux 5.12 or later"
 )
 
-ProgramEnd = Literal["exited", "time", "cpu", "output"]
-"""How a program ended: by itself, or at its limit of time, processor time or output."""
+ProgramEnd = Literal["exited", "time", "cpu", "output", "stopped"]
+"""How a program ended: by itself, at its limit of time, processor time or output, or with what it served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +87,38 @@ class Sandbox:
         self._server = _started(self._limits)
         self._end = weakref.finalize(self, self._server.end)
 
-    async def run(self, code: str, stdin: str = "") -> Ran:
-        """Run a program. Raises ToolError where the sandbox, not the program, failed."""
+    async def run(self, code: str, stdin: str = "", *, output_bytes: int | None = None) -> Ran:
+        """Run a program. Raises ToolError where the sandbox, not the program, failed.
+
+        Args:
+            code: Python.
+            stdin: what it can read.
+            output_bytes: output after which it is ended, instead of the sandbox's own limit."""
+        limit = self._output_bytes if output_bytes is None else output_bytes
         async with self._slots:
-            try:
-                await self._ensure_server()
-                return await self._run(code, stdin)
-            except (OSError, ConfigError, TimeoutError) as error:
-                raise ToolError(f"the sandbox failed: {error!r}") from error
+            return await self._run(code, stdin, limit)
+
+    async def run_joined(self, code: str, other: str, stdin: str = "") -> tuple[Ran, Ran]:
+        """Run two programs apart from each other, whose descriptors 3 are a socket between them.
+
+        They take one place. The other is stopped when the first, which alone reads `stdin`, has ended. Raises
+        ToolError where the sandbox failed for one of them."""
+        async with self._slots:
+            here, there = socket.socketpair()
+            over = asyncio.Event()
+
+            async def first() -> Ran:
+                try:
+                    return await self._run(code, stdin, self._output_bytes, peer=here)
+                finally:
+                    over.set()
+
+            second = self._run(other, "", self._output_bytes, peer=there, stop=over)
+            ran, of_other = await asyncio.gather(first(), second, return_exceptions=True)
+        for outcome in (ran, of_other):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return cast(tuple[Ran, Ran], (ran, of_other))
 
     async def close(self) -> None:
         """End the sandbox's process. Programs that run end at their limit of time at the latest."""
@@ -107,42 +131,70 @@ class Sandbox:
                 await asyncio.to_thread(self._end)
                 await asyncio.to_thread(self._start)
 
-    async def _run(self, code: str, stdin: str) -> Ran:
-        with ExitStack() as ours:
-            report, theirs = socket.socketpair()
-            ours.enter_context(report)
-            with ExitStack() as sent:
-                sent.enter_context(theirs)
-                out, err = _pipe(ours, sent), _pipe(ours, sent)
-                code_file, stdin_file = _sealed_file(code, sent), _sealed_file(stdin, sent)
-                descriptors = [code_file, stdin_file, out.write_end, err.write_end, theirs.fileno()]
-                socket.send_fds(self._server.control, [b"run"], descriptors)
-            async with asyncio.timeout(self._limits.wall_s + GRACE_S):
-                return await self._outcome(report, [out.read_end, err.read_end])
+    async def _run(
+        self, code: str, stdin: str, limit: int, *,
+        peer: socket.socket | None = None, stop: asyncio.Event | None = None,
+    ) -> Ran:  # fmt: skip
+        """Run a program, until `stop` at the latest; `peer` is given to it and closed here."""
+        with peer or nullcontext():
+            try:
+                await self._ensure_server()
+                with ExitStack() as ours:
+                    report, streams = self._started_program(code, stdin, peer, ours)
+                    async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+                        return await _outcome(report, streams, limit, stop)
+            except (OSError, ConfigError, TimeoutError) as error:
+                raise ToolError(f"the sandbox failed: {error!r}") from error
 
-    async def _outcome(self, report: socket.socket, streams: Sequence[BinaryIO]) -> Ran:
-        """Read what the program writes and how it ended; it is stopped when it has written too much."""
-        reader, writer = await asyncio.open_connection(sock=report)
-        try:
-            reading = [_read(stream, self._output_bytes, writer.write_eof) for stream in streams]
-            out, err, packet = await asyncio.gather(*reading, reader.read())
-        finally:
-            writer.close()  # a program that still runs is killed
-        if not packet:
-            raise ToolError("the sandbox failed: the process that watches a program was ended")
-        outcome = json.loads(packet)
-        if "broken" in outcome:
-            raise ToolError(f"the sandbox failed: {outcome['broken']}")
-        if outcome["end"] == "killed":
-            raise ToolError("a program was killed by its host, which may be short of memory")
-        too_much = max(len(out), len(err)) > self._output_bytes
-        return Ran(
-            stdout=decoded(out[: self._output_bytes]),
-            stderr=decoded(err[: self._output_bytes]),
-            end="output" if too_much else outcome["end"],
-            status=outcome["status"],
-            took_s=outcome["took_s"],
-        )
+    def _started_program(
+        self, code: str, stdin: str, peer: socket.socket | None, ours: ExitStack
+    ) -> tuple[socket.socket, list[BinaryIO]]:
+        """Start a program; return the socket that tells its end, and its output and errors, of `ours`."""
+        report, theirs = socket.socketpair()
+        ours.enter_context(report)
+        with ExitStack() as sent:
+            sent.enter_context(theirs)
+            out, err = _pipe(ours, sent), _pipe(ours, sent)
+            code_file, stdin_file = _sealed_file(code, sent), _sealed_file(stdin, sent)
+            descriptors = [code_file, stdin_file, out.write_end, err.write_end, theirs.fileno()]
+            if peer is not None:
+                descriptors.append(sent.enter_context(peer).fileno())
+            socket.send_fds(self._server.control, [b"run"], descriptors)
+        return report, [out.read_end, err.read_end]
+
+
+async def _outcome(
+    report: socket.socket, streams: Sequence[BinaryIO], limit: int, stop: asyncio.Event | None
+) -> Ran:
+    """Read what a program writes and how it ended; too much output ends it, and so does `stop`."""
+    reader, writer = await asyncio.open_connection(sock=report)
+    stopping = None if stop is None else asyncio.create_task(_after(stop, writer.write_eof))
+    try:
+        reading = [_read(stream, limit, writer.write_eof) for stream in streams]
+        out, err, packet = await asyncio.gather(*reading, reader.read())
+    finally:
+        writer.close()  # a program that still runs is killed
+        if stopping is not None:
+            stopping.cancel()
+    if not packet:
+        raise ToolError("the sandbox failed: the process that watches a program was ended")
+    outcome = json.loads(packet)
+    if "broken" in outcome:
+        raise ToolError(f"the sandbox failed: {outcome['broken']}")
+    if outcome["end"] == "killed":
+        raise ToolError("a program was killed by its host, which may be short of memory")
+    return Ran(
+        stdout=decoded(out[:limit]),
+        stderr=decoded(err[:limit]),
+        end="output" if max(len(out), len(err)) > limit else outcome["end"],
+        status=outcome["status"],
+        took_s=outcome["took_s"],
+    )
+
+
+async def _after(event: asyncio.Event, act: Callable[[], None]) -> None:
+    await event.wait()
+    act()
 
 
 class _Pipe(NamedTuple):

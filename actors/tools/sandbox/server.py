@@ -2,8 +2,8 @@
 
     python bus/run_module.py actors.tools.sandbox.server LIMITS
 
-Its standard input is a socket of the actor's. Each packet on it carries four descriptors: the code, the
-program's standard output and error, and a socket for how it ended. Loads the standard library and this room.
+Its standard input is a socket of the actor's. Each packet on it carries the descriptors of one program. Loads
+the standard library and this room.
 """
 
 import gc
@@ -24,6 +24,8 @@ from actors.tools.sandbox.program import become_program, run_code
 
 LARGEST_PACKET = 4096
 BEGUN = b"1"
+PEER = 3
+"""Descriptor of the socket to another program."""
 MOST_DESCRIPTORS = 1 << 16
 LIKELIEST_TO_BE_KILLED = "1000"
 """Score by which the kernel picks what to kill when memory is short: a program goes before the actor."""
@@ -37,6 +39,15 @@ class Descriptors(NamedTuple):
     stdout: int
     stderr: int
     report: int
+    """Socket for how it ended, by which the actor also stops it."""
+    peer: int | None = None
+    """Socket to another program, where it has one."""
+
+    def close(self) -> None:
+        """Close what the program has, all but the report."""
+        for descriptor in (self.code, self.stdin, self.stdout, self.stderr, self.peer):
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 def main() -> None:
@@ -67,8 +78,8 @@ def main() -> None:
         if os.fork() == 0:
             control.close()
             _end(_supervise(given, limits, host))
-        for descriptor in given:
-            os.close(descriptor)
+        given.close()
+        os.close(given.report)
 
 
 def _end(status: int) -> None:
@@ -102,15 +113,18 @@ def _run(given: Descriptors, limits: Limits, host: Host, report: socket.socket) 
         os.close(begun)
         _be_the_program(given, limits, source, begins)
     os.close(begins)
-    for descriptor in (given.code, given.stdin, given.stdout, given.stderr):
-        os.close(descriptor)
+    given.close()
     stopped = _wait(child, report, limits.wall_s)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    _, cpu_s = resource.prlimit(
+        child, resource.RLIMIT_CPU
+    )  # a program may lower it, and no longer once it is gone
     _, status, usage = os.wait4(child, 0)
     took_s = time.monotonic() - started
     if os.read(begun, 1) != BEGUN:
         return {"broken": "the program's process ended before the program began"}
     return {
-        "end": stopped or _end_of(status, usage, limits),
+        "end": stopped or _end_of(status, usage, cpu_s),
         "status": os.waitstatus_to_exitcode(status),
         "took_s": took_s,
     }
@@ -137,12 +151,12 @@ def _wait(child: int, report: socket.socket, wall_s: float) -> str | None:
     return "stopped" if ready else "time"
 
 
-def _end_of(status: int, usage: resource.struct_rusage, limits: Limits) -> str:
-    """Return how a program ended that was not killed from here."""
+def _end_of(status: int, usage: resource.struct_rusage, cpu_s: int) -> str:
+    """Return how a program ended that was not killed from here, and had so much processor time."""
     if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
         return "exited"
     # inside nothing can kill the namespace's first process: it was the limit, or the host
-    return "cpu" if usage.ru_utime + usage.ru_stime >= limits.cpu_s - 0.5 else "killed"
+    return "cpu" if usage.ru_utime + usage.ru_stime >= cpu_s - 0.5 else "killed"
 
 
 def _be_the_program(given: Descriptors, limits: Limits, source: str, begins: int) -> None:
@@ -150,7 +164,9 @@ def _be_the_program(given: Descriptors, limits: Limits, source: str, begins: int
     try:
         become_program(limits, given.stdin, given.stdout, given.stderr)
         os.write(begins, BEGUN)  # it fails if the watching process died before its death would end this one
-        os.closerange(3, MOST_DESCRIPTORS)
+        if given.peer is not None:
+            os.dup2(given.peer, PEER)
+        os.closerange(PEER if given.peer is None else PEER + 1, MOST_DESCRIPTORS)
         status = run_code(source, limits.package_directories)
     except OSError as error:
         os.write(2, f"{error}\n".encode())

@@ -93,6 +93,46 @@ async def test_a_program_that_uses_up_its_processor_time_is_stopped():
         assert (await sandbox.run("while True: pass")).end == "cpu"
 
 
+@pytest.mark.slow
+async def test_a_program_that_gives_itself_less_processor_time_has_ended_itself(shared):
+    code = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass"
+    assert (await shared.run(code)).end == "cpu"
+
+
+SPEAK = "import os\nos.write(3, b'ping')\nprint(os.read(3, 9), os.read(3, 9))"
+ANSWER = "import os\nos.write(3, os.read(3, 9) + b'pong')"
+
+
+async def test_two_programs_talk_and_are_apart_otherwise(shared):
+    ran, other = await shared.run_joined(SPEAK, ANSWER)
+    assert (ran.stdout, other.end) == ("b'pingpong' b''\n", "exited")
+    ran, _ = await shared.run_joined("open('mine', 'w')\nprint(input())\n" + SPEAK, ANSWER, "told\n")
+    assert ran.stdout.startswith("told\nb'ping")
+    shown = "import os\nprint(os.getpid(), os.listdir('.'), os.fstat(3) and [])\nos.fstat(4)"
+    both = await shared.run_joined(f"import os\nos.read(3, 1)\n{shown}", shown)
+    assert [one.stdout for one in both] == ["1 [] []\n"] * 2
+    assert ["Bad file descriptor" in one.stderr for one in both] == [True, True]
+
+
+async def test_the_other_program_ends_with_the_first(shared):
+    ran, other = await shared.run_joined("print(1)", "while True: pass")
+    assert (ran.stdout, ran.end, other.end) == ("1\n", "exited", "stopped")
+    ran, other = await shared.run_joined("import os\nprint(os.read(3, 9))", "import os\nos._exit(3)")
+    assert (ran.stdout, other.end, other.status) == ("b''\n", "exited", 3)
+
+
+async def test_the_host_killing_one_of_two_programs_says_nothing_about_the_model():
+    async with sandbox_of(Limits(wall_s=60)) as sandbox:
+        wait = "import os\nos.read(3, 9)"
+        task = asyncio.create_task(sandbox.run_joined(wait, "import time\ntime.sleep(99)"))
+        async with asyncio.timeout(10):
+            while len(found := programs_of(sandbox)) < 4 or any(p.num_fds() > 4 for p in found[2:]):  # noqa: ASYNC110  # it is no task
+                await asyncio.sleep(0.01)
+        found[-1].kill()
+        with pytest.raises(ToolError, match="killed by its host"):
+            await task
+
+
 async def test_a_program_that_prints_without_end_is_stopped_and_its_output_cut(shared):
     ran = await shared.run("while True: print('x' * 999)")
     assert (ran.end, len(ran.stdout)) == ("output", 1 << 16)
