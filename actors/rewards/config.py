@@ -2,10 +2,11 @@
 
 import re
 from string import Formatter
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.tools.config import SandboxConfig
 from bus.config import Config
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -122,6 +123,21 @@ class JudgeConfig(EndpointConfig):
         return self
 
 
+class CodeRewardConfig(SandboxConfig):
+    """Settings of the reward `code`: programs that are tested in a sandbox."""
+
+    credit: Literal["all", "share"] = "all"
+    """What the reward is: 1 for a program that passes `all` its tests and else 0, or the `share` that it
+    passes."""
+
+    total_s: float = Field(60.0, gt=0)
+    """Longest time that all tests of one answer may run together; those that are left then count as not
+    passed."""
+
+    processes: int = Field(4, ge=1, le=64)
+    """Most processes and threads of a program at a time; each has the memory above to itself."""
+
+
 class RewardConfig(Config):
     """Which rewards score the answers of a run, and how."""
 
@@ -154,6 +170,9 @@ class RewardConfig(Config):
 
     math_timeout_s: float = Field(5.0, gt=0)
     """Longest time for one such comparison; its process is then killed, and the rollout counts as failed."""
+
+    code: CodeRewardConfig = CodeRewardConfig()
+    """Tests of the reward `code`, and the sandbox in which they run."""
 
     remote: RemoteRewardConfig = RemoteRewardConfig()
     """Server of the reward `remote`."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from actors.rewards.base import GroupReward, Reward
+from actors.rewards.code.reward import CodeTests
 from actors.rewards.config import RewardConfig
 from actors.rewards.dapo import dapo
 from actors.rewards.gpqa import gpqa
@@ -30,13 +31,14 @@ REWARDS: Mapping[str, Reward] = {
 """Quick functions without settings."""
 
 CONFIGURED: Mapping[str, Callable[[RewardConfig], Reward]] = {
+    "code": CodeTests,
     "deepscaler": DeepScaleR,
     "judge": Judge,
     "math": MathAnswer,
     "remote": Remote,
 }
-"""Rewards with processes or connections, which are opened when they are first needed. They limit the time of
-a call themselves."""
+"""Rewards with processes or connections, which limit the time of a call themselves. Most open them when they
+are first needed."""
 
 
 PACKAGED: Mapping[str, Callable[[], Reward]] = {"reasoning_gym": reasoning_gym_reward}

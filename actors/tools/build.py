@@ -37,8 +37,6 @@ def build_tools(configs: Sequence[ToolConfig]) -> dict[str, Tool]:
 def _build(config: ToolConfig) -> Sequence[Tool]:
     match config:
         case PythonToolConfig():
-            for name in config.packages:  # importing one runs its code outside of the sandbox's limits
-                refuse_of_record(f"the package {name!r}", name)
             return [PythonTool.from_config(config)]
         case CalculatorConfig():
             return [Calculator(config.name)]

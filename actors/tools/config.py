@@ -10,14 +10,8 @@ from bus.config import Config
 NAME = r"^[a-zA-Z][a-zA-Z0-9_-]{0,63}$"
 
 
-class PythonToolConfig(Config):
-    """Tool that runs Python code in a sandbox: own process, no network, no files of the host."""
-
-    type: Literal["python"] = "python"
-    """Name of the tool's kind."""
-
-    name: str = Field("python", pattern=NAME)
-    """Name by which the model calls it."""
+class SandboxConfig(Config):
+    """What a program in the sandbox may use, and how many run at a time."""
 
     wall_s: float = Field(10.0, gt=0)
     """Longest time that a program may run."""
@@ -40,6 +34,16 @@ class PythonToolConfig(Config):
 
     at_once: int = Field(4, ge=1)
     """Most programs of this actor that run at a time; further ones wait."""
+
+
+class PythonToolConfig(SandboxConfig):
+    """Tool that runs Python code in a sandbox: own process, no network, no files of the host."""
+
+    type: Literal["python"] = "python"
+    """Name of the tool's kind."""
+
+    name: str = Field("python", pattern=NAME)
+    """Name by which the model calls it."""
 
     output_kb: int = Field(64, ge=1)
     """Output after which a program is ended; the model sees no more than `output_characters` of it."""

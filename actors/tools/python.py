@@ -1,17 +1,13 @@
 """The tool that runs a model's Python code in the sandbox."""
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Self
 
 from actors.environments.base import JSON
 from actors.tools.base import Arguments, ToolResult
 from actors.tools.config import PythonToolConfig
-from actors.tools.sandbox.limits import Limits
+from actors.tools.sandbox.configured import configured_sandbox
 from actors.tools.sandbox.sandbox import Ran, Sandbox
-
-MEGABYTE = 1 << 20
 
 
 class PythonTool:
@@ -36,16 +32,7 @@ class PythonTool:
     @classmethod
     def from_config(cls, config: PythonToolConfig) -> Self:
         """Build with a sandbox of its own. Raises ConfigError where the host allows none."""
-        limits = Limits(
-            wall_s=config.wall_s,
-            cpu_s=config.cpu_s,
-            memory_bytes=config.memory_mb * MEGABYTE,
-            processes=config.processes,
-            file_bytes=config.file_mb * MEGABYTE,
-            preload=config.packages,
-            package_directories=_package_directories() if config.packages else (),
-        )
-        sandbox = Sandbox(limits, at_once=config.at_once, output_bytes=config.output_kb * 1024)
+        sandbox = configured_sandbox(config, output_bytes=config.output_kb * 1024)
         return cls(config.name, sandbox, wall_s=config.wall_s)
 
     async def call(self, arguments: Arguments) -> ToolResult:
@@ -69,9 +56,3 @@ class PythonTool:
     async def close(self) -> None:
         """End the sandbox."""
         await self._sandbox.close()
-
-
-def _package_directories() -> tuple[str, ...]:
-    """Return the directories of installed packages that this process imports from."""
-    names = ("site-packages", "dist-packages")
-    return tuple(path for path in sys.path if Path(path).name in names and Path(path).is_dir())

@@ -1,0 +1,105 @@
+"""Reward of programs: the tests that come with a prompt, run in a sandbox."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from actors.rewards.base import Answer, RewardError
+from actors.rewards.code.given_tests import BadTestsError, CallTest, GivenTests, InputTest, read_tests
+from actors.rewards.code.program_text import program_in, same_output
+from actors.rewards.config import RewardConfig
+from actors.tools.base import ToolError
+from actors.tools.sandbox.configured import configured_sandbox
+from actors.tools.sandbox.sandbox import Ran
+
+SPARE_BYTES = 1 << 12
+"""Output beyond the expected one after which a program is ended: it is wrong already."""
+LONGEST_REASON = 300
+
+
+class CodeTests:
+    """Runs the program of an answer against its prompt's tests.
+
+    What the program does is its own fault and fails tests: to take too long, to raise, to end early. What a
+    test expects is compared where the program has no access: its output by the actor, and what its functions
+    return in a sandbox of its own. What the sandbox or a test itself breaks is a RewardError, never a 0."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Start the sandbox's process. Raises ConfigError where the host allows none."""
+        self._config = config.code
+        self._sandbox = configured_sandbox(config.code)
+
+    async def __call__(self, answer: Answer) -> float:
+        """Score 1 if all tests pass and else 0, or the share that passes. Raises RewardError."""
+        try:
+            tests = await asyncio.to_thread(read_tests, answer.metadata, answer.label)
+        except BadTestsError as error:
+            raise RewardError(f"task {answer.task_id}: {error}") from error
+        try:
+            share = await self._passed(program_in(answer.text), tests, answer.task_id) / len(tests)
+        except ToolError as error:
+            raise RewardError(f"task {answer.task_id}: its tests could not be run: {error}") from error
+        return share if self._config.credit == "share" else float(share == 1)
+
+    async def close(self) -> None:
+        """End the sandbox's process."""
+        await self._sandbox.close()
+
+    async def _passed(self, program: str, tests: GivenTests, task_id: str) -> int:
+        """Return how many tests pass, of those up to the first that fails where all must pass.
+
+        Raises ToolError and RewardError."""
+        if not program.strip():
+            return 0
+        called = len(tests.calls) + len(tests.statements)
+        passed = await self._called(program, tests, task_id) if called else 0
+        if passed < called and self._config.credit == "all":
+            return passed
+        return passed + await self._read(program, tests.inputs)
+
+    async def _read(self, program: str, tests: Sequence[InputTest]) -> int:
+        """Return how many outputs are right."""
+        passed, left_s = 0, self._config.total_s
+        for test in tests:
+            limit = len(test.stdout.encode()) + SPARE_BYTES
+            ran = await self._sandbox.run(program, test.stdin, output_bytes=limit)
+            is_right = await asyncio.to_thread(_is_right, ran, test)
+            passed, left_s = passed + is_right, left_s - ran.took_s
+            if left_s <= 0 or (self._config.credit == "all" and not is_right):
+                break
+        return passed
+
+    async def _called(self, program: str, tests: GivenTests, task_id: str) -> int:
+        """Return how many calls and statements pass."""
+        given = {
+            "setup": tests.setup,
+            "statements": tests.statements,
+            "calls": [_as_json(call) for call in tests.calls],
+            "entry": tests.entry,
+        }
+        ours = f"{_harness()}\nrun_tests()\n"
+        theirs = f"{_harness()}\nserve_program({program!r})\n"
+        ran, _ = await self._sandbox.run_joined(ours, theirs, json.dumps(given))
+        results = [json.loads(line) for line in ran.stdout.splitlines()]
+        for result in results:
+            if isinstance(result, dict):
+                raise RewardError(f"task {task_id}: its tests are wrong: {result['broken']}")
+        if ran.end == "exited" and ran.status != 0:
+            said = ran.stderr[-LONGEST_REASON:]
+            raise RewardError(f"task {task_id}: its tests ended with status {ran.status}: {said!r}")
+        return sum(results)
+
+
+def _is_right(ran: Ran, test: InputTest) -> bool:
+    return (ran.end, ran.status) == ("exited", 0) and same_output(ran.stdout, test.stdout)
+
+
+def _as_json(call: CallTest) -> dict[str, object]:
+    return {"function": call.function, "arguments": call.arguments, "returns": call.returns}
+
+
+@cache
+def _harness() -> str:
+    return Path(__file__).with_name("in_sandbox.py").read_text()
