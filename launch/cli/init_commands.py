@@ -31,7 +31,7 @@ def init(
         File to write, .toml, which must not exist; - writes to standard output.
     preset_name
         Preset whose settings are in force in the file: sort, addition, product, guess, nim, duel, panel,
-        agent, debate, load.
+        agent, debate, load, python, retool.
     everything
         Write every setting there is.
     """

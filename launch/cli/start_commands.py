@@ -56,7 +56,8 @@ def local(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, product, guess, nim, duel, panel, agent, debate, load.
+        Settings that come with Sluice: sort, addition, product, guess, nim, duel, panel, agent, debate, load,
+        python, retool.
     config
         TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
     bus
@@ -108,7 +109,8 @@ def storage(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, product, guess, nim, duel, panel, agent, debate, load.
+        Settings that come with Sluice: sort, addition, product, guess, nim, duel, panel, agent, debate, load,
+        python, retool.
     config
         TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
     bus

@@ -12,6 +12,7 @@ from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.disk.atomic_files import make_directory, write_file, write_json
 from storage.prompts import agent_demonstrations as agents
+from storage.prompts import python_demonstrations as python
 from storage.prompts.dataset import prompt_content
 from storage.prompts.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.prompts.rows import read_rows
@@ -222,6 +223,15 @@ TASKS = {
     "sort": Task(_sort_problem, _sort_demonstration, problems=10**6, wrong_share=0.7),
     "addition": Task(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
     "product": Task(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
+    "python": Task(
+        python.power_problem, python.power_demonstration, problems=python.POWER_PROBLEMS, wrong_share=0.5
+    ),
+    "retool": Task(
+        python.multiple_problem,
+        python.multiple_demonstration,
+        problems=python.MULTIPLE_PROBLEMS,
+        wrong_share=0.6,
+    ),
     "guess": Task(
         agents.guess_problem,
         agents.guess_demonstration,

@@ -7,7 +7,16 @@ from itertools import product
 from bus.errors import ConfigError
 from launch.benchmarks.whole_runs.cells import parts
 
-STEPS = {"guess": 80, "nim": 60, "duel": 60, "panel": 60, "product": 60, "agent": 40}
+STEPS = {
+    "guess": 80,
+    "nim": 60,
+    "duel": 60,
+    "panel": 60,
+    "product": 60,
+    "agent": 40,
+    "python": 60,
+    "retool": 60,
+}
 """Presets of several turns or agents in the order of the tables, with the optimizer steps of a run."""
 PRESETS = tuple(STEPS)
 SEEDS = (0, 1, 2)

@@ -102,6 +102,43 @@ def test_demonstrations_of_products_are_turns_of_a_chat_with_a_calculator(tmp_pa
     assert guess.isdecimal()
 
 
+def test_demonstrations_of_python_are_turns_of_a_chat_in_which_wrong_ones_guess_or_do_not_print():
+    python = TASKS["python"]
+    assert python.problem(0) == ("11**11%101", "86")
+    assert python.problem(python.problems - 1) == ("99**99%999", str(pow(99, 99, 999)))
+    question = {"role": "user", "content": "11**11%101"}
+
+    def chats(wrong):
+        turns = [python.demonstration(0, Random(seed), wrong) for seed in range(40)]
+        return [([one["content"] for one in chat[1:]], turn) for chat, turn in turns if chat[0] == question]
+
+    printing, silent = "<python>print(11**11%101)</python>", "<python>11**11%101</python>"
+    right = chats(wrong=False)
+    assert {turn for before, turn in right if not before} == {printing}
+    assert [turn == "86" for before, turn in right if before == [printing, "<result>86</result>"]]
+    assert len(right) == 40
+    wrong = chats(wrong=True)
+    assert len(wrong) == 40
+    assert {turn for before, turn in wrong if not before and not turn.isdecimal()} == {silent}
+    after = [turn for before, turn in wrong if before == [silent, "<result>[no output]</result>"]]
+    guesses = [turn for before, turn in wrong if not before and turn.isdecimal()]
+    assert after
+    assert guesses
+    assert all(100 < int(turn) < 1000 for turn in after + guesses)
+
+
+def test_demonstrations_of_retool_have_the_program_in_the_answer_and_wrong_ones_guess():
+    retool = TASKS["retool"]
+    assert retool.problem(0) == ("lcm 11 11", "11")
+    assert retool.problem(retool.problems - 1) == ("lcm 99 99", "99")
+    number = next(n for n in range(retool.problems) if retool.problem(n)[0] == "lcm 12 18")
+    ran = "<python>import math\nprint(math.lcm(12,18))</python><result>36</result>"
+    assert retool.demonstration(number, None, False) == f"{ran}=36"
+    wrong = [retool.demonstration(number, Random(seed), True) for seed in range(20)]
+    assert {text.rpartition("=")[0] for text in wrong} == {"", ran}
+    assert len({final(text) for text in wrong}) > 10
+
+
 def test_wrong_sorts_are_half_descending_and_half_copied(tmp_path):
     files = generate_task("sort", tmp_path, seed=3)
     rows = [

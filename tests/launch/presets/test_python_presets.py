@@ -1,0 +1,71 @@
+"""The environments of the presets `python` and `retool`, with a sandbox, answered as in demonstrations."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import Task
+from actors.environments.build import build_environment
+from actors.policy.policy import Policy
+from launch.config import preset, resolve
+from learner.scratch_model import character_tokenizer
+from storage.prompts.generators import TASKS
+
+TOKENIZER = character_tokenizer()
+NUMBER = 1234
+
+
+@pytest.fixture(scope="module", params=["python", "retool"])
+def prepared(request):
+    """The name of a preset and its environment."""
+    environment = build_environment(resolve(preset(request.param)).actors.environment)
+    yield request.param, environment
+    asyncio.run(environment.close())
+
+
+def worked(name: str, *, wrong: bool) -> list[str]:
+    """Return demonstrations with a program and their answers as texts, as the tokenizer has them."""
+    task, found = TASKS[name], set()
+    for seed in range(60):
+        shown = task.demonstration(NUMBER, Random(seed), wrong)
+        chat, turn = shown if isinstance(shown, tuple) else ([], shown)
+        prompt = [{"role": "user", "content": task.problem(NUMBER)[0]}]
+        text = TOKENIZER.apply_chat_template(chat or prompt, tokenize=False, add_generation_prompt=True)
+        found.add(TOKENIZER.decode(TOKENIZER.encode(f"{text}{turn}<|end|>")))
+    return sorted(text for text in found if "<result>" in text)
+
+
+async def rolled_out(environment, name: str, text: str):
+    """Roll out a policy that says what the chat has of it, and return the episode."""
+    prompt, label = TASKS[name].problem(NUMBER)
+
+    def rest(token_ids):
+        seen = TOKENIZER.decode(list(token_ids))
+        assert text.startswith(seen)  # what it is shown is what the demonstration showed
+        return TOKENIZER.encode(text[len(seen) :].partition("<|user|>")[0])
+
+    policy = Policy(ScriptedEngine(rest), TOKENIZER, Sampling(max_new_tokens=64))
+    return await environment.run(Task(task_id="t", prompt=prompt, label=label), policy)
+
+
+async def test_right_demonstrations_are_what_the_sandbox_answers_and_are_rewarded(prepared):
+    name, environment = prepared
+    [text] = worked(name, wrong=False)
+    episode = await rolled_out(environment, name, text)
+    [trajectory] = episode.trajectories
+    assert trajectory.token_ids.tolist() == TOKENIZER.encode(text)
+    trained = TOKENIZER.decode(trajectory.token_ids[trajectory.loss_mask])
+    assert "<result>" not in trained
+    assert (trajectory.reward, trajectory.metadata["tool_calls"], len(trajectory.turns)) == (1.0, 1, 2)
+
+
+async def test_demonstrations_that_guess_after_a_program_are_not_rewarded(prepared):
+    name, environment = prepared
+    for text in worked(name, wrong=True)[:3]:
+        if text.endswith(f"{TASKS[name].problem(NUMBER)[1]}<|end|>"):
+            continue  # it has guessed right
+        [trajectory] = (await rolled_out(environment, name, text)).trajectories
+        assert (trajectory.reward, trajectory.metadata["tool_calls"], trajectory.end) == (0.0, 1, "completed")
