@@ -158,7 +158,7 @@ def _refuse_idle(source: str, where: str) -> None:
 def _parsed(source: str, where: str) -> ast.Module:
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadTestsError(f"its {where} is no Python ({error}): {source[:80]!r}") from error
 
 

@@ -5,7 +5,7 @@ from decimal import Decimal, InvalidOperation
 
 from actors.rewards.final_text import without_reasoning
 
-_BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"(`{3,})[^`]*+|(~{3,}).*+")
 LONGEST_NUMBER = 100
 """Characters of a number that is compared by its value."""
 
@@ -13,8 +13,17 @@ LONGEST_NUMBER = 100
 def program_in(text: str) -> str:
     """Return the last fenced block of code after the reasoning, or all that follows the reasoning."""
     rest = without_reasoning(text)
-    blocks = _BLOCK.findall(rest)
-    return str(blocks[-1][1]) if blocks else rest
+    found, lines, fence = None, list[str](), ""
+    for line in rest.split("\n"):
+        mark = line.strip()
+        if not fence:
+            opens = _FENCE.fullmatch(mark)
+            fence, lines = (opens[1] or opens[2], []) if opens else ("", lines)
+        elif mark.startswith(fence) and not mark.strip(fence[0]):
+            found, fence = lines, ""
+        else:
+            lines.append(line)
+    return rest if found is None else "\n".join(found)
 
 
 def same_output(found: str, wanted: str) -> bool:

@@ -14,7 +14,7 @@ from actors.tools.base import ToolError
 from actors.tools.sandbox.configured import configured_sandbox
 from actors.tools.sandbox.sandbox import Ran
 
-SPARE_BYTES = 1 << 12
+SPARE_BYTES = 1 << 16
 """Output beyond the expected one after which a program is ended: it is wrong already."""
 LONGEST_REASON = 300
 

@@ -113,8 +113,9 @@ class Sandbox:
                 finally:
                     over.set()
 
-            second = self._run(other, "", self._output_bytes, peer=there, stop=over)
-            ran, of_other = await asyncio.gather(first(), second, return_exceptions=True)
+            with here, there:
+                second = self._run(other, "", self._output_bytes, peer=there, stop=over)
+                ran, of_other = await asyncio.gather(first(), second, return_exceptions=True)
         for outcome in (ran, of_other):
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -116,12 +116,11 @@ def _run(given: Descriptors, limits: Limits, host: Host, report: socket.socket) 
     given.close()
     stopped = _wait(child, report, limits.wall_s)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    _, cpu_s = resource.prlimit(
-        child, resource.RLIMIT_CPU
-    )  # a program may lower it, and no longer once it is gone
+    # a program may have lowered its limit, which nobody can ask once it is gone
+    _, cpu_s = resource.prlimit(child, resource.RLIMIT_CPU)
     _, status, usage = os.wait4(child, 0)
     took_s = time.monotonic() - started
-    if os.read(begun, 1) != BEGUN:
+    if os.read(begun, 1) != BEGUN and stopped != "stopped":  # what is no longer wanted need not have begun
         return {"broken": "the program's process ended before the program began"}
     return {
         "end": stopped or _end_of(status, usage, cpu_s),

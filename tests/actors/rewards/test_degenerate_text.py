@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from actors.rewards.code.program_text import program_in
 from actors.rewards.dapo import dapo
 from actors.rewards.gpqa import gpqa
 from actors.rewards.instructions.reward import CHECKS, instructions
@@ -40,4 +41,10 @@ def test_a_reward_is_linear_in_the_text(reward):
 def test_an_instruction_is_linear_in_the_text(name):
     metadata = {"instruction_id_list": [name], "kwargs": [ARGUMENTS[name]]}
     times = {text[:20]: took_s(instructions, answer(text, None, metadata=metadata)) for text in TEXTS}
+    assert max(times.values()) < BOUND_S, times
+
+
+def test_the_program_of_an_answer_is_found_in_linear_time():
+    fences = [fence * (20 * LENGTH // len(fence)) for fence in ("```\n````\n", "```x\n", "~~~\nx\n", "`")]
+    times = {text[:20]: took_s(program_in, text) for text in [*TEXTS, *fences]}
     assert max(times.values()) < BOUND_S, times

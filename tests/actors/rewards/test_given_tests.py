@@ -99,12 +99,15 @@ def test_prompts_with_wrong_tests_are_refused_before_the_run_starts():
     ("text", "program"),
     [
         ("print(1)", "print(1)"),
-        (f"So:\n{BLOCK}", "print(1)\n"),
-        (f"{BLOCK}\nOr:\n```\nprint(2)\n```\nDone.", "print(2)\n"),
+        (f"So:\n{BLOCK}", "print(1)"),
+        (f"{BLOCK}\nOr:\n```\nprint(2)\n```\nDone.", "print(2)"),
         (f"<think>{BLOCK}</think>print(3)", "print(3)"),
-        (f"{BLOCK}\n```python\nprint(4)", "print(1)\n"),
-        ("````md\n```\nx\n```\n````", "```\nx\n```\n"),
-        ("  ```py\n  x\n  ```", "  x\n"),
+        (f"{BLOCK}\n```python\nprint(4)", "print(1)"),
+        ("````md\n```\nx\n```\n````", "```\nx\n```"),
+        ("  ```py\n  x\n  ```", "  x"),
+        ("~~~\nx = '```'\n~~~", "x = '```'"),
+        ("```\nx\n````", "x"),
+        ("```a``` is inline\nprint(5)", "```a``` is inline\nprint(5)"),
     ],
 )
 def test_the_program_is_the_last_block_after_the_reasoning(text, program):

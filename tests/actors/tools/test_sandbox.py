@@ -121,6 +121,11 @@ async def test_the_other_program_ends_with_the_first(shared):
     assert (ran.stdout, other.end, other.status) == ("b''\n", "exited", 3)
 
 
+async def test_the_first_program_may_end_before_the_other_has_begun(shared):
+    both = await asyncio.gather(*(shared.run_joined("", "while True: pass") for _ in range(16)))
+    assert {(ran.end, other.end) for ran, other in both} == {("exited", "stopped")}
+
+
 async def test_the_host_killing_one_of_two_programs_says_nothing_about_the_model():
     async with sandbox_of(Limits(wall_s=60)) as sandbox:
         wait = "import os\nos.read(3, 9)"
