@@ -223,7 +223,7 @@ def actors(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     reward
-        Built-in reward, or your own as my_pkg.my_module:function.
+        Built-in reward, or yours: my_pkg.my_module:function.
     agent
         Command of a program that is run for each episode, and asks the policy as it would ask OpenAI's or
         Anthropic's servers. It posts its reward, unless --reward computes it.

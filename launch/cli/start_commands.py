@@ -65,7 +65,7 @@ def local(  # noqa: PLR0913 - each is a flag
     prompts
         Training prompts, .jsonl or .parquet.
     reward
-        Built-in reward, or your own as my_pkg.my_module:function.
+        Built-in reward, or yours: my_pkg.my_module:function.
     agent
         Command that is run for each episode and asks the policy as it would ask OpenAI's or Anthropic's
         servers. It posts its reward, or --reward computes it.
@@ -118,7 +118,7 @@ def storage(  # noqa: PLR0913 - each is a flag
     prompts
         Training prompts, .jsonl or .parquet.
     reward
-        Built-in reward, or your own as my_pkg.my_module:function.
+        Built-in reward, or yours: my_pkg.my_module:function.
     summary
         Draw curves.png and write summary.json when the learner is done, and when storage ends.
     """
