@@ -7,6 +7,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.config import MOST_KEPT
+from bus.errors import SchemaError
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSets:
@@ -60,3 +63,27 @@ class KeptSets:
         table = np.full((len(self.counts), int(self.counts.max(initial=0))), -1, np.int32)
         table[np.arange(table.shape[1]) < self.counts[:, None]] = self.token_ids
         return table
+
+
+def check_kept_sets(name: str, drawn: NDArray[np.int32], counts: bytes, ids: bytes) -> None:
+    """Raise `SchemaError` for kept sets that do not fit the tokens `drawn`, each of which its set holds.
+
+    Args:
+        name: names the tokens in the error.
+        drawn: int32 [N].
+        counts: uint16 [N] as bytes.
+        ids: int32 as bytes, the sets' tokens."""
+    if not counts and not ids:
+        return
+    length = len(drawn)
+    if len(counts) != 2 * length or len(ids) % 4:
+        raise SchemaError(f"{name}: {len(counts)} bytes of kept counts for {length} tokens")
+    kept = KeptSets.from_bytes(counts, ids)
+    if int(kept.counts.sum(dtype=np.int64)) != len(kept.token_ids):
+        raise SchemaError(f"{name}: kept sets count other tokens than the {len(kept.token_ids)} of them")
+    if int(kept.counts.max(initial=0)) > MOST_KEPT or int(kept.token_ids.min(initial=0)) < 0:
+        raise SchemaError(f"{name}: a kept set has over {MOST_KEPT} tokens, or a negative one")
+    owners = kept.owners
+    found = owners[kept.token_ids == drawn[owners]]
+    if not np.array_equal(found, np.flatnonzero(kept.counts)):
+        raise SchemaError(f"{name}: a token is not in its kept set, or twice")

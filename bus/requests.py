@@ -62,6 +62,8 @@ class GroupStatus(Message, tag="group_status", version=2):
     """Rewards of those that are trained."""
     rewards_due: bool = False
     """Says whether one of these rewards is still to come."""
+    turns: int = 0
+    """Number of stored turns of rollouts that have not ended; `KeptTurnsRequest` asks for them."""
 
     def check(self) -> None:
         """Refuse more rewards than samples."""
@@ -69,6 +71,13 @@ class GroupStatus(Message, tag="group_status", version=2):
             raise SchemaError(
                 f"there are {len(self.rewards)} rewards for {len(self.samples)} samples: give each one"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptTurnsRequest(Message, tag="kept_turns_request"):
+    """Asks a shard for the stored turns of a lease; the answer is batches of them."""
+
+    lease_id: int
 
 
 # --- the learner asks the dispatcher ---

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
-from bus.config import MOST_KEPT
 from bus.errors import SchemaError
-from bus.kept_sets import KeptSets
+from bus.kept_sets import KeptSets, check_kept_sets
+from bus.logprob_bounds import extremes, refuse_impossible
 from bus.policy_names import DEFAULT_POLICY
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -37,13 +37,6 @@ YOUNGEST = int(np.iinfo(np.int32).max)
 """Larger than any policy version."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest absolute value of a reward: the learner computes in float32."""
-
-
-SMALLEST_LOGPROB = -1e4
-"""Least log-prob in nats that an engine may report. A softmax in float32 draws nothing below -104, and even a
-token that a grammar forced is no further from the likeliest than logits can be."""
-LARGEST_LOGPROB = 1e-2
-"""Largest one: above 0 by no more than the rounding of half-precision logits."""
 
 
 class Turn(NamedTuple):
@@ -171,7 +164,7 @@ class Trajectory(Message, tag="trajectory", version=2):
         masked = np.count_nonzero(mask)
         if not masked and self.is_trained:
             raise SchemaError(f"{self.trajectory_id}: there is no token to train on among {lengths[0]}")
-        if not all(map(isfinite, _extremes(logprobs))):
+        if not all(map(isfinite, extremes(logprobs))):
             raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
         versions = self.policy_versions[mask]
         if (len(ids) and ids[ids.argmin()] < 0) or (masked and versions[versions.argmin()] < 0):
@@ -180,7 +173,7 @@ class Trajectory(Message, tag="trajectory", version=2):
             raise SchemaError(f"{self.trajectory_id}: a token of the mask lies outside its turns")
         self._check_place()
         self._check_rewards()
-        check_kept_sets(self)
+        check_kept_sets(self.trajectory_id, self.token_ids, self.kept_counts, self.kept_tokens)
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -294,43 +287,11 @@ class Trajectory(Message, tag="trajectory", version=2):
         return int(self.policy_versions[self.loss_mask].max(initial=-1))
 
 
-def check_kept_sets(trajectory: Trajectory) -> None:
-    """Raise `SchemaError` for kept sets that do not fit the tokens: each holds the token drawn from it."""
-    counts, ids = trajectory.kept_counts, trajectory.kept_tokens
-    if not counts and not ids:
-        return
-    length, name = len(trajectory.token_ids), trajectory.trajectory_id
-    if len(counts) != 2 * length or len(ids) % 4:
-        raise SchemaError(f"{name}: {len(counts)} bytes of kept counts for {length} tokens")
-    kept = KeptSets.from_bytes(counts, ids)
-    if int(kept.counts.sum(dtype=np.int64)) != len(kept.token_ids):
-        raise SchemaError(f"{name}: kept sets count other tokens than the {len(kept.token_ids)} of them")
-    if int(kept.counts.max(initial=0)) > MOST_KEPT or int(kept.token_ids.min(initial=0)) < 0:
-        raise SchemaError(f"{name}: a kept set has over {MOST_KEPT} tokens, or a negative one")
-    owners = kept.owners
-    drawn = owners[kept.token_ids == trajectory.token_ids[owners]]
-    if not np.array_equal(drawn, np.flatnonzero(kept.counts)):
-        raise SchemaError(f"{name}: a token is not in its kept set, or twice")
-
-
 def refuse_impossible_logprobs(trajectory: Trajectory) -> None:
     """Raise `SchemaError` for behaviour log-probs that no engine can have drawn a token with.
 
     To call before a trajectory is stored; what an older build has stored stays readable."""
-    for logprob in _extremes(trajectory.behaviour_logprobs):
-        if not SMALLEST_LOGPROB <= logprob <= LARGEST_LOGPROB:
-            raise SchemaError(
-                f"{trajectory.trajectory_id}: a behaviour log-prob is {logprob}, but no engine can have "
-                f"drawn a token outside of {SMALLEST_LOGPROB} to 0 nats",
-                kind="logprob",
-                actor=trajectory.actor,
-            )
-
-
-def _extremes(values: NDArray[np.float32]) -> list[float]:
-    """Return the least and the largest, none of no values; NaN is both."""
-    # argmin and argmax take a third of the time of min and max
-    return [float(values[values.argmin()]), float(values[values.argmax()])] if len(values) else []
+    refuse_impossible(trajectory.behaviour_logprobs, trajectory.trajectory_id, trajectory.actor)
 
 
 Groups = Sequence[Sequence[Trajectory]]
@@ -338,7 +299,81 @@ Groups = Sequence[Sequence[Trajectory]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptTurn(Message, tag="kept_turn"):
+    """One completion of a rollout that has not ended: who rolls its lease out next need not sample it again.
+
+    A completion that was cut short has the finish reason `abort`, and is gone on with."""
+
+    lease_id: int
+    rollout: int
+    number: int
+    """Counts the completions of the rollout from 0."""
+    context: bytes
+    """Digest of what was asked: the tokens before it, who asked, and how it was to be sampled."""
+    finish_reason: FinishReason
+    token_ids: Int32Array
+    """[N], what was sampled."""
+    behaviour_logprobs: Float32Array
+    """[N] nats, as those of a trajectory."""
+    policy_versions: Int32Array
+    """[N], the weights behind each token."""
+    trained: bool = True
+    """Says whether it is the run's own policy's and may be trained on; a further policy's is not counted."""
+    actor: str = ""
+    run: str = ""
+    """Identity of the run of its lease."""
+    routed_experts: bytes = b""
+    """[R, moe_layers, experts_per_token], as the engine reported them; empty where it did not."""
+    moe_layers: int = 0
+    experts_per_token: int = 0
+    expert_bytes: int = 1
+    """Bytes of the number of an expert: 1, or 2 where a layer has more than 256."""
+    kept_counts: bytes = b""
+    """Kept sets of the N tokens, as those of a trajectory."""
+    kept_tokens: bytes = b""
+
+    def check(self) -> None:
+        """Refuse unequal lengths, and tokens, log-probs and versions that cannot be."""
+        lengths = [len(self.token_ids), len(self.behaviour_logprobs), len(self.policy_versions)]
+        if lengths.count(lengths[0]) != len(lengths):
+            raise SchemaError(f"{self.name}: arrays of {lengths} tokens are not of one length")
+        if min(self.lease_id, self.rollout, self.number) < 0:
+            raise SchemaError(f"{self.name}: there is no such turn")
+        if lengths[0] and (self.token_ids.min() < 0 or self.policy_versions.min() < 0):
+            raise SchemaError(f"{self.name}: a token id or a version is negative")
+        refuse_impossible(self.behaviour_logprobs, self.name, self.actor)
+        check_kept_sets(self.name, self.token_ids, self.kept_counts, self.kept_tokens)
+        row = self.moe_layers * self.experts_per_token * self.expert_bytes
+        if min(self.moe_layers, self.experts_per_token) < 0 or self.expert_bytes not in (1, 2) or (
+            len(self.routed_experts) % row if row else self.routed_experts
+        ):
+            raise SchemaError(f"{self.name}: {len(self.routed_experts)} routed experts in rows of {row}")
+
+    @property
+    def name(self) -> str:
+        """Return the name of the turn in messages for humans."""
+        return f"turn {self.number} of rollout {self.rollout} of lease {self.lease_id}"
+
+    @property
+    def kept_sets(self) -> KeptSets | None:
+        """Return the kept sets of its tokens, or None where none is recorded."""
+        return KeptSets.from_bytes(self.kept_counts, self.kept_tokens) if self.kept_counts else None
+
+    @property
+    def oldest_version(self) -> int:
+        """Return the version of its oldest token; it is younger than any where it is not trained on."""
+        return int(self.policy_versions.min(initial=YOUNGEST)) if self.trained else YOUNGEST
+
+    @property
+    def newest_version(self) -> int:
+        """Return the version of its newest token; -1 where it is not trained on."""
+        return int(self.policy_versions.max(initial=-1)) if self.trained else -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryBatch(Message, tag="trajectories", version=2):
     """Trajectories that travel together: siblings of a group, or the answer to a read."""
 
     trajectories: tuple[Trajectory, ...]
+    turns: tuple[KeptTurn, ...] = ()
+    """Turns of rollouts that have not ended, in messages and answers of their own."""

@@ -46,6 +46,7 @@ from storage.prompts.updates import DataUpdates
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY, Quarantine
 from storage.shard.server import Shard
 from storage.shard.service import HeldShard, hold_shards, run_shard
+from storage.store.kept_turns import turn_counts
 from storage.store.retention import Retention
 from storage.store.settled import refuse_older_ledger
 from storage.weights.model_files import vocabulary_size
@@ -334,15 +335,13 @@ class _Service:
         )
 
     def _look(self) -> tuple[str, dict[str, Json]]:
-        account = self._ledger.account()
-        room = self._dispatcher.room()
         policy = self._dispatcher.policy
         doing = "waiting for the learner's first policy version"
         if policy is not None and policy.stage != "rl":
             doing = f"no rollouts wanted: the learner is in stage {policy.stage}"
         elif policy is not None:
             idle = self._dispatcher.held_back or "all that the staleness bound allows is rolling out"
-            doing = f"issuing {room} leases" if room else idle
+            doing = f"issuing {room} leases" if (room := self._dispatcher.room()) else idle
         if absent_s := self._absent_actors.absent_s:
             doing = f"no actors for {absent_s / 60:.0f} min: {REMEDY}"
         if awaited := self._dispatcher.awaited_shards:
@@ -351,7 +350,7 @@ class _Service:
         elif silent := sorted(self._dispatcher.silent_shards):
             doing = f"{doing}; no answer from shards {_listed(silent)}"
         return doing, {
-            **asdict(account),
+            **asdict(self._ledger.account()),
             "reasons": dict(self._ledger.reasons),
             "prompts": self._data.latest.count,
             "prompts_quarantined": self._data.quarantined,
@@ -359,6 +358,7 @@ class _Service:
             "closed_short": sum(held.store.closed_short for held in self._held),
             "late_siblings": sum(held.store.late_siblings for held in self._held),
             "trajectories_stored": sum(held.store.trajectories for held in self._held),
+            **turn_counts(held.store.turns for held in self._held),
             "stored_bytes": sum(held.store.size_bytes for held in self._held),
             "shards_here": list(self._settings.replay.numbers_here),
             "shards_silent": sorted(self._dispatcher.silent_shards),

@@ -3,7 +3,7 @@
 import numpy as np
 
 from bus.messages import Lease, Prompt, group_name
-from bus.trajectory import Trajectory, Turn
+from bus.trajectory import KeptTurn, Trajectory, Turn
 
 
 def make_trajectory(
@@ -34,6 +34,24 @@ def make_trajectory(
         end="completed",
         actor="test",
         metadata={"turns": 1},
+    )
+
+
+def make_turn(
+    lease_id: int = 0, rollout: int = 0, number: int = 0, *, tokens: int = 4, policy_version: int = 0
+) -> KeptTurn:
+    """A valid turn of a rollout that has not ended."""
+    seed = np.random.default_rng([lease_id, rollout, number])
+    return KeptTurn(
+        lease_id=lease_id,
+        rollout=rollout,
+        number=number,
+        context=seed.bytes(16),
+        finish_reason="stop",
+        token_ids=seed.integers(0, 1000, tokens, dtype=np.int32),
+        behaviour_logprobs=(-seed.random(tokens)).astype(np.float32),
+        policy_versions=np.full(tokens, policy_version, np.int32),
+        actor="test",
     )
 
 

@@ -32,6 +32,7 @@ RENAMED = {
 COUNTERS = {
     "leases_issued", "rejected_groups", "closed_short", "late_siblings",
     "tokens_generated", "groups", "groups_with_rewards_due", "settled", "reused", "failed_episodes",
+    "kept_turns", "expired_turns", "reused_turns", "reused_tokens",
     "repeated_episodes", "episodes",
     "rollout_episodes", "rollout_infra_failed_episodes",
     "trajectories", "rejected",

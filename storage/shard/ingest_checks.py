@@ -8,11 +8,15 @@ from bus.errors import SchemaError
 from bus.messages import group_name, trajectory_name
 from bus.requests import Issued
 from bus.topology import shard_of
-from bus.trajectory import Trajectory, refuse_impossible_logprobs
+from bus.trajectory import KeptTurn, Trajectory, refuse_impossible_logprobs
 from storage.dispatch.ledger import Ledger
 
 RUN_ID, VOCABULARY, NEWEST_VERSION = "run_id", "vocabulary", "newest_version"
 """Facts of the ledger: this run's identity, its model's token ids, the newest version it ever published."""
+
+
+Sampled = Trajectory | KeptTurn
+"""What an actor has sampled."""
 
 
 class RunFacts(Protocol):
@@ -113,20 +117,28 @@ class Quarantine:
             await self._check(t, self._too_old)
             await self._check(t, self._never_published)
 
-    async def _check(self, t: Trajectory, fault: Callable[[Trajectory], SchemaError | None]) -> None:
+    async def check_turns(self, turns: Iterable[KeptTurn]) -> None:
+        """Refuse turns of another run, and what `check_content` refuses."""
+        for turn in turns:
+            await self._check(turn, self._other_run)
+            await self._check(turn, self._foreign_token)
+            await self._check(turn, self._too_old)
+            await self._check(turn, self._never_published)
+
+    async def _check(self, t: Sampled, fault: Callable[[Sampled], SchemaError | None]) -> None:
         if fault(t) is None:
             return
         await self.facts.look()
         if (error := fault(t)) is not None:
             raise error
 
-    def _other_run(self, t: Trajectory) -> SchemaError | None:
+    def _other_run(self, t: Sampled) -> SchemaError | None:
         run = self.facts.run
         if not t.run or not run or t.run == run:
             return None
         return _refusal(t, "identity", f"it is of run {t.run}; this one, of the same name, is {run}")
 
-    def _foreign_token(self, t: Trajectory) -> SchemaError | None:
+    def _foreign_token(self, t: Sampled) -> SchemaError | None:
         vocabulary, largest = self.facts.vocabulary, int(t.token_ids.max(initial=-1))
         if (kept := t.kept_sets) is not None:
             largest = max(largest, int(kept.token_ids.max(initial=-1)))
@@ -136,7 +148,7 @@ class Quarantine:
             t, "vocabulary", f"token id {largest}, of a vocabulary of {vocabulary}: another tokenizer?"
         )
 
-    def _too_old(self, t: Trajectory) -> SchemaError | None:
+    def _too_old(self, t: Sampled) -> SchemaError | None:
         issued = self.facts.issue_version(t.lease_id)
         if issued is None or t.oldest_version >= issued:
             return None
@@ -145,7 +157,7 @@ class Quarantine:
             "it would exceed the staleness bound"
         )  # fmt: skip
 
-    def _never_published(self, t: Trajectory) -> SchemaError | None:
+    def _never_published(self, t: Sampled) -> SchemaError | None:
         published, newest = self.facts.newest_version, t.newest_version
         if published is None or newest <= published:
             return None
@@ -154,5 +166,6 @@ class Quarantine:
         )
 
 
-def _refusal(trajectory: Trajectory, kind: str, why: str) -> SchemaError:
-    return SchemaError(f"{trajectory.trajectory_id}: {why}", kind=kind, actor=trajectory.actor)
+def _refusal(sampled: Sampled, kind: str, why: str) -> SchemaError:
+    name = sampled.name if isinstance(sampled, KeptTurn) else sampled.trajectory_id
+    return SchemaError(f"{name}: {why}", kind=kind, actor=sampled.actor)

@@ -26,10 +26,10 @@ from bus.requests import (
     StoredRequest,
 )
 from bus.topology import shard_of
-from bus.trajectory import Trajectory, TrajectoryBatch, episode_rewards
+from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch, episode_rewards
 from storage.client.addresses import host_identity, locate
 from storage.dispatch.short_groups import serve_closing
-from storage.shard.group_status import serve_siblings
+from storage.shard.group_status import serve_siblings, serve_turns
 from storage.shard.ingest_checks import Quarantine
 from storage.store.replay import ReplayStore
 
@@ -75,6 +75,7 @@ class Shard:
                 self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
             ),
             await serve_siblings(self._bus, self.store, self._number),
+            await serve_turns(self._bus, self.store, self._number),
             await serve_closing(self._bus, self.store, self._number),
             await self._bus.serve(
                 self._bus.subject("rpc", "full_groups", self._number), FullGroupsRequest, self._on_full
@@ -105,6 +106,7 @@ class Shard:
             await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
         if self._quarantine is not None:
             await self._quarantine.check_identity(trajectories)  # no refund: it may not be the sender's lease
+        await self._keep_turns([turn for batch in batches for turn in batch.turns])
         try:
             for trajectory in trajectories:
                 self._refuse_stranger(trajectory, actor=trajectory.actor)
@@ -118,6 +120,18 @@ class Shard:
         if completed:
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
 
+    async def _keep_turns(self, turns: list[KeptTurn]) -> None:
+        """Store turns of rollouts that have not ended. What is refused is set aside; nobody waits for it."""
+        if not turns:
+            return
+        if self._hear_of is not None:
+            await self._hear_of(max(turn.lease_id for turn in turns))
+        for turn in turns:
+            self._refuse_stranger(turn, actor=turn.actor)
+        if self._quarantine is not None:
+            await self._quarantine.check_turns(turns)
+        await asyncio.to_thread(self.store.turns.keep, turns)
+
     async def _give(self, rewards: list[RewardGiven]) -> None:
         """The rewards are durable when this returns; only then are the messages acked."""
         before = self.store.completions
@@ -126,11 +140,14 @@ class Shard:
         if await asyncio.to_thread(self.store.give, rewards):
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
 
-    def _refuse_stranger(self, one: Trajectory | RewardGiven, *, kind: str = "", actor: str = "") -> None:
+    def _refuse_stranger(
+        self, one: Trajectory | RewardGiven | KeptTurn, *, kind: str = "", actor: str = ""
+    ) -> None:
         """What is stored stays: a lease that is issued later would find its samples taken.
 
         Raises `SchemaError` for what is of another shard or of no lease of this run."""
-        name, lease_id = one.trajectory_id, one.lease_id
+        name = one.name if isinstance(one, KeptTurn) else one.trajectory_id
+        lease_id = one.lease_id
         home = shard_of(lease_id, self._shards)
         if home != self._number:
             reason = f"{name}: lease {lease_id} belongs to shard {home}, not {self._number}"

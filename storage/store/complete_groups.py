@@ -20,6 +20,7 @@ from bus.errors import SchemaError, StorageError
 from bus.messages import RewardGiven
 from storage.store.group_database import GroupDatabase
 from storage.store.index import RowIndex
+from storage.store.kept_turns import KeptTurns
 from storage.store.late_rewards import Key, LateRewards
 from storage.store.settled import Settled, settle_more
 
@@ -41,6 +42,8 @@ class CompleteGroups:
         self._directory = directory
         self._database = GroupDatabase(directory, writable=writable)
         self.rewards = LateRewards(self._database)
+        self.turns = KeptTurns(self._database, is_late=self.is_full)
+        """Turns of rollouts of groups that are not full."""
         self._index = RowIndex()
         self._settled = Settled()
         self._closed: set[int] = set()
@@ -50,6 +53,7 @@ class CompleteGroups:
     def load(self, index: RowIndex, settled: Settled) -> None:
         """Read what the database says of the groups in `index`. Raises `StorageError` if it is damaged."""
         self.rewards.load(settled)
+        self.turns.load()
         noted = settled.forgotten + len(settled.order)
         with self._database.reading() as sql:
             query = "SELECT lease_id, place FROM places WHERE place >= ? ORDER BY place"
@@ -120,10 +124,12 @@ class CompleteGroups:
 
         Raises `StorageError` when the disk refuses; the next call makes up for it.
         """
+        full = list(full)
         self._unplaced += [lease_id for lease_id in full if not self.rewards.is_missing(lease_id)]
         completed = list(self._unplaced)
         self._complete(completed)
         self._unplaced.clear()
+        self.turns.remove(full, reason="completed")
         return completed
 
     def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
@@ -139,6 +145,7 @@ class CompleteGroups:
             and self._index.samples_stored(lease_id) >= fewest
         ]
         self._complete(short, closed=frozenset(short))
+        self.turns.remove(short, reason="expired")
         if short:
             log.info("groups_closed_short", store=str(self._directory), lease_ids=short)
         return [lease_id for lease_id in lease_ids if self.is_complete(lease_id)]
@@ -225,8 +232,9 @@ class CompleteGroups:
         self._index.forget(settled)
         self.rewards.forget_settled(settled)
 
-    def remove_places(self) -> None:
-        """Remove the places that no restart needs any more."""
+    def remove_settled(self) -> None:
+        """Remove the turns and the places that no actor and no restart needs any more."""
+        self.turns.remove_settled(self._settled.covers)
         with self._database.reading() as sql:
             query = "SELECT 1 FROM places WHERE NOT closed AND place < ? LIMIT 1"
             if sql is None or sql.execute(query, (self.forgotten,)).fetchone() is None:

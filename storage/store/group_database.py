@@ -1,7 +1,7 @@
 """What a shard must remember of its groups beside its segments, in one SQLite database.
 
-The database is made with the first reward that comes late or the first group that is closed short; most runs
-have neither. Whatever belongs together is written in one transaction.
+The database is made with the first reward that comes late, the first group that is closed short or the first
+turn of a rollout that was interrupted. Whatever belongs together is written in one transaction.
 """
 
 import sqlite3
@@ -29,6 +29,10 @@ CREATE TABLE IF NOT EXISTS rewards (
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS places (
     lease_id INTEGER PRIMARY KEY, place INTEGER NOT NULL UNIQUE, closed INTEGER NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS turns (
+    lease_id INTEGER NOT NULL, rollout INTEGER NOT NULL, number INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (lease_id, rollout, number)
 ) STRICT;
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;

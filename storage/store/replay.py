@@ -18,6 +18,7 @@ from storage.disk.atomic_files import lock_directory, make_directory, remove, re
 from storage.store.archive import archive_segment
 from storage.store.contents import StoreContents
 from storage.store.index import LARGEST_GROUP
+from storage.store.kept_turns import KeptTurns
 from storage.store.layout import SegmentEntry, choose_merge, find_entries, merged
 from storage.store.loading import load_store, save_index
 from storage.store.retired import write_retired
@@ -114,6 +115,11 @@ class ReplayStore:
     def closed_short(self) -> int:
         """Return the number of groups that were closed though siblings were missing."""
         return self._held.groups.closed_short
+
+    @property
+    def turns(self) -> KeptTurns:
+        """Return the turns of rollouts that have not ended."""
+        return self._held.groups.turns
 
     @property
     def size_bytes(self) -> int:
@@ -284,7 +290,7 @@ class ReplayStore:
             with self._held.mutex:
                 self._held.groups.forget(noted)
                 self._held.settled = noted
-            self._held.groups.remove_places()
+            self._held.groups.remove_settled()
         return True
 
     def compact(self) -> bool:
@@ -313,8 +319,9 @@ class ReplayStore:
         Raises `StorageError` when the archive or the disk refuses; then the segment is still here."""
         with self._housekeeping:
             self._refuse_reader()
+            path = self._held.layout.path(entry)
             if archive is not None:
-                archive_segment(self._held.layout.path(entry), archive)
+                archive_segment(path, archive)
             left = write_retired(self.directory, self.entries, entry, self._held.settled)
             with self._held.reading, self._held.mutex:
                 self._held.layout.switch(left.replaced, left.entry)
@@ -322,12 +329,7 @@ class ReplayStore:
                 remove(self._held.layout.path(old))
             if archive is None:
                 self._held.groups.rewards.remove(left.settled_leases)
-        log.info(
-            "segment_retired",
-            segment=str(self._held.layout.path(entry)),
-            bytes=entry.size_bytes,
-            archive=archive,
-        )
+        log.info("segment_retired", segment=str(path), bytes=entry.size_bytes, archive=archive)
 
     def close(self) -> None:
         """Unmap every file and let another writer in. Trajectories already read stay valid."""

@@ -63,6 +63,7 @@ from bus.requests import (
     GroupsUnreadable,
     Issued,
     IssuedRequest,
+    KeptTurnsRequest,
     LearnerResumed,
     LeaseRequest,
     LeaseState,
@@ -83,13 +84,14 @@ from bus.trajectory import (
     AgentReward,
     End,
     FinishReason,
+    KeptTurn,
     Parent,
     Trajectory,
     TrajectoryBatch,
     Turn,
     refuse_impossible_logprobs,
 )
-from tests.factories import make_lease, make_trajectory
+from tests.factories import make_lease, make_trajectory, make_turn
 
 MODULES = [importlib.import_module(f"bus.{module.name}") for module in pkgutil.iter_modules(bus.__path__)]
 CLASSES = [
@@ -153,6 +155,8 @@ EXAMPLES = (
     make_trajectory(3, 1),
     TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
     TrajectoryBatch(trajectories=()),
+    make_turn(3, 1, 2),
+    TrajectoryBatch(trajectories=(), turns=(make_turn(3, 1, 2), make_turn(3, 0, 0, tokens=0))),
     GroupRejected(lease_id=3, reason="zero_variance", detail="all 1.0", actor="a"),
     IssuedRequest(shard=1),
     StepGroupsRequest(step=4),
@@ -216,6 +220,7 @@ EXAMPLES = (
     LeaseState(state="open", policy_version=2),
     GroupStatusRequest(lease_id=3),
     GroupStatus(group_size=4, samples=(0, 2), rewards=(AgentReward("default", "solver", 0, 1.0),)),
+    KeptTurnsRequest(lease_id=3),
     NewData(prompts=BLOB, keep_old=True, source="new.jsonl"),
     DataAccepted(first_lease=9, prompts=12),
     CloseRequest(lease_ids=(3, 5)),
@@ -530,6 +535,24 @@ def test_logprobs_that_no_engine_reports_are_refused_before_they_are_stored_and_
     with pytest.raises(SchemaError, match=r"log-prob is .*, but no engine can have drawn") as caught:
         refuse_impossible_logprobs(stored)
     assert (caught.value.kind, caught.value.actor) == ("logprob", "actor-7")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids": b"\0" * 8}, r"arrays of \[2, 4, 4\] tokens are not of one length"),
+        ({"rollout": -1}, "there is no such turn"),
+        ({"policy_versions": b"\xff" * 16}, "a token id or a version is negative"),
+        ({"behaviour_logprobs": np.full(4, np.nan, np.float32).tobytes()}, "a behaviour log-prob is nan"),
+        ({"routed_experts": b"\0" * 5, "moe_layers": 2, "experts_per_token": 2}, "5 routed experts in rows"),
+        ({"routed_experts": b"\0" * 4}, "4 routed experts in rows of 0"),
+        ({"kept_counts": b"\1\0" * 3}, "6 bytes of kept counts for 4 tokens"),
+        ({"finish_reason": "tired"}, "expected one of 'stop', 'length', 'abort'"),
+    ],
+)
+def test_a_turn_that_cannot_be_is_refused_by_name(changes: dict[str, object], reason: str):
+    with pytest.raises(SchemaError, match=reason):
+        decode(wire(make_turn(3, 1, 2), **changes), KeptTurn)
 
 
 def test_only_what_is_not_trained_may_be_empty():

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bus.codec import decode
+from bus.codec import decode, encode
 from bus.messages import GroupRejected
-from bus.trajectory import Trajectory
+from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
 from storage.config import AdmissionConfig
 from storage.dispatch.admission import Admission
 from storage.dispatch.ledger import Ledger
 from storage.shard.ingest_checks import NEWEST_VERSION, RUN_ID, VOCABULARY, LedgerFacts, Quarantine
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
-from tests.factories import make_trajectory
+from tests.factories import make_trajectory, make_turn
 from tests.storage.serving import SHARDS, dead_letters, has, manifest, messages, running, send, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
@@ -128,6 +128,48 @@ async def test_names_that_are_not_those_of_the_lease(bus, ledger, tmp_path, name
     assert letter.kind == "identity"
     assert "are not those of lease 0" in letter.reason
     assert refunds == []
+
+
+def turn(number: int, **changes: object) -> KeptTurn:
+    made = make_turn(0, 1, number, policy_version=4)
+    return replace(made, run="ours", actor="actor-7", **changes)
+
+
+async def send_turn(bus, one: KeptTurn) -> None:
+    batch = TrajectoryBatch(trajectories=(), turns=(one,))
+    await bus.js.publish(bus.subject("trajectories", 0), encode(batch))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"token_ids": np.full(4, 1000, np.int32)}, "vocabulary"),
+        ({"policy_versions": np.full(4, 2, np.int32)}, "version"),
+        ({"policy_versions": np.full(4, 6, np.int32)}, "version"),
+        ({"run": "theirs"}, "identity"),
+        ({"lease_id": 1}, "misdirected"),
+        ({"lease_id": 10}, "not_issued"),
+    ],
+)
+async def test_a_turn_that_must_not_be_kept_is_set_aside_and_refunds_no_lease(
+    bus, ledger, tmp_path, changes, kind
+):
+    async with shard(bus, ledger, tmp_path) as store:
+        await send_turn(bus, turn(0))
+        await send_turn(bus, replace(turn(1), **changes))
+        await send_turn(bus, turn(2))
+        await has(bus, "TRAJECTORIES", 0)
+        assert [one.number for one in store.turns.of(0)] == [0, 2]
+    [letter] = await dead_letters(bus)
+    assert (letter.kind, letter.actor) == (kind, "actor-7")
+    assert await messages(bus, "OUTCOMES") == 0
+
+
+async def test_versions_of_a_turn_that_is_not_trained_are_those_of_other_weights(bus, ledger, tmp_path):
+    async with shard(bus, ledger, tmp_path) as store:
+        await send_turn(bus, turn(0, policy_versions=np.full(4, 99, np.int32), trained=False))
+        await has(bus, "TRAJECTORIES", 0)
+        assert store.turns.number_of(0) == 1
 
 
 async def test_letters_are_counted_by_kind_on_the_server(bus, ledger, tmp_path):
