@@ -8,6 +8,7 @@ from itertools import chain, count
 
 from actors.environments.base import AgentTrajectory, Episode, FailedEpisode
 from actors.further_policies.held_lease import HeldLease
+from actors.policy.rollout_turns import SampledTurn
 from actors.rewards.group_filters import EpisodeSize
 from bus.codec import Json, decode, encode
 from bus.errors import SchemaError
@@ -46,6 +47,10 @@ class Group:
     sent: set[int] = field(default_factory=set)
     further: Mapping[str, HeldLease] = field(default_factory=dict)
     """Leases of further policies, by name: the group is one of each of them too."""
+    left: dict[int, list[SampledTurn]] = field(default_factory=dict)
+    """Turns that other actors left of rollouts which they did not end, by sample."""
+    turns_kept_s: float = 0.0
+    """When its turns were stored last, by the clock of the event loop."""
     _unsent_since: float | None = None
 
     @property
@@ -161,9 +166,23 @@ class Group:
             return str(error)
         return None
 
+    def rollout(self, sample: int) -> str:
+        """Return the name of one of its rollouts."""
+        return f"{self.lease.group_id}.{sample}"
+
+    def may_be_shared(self, share_after_s: float | None) -> bool:
+        """Return whether what is finished may be sent without its siblings."""
+        return share_after_s is not None and self.each is not None and not self.failures
+
+    def keeps_turns_in_s(self, every_s: float | None) -> float | None:
+        """Return the seconds until turns should be stored again; None for never."""
+        if every_s is None:
+            return None
+        return max(0.0, self.turns_kept_s + every_s - asyncio.get_running_loop().time())
+
     def shared_in_s(self, share_after_s: float | None) -> float | None:
         """Return the seconds until what is finished should be sent without its siblings; None for never."""
-        if share_after_s is None or self.each is None or self.failures or self._unsent_since is None:
+        if share_after_s is None or not self.may_be_shared(share_after_s) or self._unsent_since is None:
             return None
         return max(0.0, self._unsent_since + share_after_s - asyncio.get_running_loop().time())
 

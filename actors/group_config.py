@@ -65,3 +65,15 @@ class RetriesConfig(Config):
     def of(self, end: "End") -> int:
         """Return how often a rollout is repeated that ended so."""
         return int(getattr(self, end, 0))
+
+
+class InterruptionConfig(Config):
+    """What becomes of rollouts that an actor does not end: another one goes on from their turns."""
+
+    finish_within_s: float = Field(30.0, ge=0)
+    """Longest time that rollouts may go on once the actor is told to stop. Then they are interrupted, and
+    their turns and tokens are stored for the actor that takes their leases next."""
+
+    keep_turns_every_s: float | None = Field(60.0, gt=0)
+    """Time between two moments at which new turns of rollouts that go on are stored, so that an actor's death
+    costs only what came since. `None` stores them only when the actor ends."""

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import structlog
+import xxhash
 
 from actors.group import NOTHING, Group
 from actors.log_throttle import LogThrottle
@@ -14,12 +16,18 @@ from bus.connection import Bus
 from bus.errors import HandBackError, SchemaError, SluiceError
 from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
-from bus.requests import GroupStatus, GroupStatusRequest, LeaseRequest, LeaseState
+from bus.requests import GroupStatus, GroupStatusRequest, KeptTurnsRequest, LeaseRequest, LeaseState
 from bus.topology import shard_of
+from bus.trajectory import KeptTurn, TrajectoryBatch
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
 """How long storage may take to answer; then the lease is rolled out as its message says."""
+KEEP_TURNS_S = 10.0
+"""Longest time that the bus has to take turns of rollouts that have not ended."""
+STORED_S = 5.0
+"""Longest wait for a shard to store them before a lease is handed back."""
+LOOK_S = 0.1
 UNANSWERED_LOG_PERIOD_S = 10.0
 """The shortest time between two log lines which say that storage does not answer: each lease finds it out."""
 WEIGHTS_PATIENCE_S = 1.0
@@ -97,6 +105,41 @@ class PolicyLeases:
         except SluiceError as error:
             log.warning("siblings_not_known", lease_id=lease.lease_id, reason=str(error))
             return NOTHING
+
+    async def kept_turns(self, lease: Lease) -> list[KeptTurn]:
+        """Return the turns that other actors left of rollouts which they did not end. Without an answer they
+        are sampled again."""
+        subject = self._bus.subject("rpc", "kept_turns", shard_of(lease.lease_id, self._shards))
+        request = KeptTurnsRequest(lease_id=lease.lease_id)
+        try:
+            batches = await self._bus.request_many(
+                subject, request, TrajectoryBatch, timeout_s=ANSWER_TIMEOUT_S
+            )
+        except SluiceError as error:
+            log.warning("turns_not_known", lease_id=lease.lease_id, reason=str(error))
+            return []
+        return [turn for batch in batches for turn in batch.turns]
+
+    async def keep_turns(self, lease: Lease, turns: Sequence[KeptTurn]) -> bool:
+        """Send turns of rollouts that have not ended; return whether the bus has them."""
+        subject = self._bus.subject("trajectories", shard_of(lease.lease_id, self._shards))
+        data = encode(TrajectoryBatch(trajectories=(), turns=tuple(turns)))
+        name = f"turns-{xxhash.xxh3_128_hexdigest(data)}"  # no name of a group, whose lease would be refunded
+        try:
+            await self._publisher.publish(subject, data, message_id=name, timeout_s=KEEP_TURNS_S)
+        except SluiceError as error:
+            log.warning("turns_not_kept", lease_id=lease.lease_id, turns=len(turns), reason=str(error))
+            return False
+        self.counts["kept_turns"] += len(turns)
+        return True
+
+    async def turns_stored(self, lease: Lease, turns: int) -> None:
+        """Wait until the shard has so many turns, so that who gets the lease next finds them, but not long."""
+        deadline = time.monotonic() + STORED_S
+        while (found := await self.stored(lease)) is not NOTHING and found.turns < turns:
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def publish(self, group: Group) -> None:
         """Send what is finished and was not sent yet."""

@@ -202,6 +202,7 @@ def _actor(
         share_after_s=settings.actors.share_after_s,
     )
     worker.retries = settings.actors.retries
+    worker.interruption.config = settings.actors.interruption
     worker.further = {name: one.leases for name, one in engines.further.items()}
     worker.room.admission = LeaseAdmission(
         policy.contexts, lambda: engine.kv_tokens, soft_share=settings.actors.fleet.soft_kv_share

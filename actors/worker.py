@@ -25,6 +25,7 @@ from actors.further_policies.leases import FurtherLeases, held_leases
 from actors.further_policies.participation import Participation
 from actors.group import Group
 from actors.group_config import RetriesConfig
+from actors.interruption import Interruption
 from actors.lease_admission import LeaseRoom
 from actors.leases import PolicyLeases
 from actors.log_throttle import LogThrottle
@@ -43,9 +44,11 @@ from bus.policy_names import DEFAULT_POLICY
 from bus.requests import LeaseRequest
 from bus.sampled_counts import SampledCounts
 from bus.trajectory import TRUSTED_ENDS, End
+from bus.waiting import cancelled
 from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
 
 log = structlog.get_logger()
+Rollout = asyncio.Task[Episode | FailedEpisode]
 FAILED_LOG_PERIOD_S = 1.0
 LOGGED_CHARACTERS = 1000
 NOBODY_IS_OWN = (
@@ -99,6 +102,9 @@ class Worker:
         """Leases of the further policies that the run trains, by name: each group takes one of each."""
         self._bus = bus
         self._leases = PolicyLeases(bus, follower, shards=shards, actor=name, counts=self.counts)
+        self.interruption = Interruption(self._leases, policy.turns, actor=name, share_after_s=share_after_s)
+        """Keeps the turns of rollouts that are not ended here."""
+        policy.turns.counts = self.counts
         self._policy = policy
         self._environment = environment
         self._keep = keep
@@ -111,21 +117,25 @@ class Worker:
         self._stop = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
-        """Work until `stop`, then finish what was begun and hand back what waits to begin."""
+        """Work until `stop`, then finish what was begun and soon ends, and hand back the rest."""
         self._stop = self._leases.stop = stop
         parts = Parts(self._bus, on_unreadable=self._leases.on_unreadable)
         inbox = Inbox(self._bus, "TASKS", "rollout", parts)
         if isinstance(self._environment, RunsOnDemand):
             await self._environment.open(stop)
-        await consume_received(
-            inbox,
-            self._bus,
-            Lease,
-            self._on_lease,
-            stop=stop,
-            concurrency=groups_at_once,
-            room=self.room.within,
-        )
+        interrupting = asyncio.create_task(self.interruption.run(stop), name="interrupt")
+        try:
+            await consume_received(
+                inbox,
+                self._bus,
+                Lease,
+                self._on_lease,
+                stop=stop,
+                concurrency=groups_at_once,
+                room=self.room.within,
+            )
+        finally:
+            await cancelled(interrupting)
 
     async def _on_lease(self, received: Received[Lease]) -> None:
         """The lease is acked when this returns: its group is on the stream, or its rejection is.
@@ -165,9 +175,8 @@ class Worker:
                 return
             each = None if self.further else self._environment.trajectories_per_episode
             group = Group(lease, each, self._name, further=further)
-            if again and group.each is not None:
-                group.stored = await self._leases.stored(lease)
-                self.counts["reused"] += len(group.stored.samples)
+            if again:
+                await self.interruption.take_over(group)
             await self._gather(group, version)
             await self._score(group)
             self._count(group)
@@ -245,17 +254,20 @@ class Worker:
         """Roll out what is missing, and send what is finished ahead of siblings that take long.
 
         Raises `HandBackError`, plain, when one of them is to be done elsewhere."""
-        lease = group.lease
-        self._policy.contexts.begin(lease.lease_id, [self._task(lease, n).task_id for n in group.missing])
+        lease, rollouts = group.lease, [group.rollout(sample) for sample in group.missing]
+        self._policy.contexts.begin(lease.lease_id, rollouts)
         try:
             await self._gather_all(group, version)
         except ExceptionGroup as errors:
+            if errors.subgroup((HandBackError, EngineLostError)):
+                await self.interruption.hand_on(group, version)
             handed_back, others = errors.split(HandBackError)
             if handed_back is None or others is not None:
                 raise
             raise handed_back.exceptions[0] from None
         finally:
             self._policy.contexts.end(lease.lease_id)
+            self._policy.turns.end(rollouts)
 
     async def _gather_all(self, group: Group, version: int) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -264,17 +276,39 @@ class Worker:
             }
             await asyncio.sleep(0)  # then all of them have begun, and clients see them
             self.room.not_begun.discard(group.lease.lease_id)
-            while running:
-                patience_s = group.shared_in_s(self._share_after_s)
-                done, _ = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    group.add(running.pop(task), task.result())
-                if not group.may_become_usable:
-                    for task in running:
-                        task.cancel()
-                    return
-                if running and group.shared_in_s(self._share_after_s) == 0:
-                    await self._leases.publish(group)
+            interrupted = tasks.create_task(self.interruption.event.wait())
+            try:
+                await self._collect(group, running, interrupted, version)
+            finally:
+                interrupted.cancel()
+
+    async def _collect(
+        self, group: Group, running: dict[Rollout, int], interrupted: "asyncio.Task[bool]", version: int
+    ) -> None:
+        """Add what ends to the group, and store what others should not have to do again meanwhile."""
+        group.turns_kept_s = asyncio.get_running_loop().time()
+        while running:
+            ends = {*running, interrupted}
+            done, _ = await asyncio.wait(
+                ends, timeout=self._patience_s(group), return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in [task for task in running if task in done]:
+                group.add(running.pop(task), task.result())
+            if not group.may_become_usable:
+                for task in running:
+                    task.cancel()
+                return
+            if running and interrupted in done:
+                await self.interruption.interrupt(group, running.values())
+            if running and group.shared_in_s(self._share_after_s) == 0:
+                await self._leases.publish(group)
+            if running:
+                await self.interruption.keep_when_due(group, version)
+
+    def _patience_s(self, group: Group) -> float | None:
+        """Return the seconds until something of the group should be stored; None for never."""
+        times = group.shared_in_s(self._share_after_s), group.keeps_turns_in_s(self.interruption.every_s)
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     async def _episode(self, group: Group, sample: int, version: int) -> Episode | FailedEpisode:
         """Return the episode, or why there is none. A failed rollout is repeated as the settings say."""
@@ -295,6 +329,7 @@ class Worker:
         lease, frozen = group.lease, self.further.keys() - group.further.keys()
         task = self._task(lease, sample)
         while True:
+            self._policy.turns.begin(task.task_id, group.left.pop(sample, ()))
             try:
                 episode = await self._environment.run(task, self._policy.fresh(task.task_id))
             except (EngineLostError, HandBackError, MemoryError):

@@ -1,9 +1,10 @@
 """The policy as an environment sees it: chat or tokens in, completions out, everything recorded."""
 
 import asyncio
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from types import MappingProxyType
@@ -17,12 +18,16 @@ from actors.further_policies.engines import FurtherEngines
 from actors.policy.answers import Answer
 from actors.policy.chat_format import ChatFormat, Tokenizer
 from actors.policy.context_tokens import ContextTokens
+from actors.policy.generation_pieces import joined, next_piece
 from actors.policy.messages import Completion, Tool, ToolCall
+from actors.policy.rollout_turns import SampledTurn, TurnsByRollout, context_of, trained_turn
 from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import without_older_versions
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End
+
+Generate = Callable[[GenerationRequest], Awaitable[Generation]]
 
 
 class Policy:
@@ -48,6 +53,8 @@ class Policy:
         self.sampling = sampling
         self.contexts = ContextTokens()
         """Lengths of the contexts of all rollouts that share this."""
+        self.turns = TurnsByRollout()
+        """Turns of all rollouts that share this, as far as somebody records them."""
         self.further = FurtherEngines()
         """Policies that are trained beside this one, with engines of their own, and which agents they are."""
         self._max_lag = mask_older_versions
@@ -215,7 +222,7 @@ class Policy:
         experts_from = self._experts_from(call, token_ids)
         request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from)
         self.contexts.note(self._rollout_id, call.agent, len(token_ids), call.sampling.max_new_tokens)
-        generation = await self._generate(request, self._engine_of(call.policy))
+        generation = await self._sampled(request, call)
         strand = self._continued(call, token_ids)
         if strand is None:
             fork = forked_from(token_ids, self._of(call))
@@ -227,15 +234,36 @@ class Policy:
     def _engine_of(self, policy: str) -> Engine:
         return self._opponents.get(policy) or self.further.engines.get(policy) or self._engine
 
-    async def _generate(self, request: GenerationRequest, engine: Engine) -> Generation:
+    async def _sampled(self, request: GenerationRequest, call: Call) -> Generation:
+        """Return what is sampled for `request`, or was by an actor that had begun the rollout."""
+        engine = self._engine_of(call.policy)
+        turns = self.turns.of(self._rollout_id)
+        if turns is None:
+            return await self._generate(request, engine.generate)
+        context = context_of(call, request)
+        generation = turns.take(context, request)
+        with turns.under_way():
+            if generation is None or generation.finish_reason == "abort":
+                generation = await self._generate(request, partial(turns.ask, engine), generation)
+            turns.note(SampledTurn(call.number, context, generation, trained_turn(call)))
+        await turns.wait_if_interrupted()
+        return generation
+
+    async def _generate(
+        self, request: GenerationRequest, generate: Generate, begun: Generation | None = None
+    ) -> Generation:
+        """Continue `request`, after what was `begun` of it, until a token or a string ends it."""
         stops = request.sampling.stop
-        if not stops:
-            return await engine.generate(request)
+        if not stops and begun is None:
+            return await generate(request)
+        if not stops and begun is not None:
+            left = request.sampling.max_new_tokens - len(begun.token_ids)
+            return joined(begun, await generate(next_piece(request, begun, left)))
 
         async def end(token_ids: Sequence[int]) -> int | None:
             return await self._format.in_thread(first_end, token_ids, stops, self._format.decode)
 
-        return await generate_until(engine.generate, request, end)
+        return await generate_until(generate, request, end, begun=begun)
 
     def _seeded(self, call: Call) -> Sampling:
         """Return the sampling of a call, whose seed is other than its siblings' and always the same."""

@@ -4,9 +4,8 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from actors.engines.base import Generation, GenerationRequest, joined_kept_sets
+from actors.engines.base import Generation, GenerationRequest
+from actors.policy.generation_pieces import joined, next_piece
 from bus.errors import RequestRefusedError
 
 FIRST_PIECE = 64
@@ -15,27 +14,27 @@ FIRST_PIECE = 64
 
 async def generate_until(
     generate: Callable[[GenerationRequest], Awaitable[Generation]], request: GenerationRequest,
-    find_end: Callable[[Sequence[int]], Awaitable[int | None]],
+    find_end: Callable[[Sequence[int]], Awaitable[int | None]], *, begun: Generation | None = None,
 ) -> Generation:  # fmt: skip
     """Continue `request` until `find_end`, given the tokens so far, says after how many of them to end.
 
     What is cut off was sampled later, so what is left is a sample of the policy, as if it had stopped there.
+    `begun` is what was sampled for it before.
     """
-    prompt, limit = list(request.token_ids), request.sampling.max_new_tokens
-    whole: Generation | None = None
+    limit, whole = request.sampling.max_new_tokens, begun
     while True:
         sampled = 0 if whole is None else len(whole.token_ids)
-        next_piece = _piece(request, prompt, whole, min(max(FIRST_PIECE, sampled), limit - sampled))
+        tokens = min(max(FIRST_PIECE, sampled), limit - sampled)
         try:
-            piece = await generate(next_piece)
+            piece = await generate(_piece(request, whole, tokens))
         except RequestRefusedError:
             if whole is None:
                 raise
             return whole  # the context is full, and the last piece ended as `length`
-        whole = piece if whole is None else _joined(whole, piece)
+        whole = piece if whole is None else joined(whole, piece)
         end = await find_end(whole.token_ids.tolist())
         if end is not None:
-            return _cut(whole, end, len(prompt), request.experts_from)
+            return _cut(whole, end, len(request.token_ids), request.experts_from)
         if piece.finish_reason != "length" or len(whole.token_ids) >= limit or not len(piece.token_ids):
             return whole
 
@@ -54,35 +53,10 @@ def first_end(
     return bisect_left(range(len(token_ids)), True, key=holds)
 
 
-def _piece(
-    request: GenerationRequest, prompt: list[int], whole: Generation | None, tokens: int
-) -> GenerationRequest:
-    """Return what is asked for next."""
-    sampling = replace(request.sampling, max_new_tokens=tokens)
+def _piece(request: GenerationRequest, whole: Generation | None, tokens: int) -> GenerationRequest:
     if whole is None:
-        return replace(request, sampling=sampling)
-    sampled = len(whole.token_ids)
-    seed = None if sampling.seed is None else (sampling.seed + sampled) % (1 << 63)
-    routed = 0 if whole.routed_experts is None else len(whole.routed_experts)
-    return replace(
-        request,
-        request_id=f"{request.request_id}-{sampled}",
-        token_ids=[*prompt, *whole.token_ids.tolist()],
-        sampling=replace(sampling, seed=seed),
-        experts_from=None if request.experts_from is None else request.experts_from + routed,
-    )
-
-
-def _joined(one: Generation, other: Generation) -> Generation:
-    routed = [part.routed_experts for part in (one, other) if part.routed_experts is not None]
-    return Generation(
-        np.concatenate([one.token_ids, other.token_ids]),
-        np.concatenate([one.logprobs, other.logprobs]),
-        np.concatenate([one.policy_versions, other.policy_versions]),
-        other.finish_reason,
-        np.concatenate(routed) if routed else None,
-        joined_kept_sets((one, other)),
-    )
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))
+    return next_piece(request, whole, tokens)
 
 
 def _cut(generation: Generation, tokens: int, prompt: int, experts_from: int | None) -> Generation:

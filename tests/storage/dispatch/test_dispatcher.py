@@ -167,6 +167,30 @@ async def nothing_pending(bus: Bus) -> bool:
     return found.num_pending == 0 and found.num_ack_pending == 0
 
 
+async def test_groups_beyond_a_step_wait_for_the_next_ones_across_a_restart(bus, learner, tmp_path):
+    """All is trained that comes early, and what comes in the place of rejected groups."""
+    admission = AdmissionConfig(groups_per_step=2, samples_per_prompt=2, max_staleness=2)
+    async with serving(bus, tmp_path, admission) as storage:
+        await learner.publish(0)
+        await until(lambda: len(storage.ledger.rolling_out) == 6)
+        await send_rejections(bus, [1, 4])
+        await until(lambda: storage.ledger.reasons["zero_variance"] == 2)
+        await until(lambda: len(storage.ledger.rolling_out) == 6)  # others in their place
+        await rolled_out(bus, storage)
+        assert await learner.batch(1) == [0, 2]
+        assert storage.ledger.account().stored == 4
+    async with serving(bus, tmp_path, admission) as storage:
+        assert sorted(storage.ledger.stored) == [3, 5, 6, 7]
+        assert [await learner.batch(step) for step in (2, 3)] == [[3, 5], [6, 7]]
+        assert [(use.group.policy_version, step) for step in (2, 3) for use in storage.ledger.uses(step)] == [
+            (0, 2),
+            (0, 2),
+            (0, 3),
+            (0, 3),
+        ]  # step 3 trains version 2, which is as far as they may lag
+        assert dict(storage.ledger.reasons) == {"zero_variance": 2}
+
+
 async def test_smaller_batches_after_a_resume_issue_only_when_the_surplus_is_trained(bus, learner, tmp_path):
     async with serving(bus, tmp_path) as storage:
         await learner.publish(0)

@@ -1,0 +1,247 @@
+"""Rollouts that an actor does not end: the next one goes on from their turns, token by token."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import Episode
+from actors.group_config import InterruptionConfig
+from actors.policy.policy import Policy
+from actors.rewards.group_filters import load_filter
+from actors.weights.follow import PolicyFollower
+from actors.worker import Worker
+from bus.connection import Bus
+from bus.trajectory import Trajectory
+from learner.scratch_model import character_tokenizer
+from storage.config import AdmissionConfig
+from tests.storage.serving import (
+    LearnerStandIn,
+    Storage,
+    expect_redelivery_after,
+    messages,
+    serving,
+    until,
+)
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+TOKENIZER = character_tokenizer()
+ANSWER = [*TOKENIZER("12345", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+ONE_GROUP = AdmissionConfig(groups_per_step=1, samples_per_prompt=2, max_staleness=0)
+BOTH = "g00000000.0", "g00000000.1"
+AT_ONCE = InterruptionConfig(finish_within_s=0, keep_turns_every_s=None)
+
+
+def answer(token_ids) -> list[int]:
+    """What is left of the one answer there is, after as much of it as the tokens end with."""
+    begun = next(
+        n for n in range(len(ANSWER) - 1, -1, -1) if list(token_ids[len(token_ids) - n :]) == ANSWER[:n]
+    )
+    return ANSWER[begun:]
+
+
+class TwoTurns:
+    """An environment of two chat turns. It counts the runs of each rollout, and can hold them in between."""
+
+    def __init__(self, *held: str, per_episode: int | None = 1, second: str = "1+1=") -> None:
+        self.trajectories_per_episode = per_episode
+        self.in_between: list[str] = []
+        self.ended: list[str] = []
+        self.gate = asyncio.Event()
+        """Holds the rollouts named `held` after their first turns."""
+        self._held = held
+        self._second = second
+
+    async def run(self, task, policy):
+        policy = policy.fresh(task.task_id)
+        chat = list(task.messages)
+        chat.append((await policy.chat(chat)).message)
+        self.in_between.append(task.task_id)
+        if task.task_id in self._held:
+            await self.gate.wait()
+        await policy.chat([*chat, {"role": "user", "content": self._second}])
+        self.ended.append(task.task_id)
+        return Episode(policy.trajectories(1.0))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    engine = ScriptedEngine(answer)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def make_worker(
+    bus: Bus, engine: ScriptedEngine, environment, config: InterruptionConfig, *, name: str = "tester"
+) -> Worker:
+    sampling = Sampling(max_new_tokens=16, stop_token_ids=(TOKENIZER.eos_token_id,))
+    worker = Worker(
+        bus,
+        Policy(engine, TOKENIZER, sampling),
+        environment,
+        follower=PolicyFollower(bus, engine),
+        keep=load_filter("none"),
+        shards=2,
+        name=name,
+        share_after_s=0.0,
+    )
+    worker.interruption.config = config
+    return worker
+
+
+@asynccontextmanager
+async def stopped_at_the_end(worker: Worker):
+    """At work until its process is told to stop, which it does within seconds."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(worker.run(stop, groups_at_once=4))
+    try:
+        yield
+    finally:
+        stop.set()
+        async with asyncio.timeout(20):
+            await task
+
+
+@asynccontextmanager
+async def killed_at_the_end(worker: Worker):
+    """At work until its process dies: nothing is handed back."""
+    task = asyncio.create_task(worker.run(asyncio.Event(), groups_at_once=4))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def trained(bus: Bus, storage: Storage) -> list[Trajectory]:
+    """The trajectories of the group that the first step is given."""
+    assert await LearnerStandIn(bus).batch(1) == [0]
+    return storage.stores[0].read([0])
+
+
+async def test_a_stopped_actor_hands_on_turns_and_tokens_across_a_restart_of_storage(bus, engine, tmp_path):
+    async with serving(bus, tmp_path, ONE_GROUP):
+        await LearnerStandIn(bus).publish(0)
+        first = make_worker(bus, engine, environment := TwoTurns(*BOTH), AT_ONCE)
+        async with stopped_at_the_end(first):
+            await until(lambda: len(environment.in_between) == 2)
+            engine.hold()
+            environment.gate.set()
+            await until(lambda: engine.running == 2)
+        assert first.counts["kept_turns"] == 4
+        engine.release()
+    await engine.load_weights({}, 1)
+    engine.requests.clear()
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        second = make_worker(bus, engine, TwoTurns(), AT_ONCE)
+        async with stopped_at_the_end(second):
+            found = await trained(bus, storage)
+        assert storage.stores[0].turns.of(0) == []
+    assert len(engine.requests) == 2  # the rest of each second turn, and nothing else
+    assert (second.counts["reused_turns"], second.counts["reused_tokens"]) == (4, 2 * (6 + 3))
+    assert [t.sample for t in found] == [0, 1]
+    for trajectory in found:
+        turns = [slice(turn.start, turn.stop) for turn in trajectory.turns]
+        assert [trajectory.token_ids[turn].tolist() for turn in turns] == [ANSWER, ANSWER]
+        assert trajectory.policy_versions[turns[0]].tolist() == [0] * 6
+        assert trajectory.policy_versions[turns[1]].tolist() == [0] * 3 + [1] * 3
+        halves = [-0.10, -0.11, -0.12]
+        assert np.allclose(trajectory.behaviour_logprobs[turns[1]], [*halves, *halves])
+        assert trajectory.oldest_version == 0
+    assert await messages(bus, "DEAD") == 0
+
+
+async def test_a_killed_actor_costs_only_what_came_since_its_turns_were_kept(bus, engine, tmp_path):
+    await expect_redelivery_after(bus, 1.0, "rollout")
+    often = InterruptionConfig(keep_turns_every_s=0.01)
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        first = make_worker(bus, engine, TwoTurns("g00000000.1"), often)
+        async with killed_at_the_end(first):
+            await until(lambda: storage.stores[0].trajectories == 1)
+            await until(lambda: [turn.rollout for turn in storage.stores[0].turns.of(0)].count(1) == 1)
+        engine.requests.clear()
+        second = make_worker(bus, engine, TwoTurns(), AT_ONCE)
+        async with stopped_at_the_end(second):
+            found = await trained(bus, storage)
+    assert len(engine.requests) == 1  # the second turn of the second rollout
+    assert (second.counts["reused"], second.counts["reused_turns"], second.counts["trajectories"]) == (
+        1,
+        1,
+        1,
+    )
+    assert [t.sample for t in found] == [0, 1]
+    assert [len(t.turns) for t in found] == [2, 2]
+
+
+async def test_finished_rollouts_of_a_group_that_is_only_sent_whole_are_not_sampled_again(
+    bus, engine, tmp_path
+):
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        environment = TwoTurns("g00000000.1", per_episode=None)
+        async with stopped_at_the_end(make_worker(bus, engine, environment, AT_ONCE)):
+            await until(lambda: environment.ended == ["g00000000.0"] and len(environment.in_between) == 2)
+        assert storage.stores[0].trajectories == 0
+        engine.requests.clear()
+        second = make_worker(bus, engine, TwoTurns(per_episode=None), AT_ONCE)
+        async with stopped_at_the_end(second):
+            found = await trained(bus, storage)
+    assert (len(engine.requests), second.counts["reused_turns"]) == (1, 3)
+    assert [t.rollout for t in found] == [0, 1]
+
+
+async def test_what_an_environment_asks_otherwise_than_before_is_sampled(bus, engine, tmp_path):
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        environment = TwoTurns(*BOTH)
+        async with stopped_at_the_end(make_worker(bus, engine, environment, AT_ONCE)):
+            await until(lambda: len(environment.in_between) == 2)
+            engine.hold()
+            environment.gate.set()
+            await until(lambda: engine.running == 2)
+        engine.release()
+        await engine.load_weights({}, 1)
+        second = make_worker(bus, engine, TwoTurns(second="2+2="), AT_ONCE)
+        async with stopped_at_the_end(second):
+            found = await trained(bus, storage)
+    assert second.counts["reused_turns"] == 2  # the first ones
+    for trajectory in found:
+        first, last = trajectory.turns
+        assert trajectory.policy_versions[first.start : first.stop].tolist() == [0] * 6
+        assert trajectory.policy_versions[last.start : last.stop].tolist() == [1] * 6
+
+
+async def test_rollouts_that_end_soon_after_the_stop_are_finished(bus, engine, tmp_path):
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        environment = TwoTurns(*BOTH)
+        worker, stop = make_worker(bus, engine, environment, InterruptionConfig()), asyncio.Event()
+        working = asyncio.create_task(worker.run(stop, groups_at_once=4))
+        await until(lambda: len(environment.in_between) == 2)
+        stop.set()
+        environment.gate.set()
+        await asyncio.wait_for(working, 20)
+        assert len(await trained(bus, storage)) == 2
+        assert worker.counts["kept_turns"] == 0
+
+
+async def test_turns_of_weights_older_than_a_lease_may_have_are_not_kept(bus, engine, tmp_path):
+    """A resumed learner's older weights came: what they sampled is rolled out again in any case."""
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await engine.load_weights({}, 5)
+        await LearnerStandIn(bus, trains_from=5).publish(5)
+        environment = TwoTurns(*BOTH)
+        worker = make_worker(bus, engine, environment, AT_ONCE)
+        async with stopped_at_the_end(worker):
+            await until(lambda: len(environment.in_between) == 2)
+            engine.hold()
+            await engine.load_weights({}, 3)
+            environment.gate.set()
+            await until(lambda: engine.running == 2)
+        assert [turn.number for turn in storage.stores[0].turns.of(0)] == [0, 0]
