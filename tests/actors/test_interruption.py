@@ -16,14 +16,18 @@ from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.connection import Bus
+from bus.errors import EngineLostError
 from bus.trajectory import Trajectory
 from learner.scratch_model import character_tokenizer
 from storage.config import AdmissionConfig
+from storage.shard.server import Shard
 from tests.storage.serving import (
     LearnerStandIn,
     Storage,
     expect_redelivery_after,
     messages,
+    opened,
+    running,
     serving,
     until,
 )
@@ -156,6 +160,26 @@ async def test_a_stopped_actor_hands_on_turns_and_tokens_across_a_restart_of_sto
     assert await messages(bus, "DEAD") == 0
 
 
+async def test_an_actor_that_waits_for_leases_finds_the_turns_of_one_that_stops(bus, engine, tmp_path):
+    """The lease is handed back when the shard has them, however long it gathers what comes."""
+    with opened(bus, tmp_path, ONE_GROUP) as storage:
+        storage.dispatcher.admit()
+        storage.shards[0] = Shard(
+            bus, storage.stores[0], 0, shards=2, was_issued=storage.ledger.was_issued, linger_s=0.5
+        )
+        async with running(lambda stop: storage.run(stop, reissue=False)):
+            await LearnerStandIn(bus).publish(0)
+            environment = TwoTurns(*BOTH)
+            second = make_worker(bus, engine, TwoTurns(), AT_ONCE)
+            async with stopped_at_the_end(make_worker(bus, engine, environment, AT_ONCE)):
+                await until(lambda: len(environment.in_between) == 2)
+                waiting = asyncio.create_task(second.run(stop := asyncio.Event(), groups_at_once=4))
+            await trained(bus, storage)
+            stop.set()
+            await asyncio.wait_for(waiting, 20)
+    assert second.counts["reused_turns"] == 2
+
+
 async def test_a_killed_actor_costs_only_what_came_since_its_turns_were_kept(bus, engine, tmp_path):
     await expect_redelivery_after(bus, 1.0, "rollout")
     often = InterruptionConfig(keep_turns_every_s=0.01)
@@ -177,6 +201,23 @@ async def test_a_killed_actor_costs_only_what_came_since_its_turns_were_kept(bus
     )
     assert [t.sample for t in found] == [0, 1]
     assert [len(t.turns) for t in found] == [2, 2]
+
+
+async def test_an_actor_whose_engines_are_lost_keeps_the_turns_that_it_had(bus, engine, tmp_path):
+    async def lost(request):
+        raise EngineLostError("all engines are gone")
+
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        environment = TwoTurns(*BOTH)
+        worker = make_worker(bus, engine, environment, AT_ONCE)
+        task = asyncio.create_task(worker.run(asyncio.Event(), groups_at_once=4))
+        await until(lambda: len(environment.in_between) == 2)
+        engine.generate = lost
+        environment.gate.set()
+        await asyncio.wait([task], timeout=20)
+        assert task.exception().subgroup(EngineLostError)
+        await until(lambda: [turn.rollout for turn in storage.stores[0].turns.of(0)] == [0, 1])
 
 
 async def test_finished_rollouts_of_a_group_that_is_only_sent_whole_are_not_sampled_again(
