@@ -134,7 +134,7 @@ class PolicyLeases:
         return True
 
     async def turns_stored(self, lease: Lease, turns: int) -> None:
-        """Wait until the shard has so many turns, so that who gets the lease next finds them, but not long."""
+        """Wait a moment until the shard has so many turns, so that who gets the lease next finds them."""
         deadline = time.monotonic() + STORED_S
         while (found := await self.stored(lease)) is not NOTHING and found.turns < turns:
             if time.monotonic() > deadline:

@@ -17,7 +17,6 @@ from actors.counters import report_metrics
 from actors.engine_report import EngineReport
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds
-from actors.engines.chat_endpoint import ChatEndpoint
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
@@ -29,6 +28,7 @@ from actors.evaluation.actor import EvaluatingActor
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, refuse_unfit_servers
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.evaluation.evaluator import Evaluator
+from actors.evaluation.text_completions import chat_endpoints
 from actors.first_policy import actor_name, first_policy
 from actors.further_policies.engines import FurtherEngines
 from actors.further_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener
@@ -240,9 +240,8 @@ def _evaluator(
         tool_calls=settings.actors.tool_calls,
         opponents=engines.opponents.engines,
     )
-    evaluator.endpoints = {
-        name: ChatEndpoint(name, one) for name, one in settings.actors.evaluation.endpoints.items()
-    }
+    endpoints = settings.actors.evaluation.endpoints
+    evaluator.endpoints = chat_endpoints(endpoints, tokenizer, settings.actors.tool_calls)
     return evaluator
 
 

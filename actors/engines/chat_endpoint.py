@@ -1,13 +1,14 @@
 """A model behind somebody's OpenAI-compatible endpoint, which answers chats and takes no weights."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from actors.engines.base import ChatReply, Generation, GenerationRequest, Sampling
 from actors.environments.base import JSON, ChatMessage
 from actors.rewards.base import RewardError
 from actors.rewards.endpoint import Endpoint
 from bus.errors import EngineError, RequestRefusedError
+from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
     import torch
@@ -19,16 +20,65 @@ OWN_FIELDS = frozenset({"reasoning_content"})
 SHOWN = 200
 
 
+class Question(NamedTuple):
+    """What an endpoint is asked."""
+
+    body: dict[str, JSON]
+    """Fields of the request, besides the model's name."""
+    read: Callable[[Mapping[str, JSON]], ChatReply | None]
+    """Reads the first choice of the answer; None where that is none."""
+
+
+class Dialect(Protocol):
+    """How chats are put to an endpoint."""
+
+    path: str
+    """What follows the base address."""
+
+    async def question(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]] | None, sampling: Sampling
+    ) -> Question:
+        """Return what is asked for a chat. Raises EngineError for one that cannot be put so."""
+
+
+class ChatCompletions:
+    """Asks in messages."""
+
+    path = "/chat/completions"
+
+    async def question(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]] | None, sampling: Sampling
+    ) -> Question:
+        """Return what is asked for a chat."""
+        body: dict[str, JSON] = {
+            "messages": [{k: v for k, v in one.items() if k not in OWN_FIELDS} for one in messages],
+            **sampled_by(sampling, stop=sampling.stop),
+            **({"tools": list(tools)} if tools else {}),
+        }
+        return Question(body, _chat_reply)
+
+
+def sampled_by(sampling: Sampling, *, stop: Sequence[str]) -> dict[str, JSON]:
+    """Return the fields of a request that say how to sample."""
+    return {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        **({"top_p": sampling.top_p} if sampling.top_p < 1 else {}),
+        **({"top_k": sampling.top_k} if sampling.top_k else {}),  # no field of OpenAI's own server
+        **({"stop": list(stop)} if stop else {}),
+    }
+
+
 class ChatEndpoint:
-    """Asks `/chat/completions` of any server: vLLM, llama.cpp, a gateway, a company's models.
+    """Asks any server of OpenAI's protocol: vLLM, llama.cpp, a gateway, a company's models.
 
     It is an engine for what needs texts alone, such as an evaluation."""
 
     policy_version = 0
     waiting = 0
 
-    def __init__(self, name: str, config: "ChatEndpointConfig") -> None:
-        """Take the settings of `actors.evaluation.endpoints.NAME`.
+    def __init__(self, name: str, config: "ChatEndpointConfig", dialect: Dialect | None = None) -> None:
+        """Take the settings of `actors.evaluation.endpoints.NAME`; without a `dialect` it is asked for chats.
 
         Raises `ConfigError` where its key is to come from a variable that is not set."""
         self.running = 0
@@ -36,53 +86,36 @@ class ChatEndpoint:
         """Tokens of answers, as the server counts them."""
         self._name = name
         self._config = config
-        self._endpoint = Endpoint(config, what=f"evaluation endpoint {name}", path="/chat/completions")
+        self._dialect = dialect or ChatCompletions()
+        self._endpoint = Endpoint(config, what=f"evaluation endpoint {name}", path=self._dialect.path)
 
     async def chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]] | None, sampling: Sampling
     ) -> ChatReply:
         """Return the answer to a chat. Raises EngineError where the server gives none."""
-        body: dict[str, JSON] = {
-            "model": self._config.model,
-            "messages": [{k: v for k, v in one.items() if k not in OWN_FIELDS} for one in messages],
-            "temperature": sampling.temperature,
-            "max_tokens": sampling.max_new_tokens,
-            **({"top_p": sampling.top_p} if sampling.top_p < 1 else {}),
-            **({"top_k": sampling.top_k} if sampling.top_k else {}),  # no field of OpenAI's own server
-            **({"stop": list(sampling.stop)} if sampling.stop else {}),
-            **({"tools": list(tools)} if tools else {}),
-        }
+        question = await self._dialect.question(messages, tools, sampling)
         self.running += 1
         try:
-            reply = await self._endpoint.post(body)
+            reply = await self._endpoint.post({"model": self._config.model, **question.body})
         except RewardError as error:
             raise EngineError(str(error)) from error
         finally:
             self.running -= 1
-        return self._read(reply.body)
+        return self._read(question, reply.body)
 
-    def _read(self, body: JSON) -> ChatReply:
+    def _read(self, question: Question, body: JSON) -> ChatReply:
         choices = body.get("choices") if isinstance(body, Mapping) else None
         first = choices[0] if isinstance(choices, list) and choices else None
-        message = first.get("message") if isinstance(first, Mapping) else None
-        if (
-            not isinstance(body, Mapping)
-            or not isinstance(first, Mapping)
-            or not isinstance(message, Mapping)
-        ):
+        reply = question.read(first) if isinstance(first, Mapping) else None
+        if reply is None or not isinstance(body, Mapping):
             raise EngineError(
-                f"evaluation endpoint {self._name} answered no chat completion: {str(body)[:SHOWN]!r}"
+                f"evaluation endpoint {self._name} answered no completion of {self._dialect.path}: "
+                f"{str(body)[:SHOWN]!r}"
             )
         usage = body.get("usage")
         counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
         self.tokens_generated += counted if isinstance(counted, int) else 0
-        reasoning = message.get("reasoning_content")
-        return ChatReply(
-            content=str(message.get("content") or ""),
-            reasoning=reasoning if isinstance(reasoning, str) else None,
-            tool_calls=tuple(_calls(message.get("tool_calls"))),
-            finish_reason="length" if first.get("finish_reason") == "length" else "stop",
-        )
+        return reply
 
     async def start(self) -> None:
         """Do nothing: connections open with the first request."""
@@ -104,6 +137,24 @@ class ChatEndpoint:
     async def close(self) -> None:
         """Close the connections."""
         await self._endpoint.close()
+
+
+def _chat_reply(choice: Mapping[str, JSON]) -> ChatReply | None:
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        return None
+    reasoning = message.get("reasoning_content")
+    return ChatReply(
+        content=str(message.get("content") or ""),
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+        tool_calls=tuple(_calls(message.get("tool_calls"))),
+        finish_reason=finish_reason(choice),
+    )
+
+
+def finish_reason(choice: Mapping[str, JSON]) -> FinishReason:
+    """Return why an answer ended."""
+    return "length" if choice.get("finish_reason") == "length" else "stop"
 
 
 def _calls(given: JSON) -> list[tuple[str, str, str]]:

@@ -14,15 +14,35 @@ class ChatEndpointConfig(EndpointConfig):
     """A model behind an OpenAI-compatible endpoint, which answers held-out prompts for comparison."""
 
     url: str | None = None
-    """Base address of the endpoint, as https://host/v1; `/chat/completions` is appended."""
+    """Base address of the endpoint, as https://host/v1; the path of its `protocol` is appended."""
 
     model: str = ""
     """Name of the model there."""
+
+    protocol: Literal["chat", "completions"] = "chat"
+    """What the server is asked: `chat` posts messages to `/chat/completions`, `completions` posts a text to
+    `/completions`, for base models, which continue texts and answer no chats."""
+
+    prompt: Literal["template", "text"] = "template"
+    """Text that `completions` has continued. `template`: the chat as the run's own template writes it, which
+    is what the policy sees. `text`: the contents of the messages alone, with blank lines between them."""
+
+    stop: tuple[str, ...] = Field((), max_length=4)
+    """Texts that end an answer of `completions`, besides those of the sampling: a base model may go on
+    otherwise."""
 
     @model_validator(mode="after")
     def _is_a_model_somewhere(self) -> Self:
         if not (self.url and self.model):
             raise ValueError(f"url={self.url!r} with model={self.model!r}: an endpoint needs both")
+        if self.protocol == "chat" and (self.stop or self.prompt != "template"):
+            raise ValueError(
+                f'stop={list(self.stop)}, prompt={self.prompt!r} with protocol="chat": they are for texts '
+                'that are continued: set protocol="completions", or leave them out'
+            )
+        for path in ("/chat/completions", "/completions"):
+            if self.url.rstrip("/").endswith(path):
+                raise ValueError(f"url={self.url!r}: leave out {path}, which the protocol appends")
         return self
 
 

@@ -113,6 +113,20 @@ class ChatFormat:
         prompt = self._prompt(checked_messages(messages), checked_tools(tools))
         return tuple(prompt.token_ids.tolist())
 
+    def render_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> tuple[str, bool]:
+        """Return the text of a chat up to where the assistant starts to speak, and whether it starts inside
+        of reasoning. Raises `MessagesError`."""
+        text = self._render(checked_messages(messages), checked_tools(tools))
+        return text, self._reader.opens_reasoning(text)
+
+    def read_text(
+        self, text: str, *, in_reasoning: bool, tools: Sequence[Tool] | None, number: int
+    ) -> Answer:
+        """Return what an answer consists of, of which only the text is known."""
+        return self._reader.read(text, in_reasoning=in_reasoning, tools=tools or (), number=number)
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of rendered text, which spells out its special tokens: none is added.
 
