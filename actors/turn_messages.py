@@ -29,6 +29,7 @@ def turn_message(turn: SampledTurn, lease: Lease, rollout: int, actor: str) -> K
         routed_experts=b"" if routed is None else routed.tobytes(),
         moe_layers=layers,
         experts_per_token=per_token,
+        expert_bytes=1 if routed is None else routed.itemsize,
         kept_counts=b"" if sampled.kept is None else sampled.kept.counts.tobytes(),
         kept_tokens=b"" if sampled.kept is None else sampled.kept.token_ids.tobytes(),
     )
@@ -38,7 +39,7 @@ def turns_by_rollout(messages: Iterable[KeptTurn]) -> dict[int, list[SampledTurn
     """Return the turns in these messages, which are of one lease, by rollout."""
     found: dict[int, list[SampledTurn]] = {}
     for message in messages:
-        routed = np.frombuffer(message.routed_experts, np.uint8)
+        routed = np.frombuffer(message.routed_experts, "u1" if message.expert_bytes == 1 else "<u2")
         shape = -1, message.moe_layers, message.experts_per_token
         generation = Generation(
             message.token_ids,

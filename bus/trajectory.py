@@ -344,8 +344,10 @@ class KeptTurn(Message, tag="kept_turn"):
         refuse_impossible(self.behaviour_logprobs, self.name, self.actor)
         check_kept_sets(self.name, self.token_ids, self.kept_counts, self.kept_tokens)
         row = self.moe_layers * self.experts_per_token * self.expert_bytes
-        if min(self.moe_layers, self.experts_per_token) < 0 or self.expert_bytes not in (1, 2) or (
-            len(self.routed_experts) % row if row else self.routed_experts
+        if (
+            min(self.moe_layers, self.experts_per_token) < 0
+            or self.expert_bytes not in (1, 2)
+            or (len(self.routed_experts) % row if row else self.routed_experts)
         ):
             raise SchemaError(f"{self.name}: {len(self.routed_experts)} routed experts in rows of {row}")
 

@@ -123,14 +123,14 @@ async def test_a_rollout_that_nobody_records_leaves_no_turns():
     assert policy.turns.of("heldout") is None
 
 
-def sampled(versions: list[int], *, trained: bool = True) -> SampledTurn:
+def sampled(versions: list[int], *, trained: bool = True, experts=np.uint8) -> SampledTurn:
     count = len(versions)
     generation = Generation(
         np.arange(count, dtype=np.int32),
         np.full(count, -0.25, np.float32),
         np.array(versions, np.int32),
         "stop",
-        np.arange(count * 6, dtype=np.uint8).reshape(count, 3, 2),
+        np.arange(count * 6, dtype=experts).reshape(count, 3, 2),
         KeptSets.of([np.array([n, 90], np.int32) for n in range(count)]),
     )
     return SampledTurn(2, b"0123456789abcdef", generation, trained)
@@ -147,8 +147,9 @@ def test_only_turns_that_may_enter_the_loss_are_bound_to_a_version():
     assert turns.unstored(since=3) == []
 
 
-def test_a_turn_travels_bit_for_bit_with_its_experts_and_kept_sets():
-    turn = sampled([3, 3, 4])
+@pytest.mark.parametrize("experts", [np.uint8, np.uint16])
+def test_a_turn_travels_bit_for_bit_with_its_experts_and_kept_sets(experts):
+    turn = sampled([3, 3, 4], experts=experts)
     message = decode(encode(turn_message(turn, make_lease(7), 1, "actor-7")), KeptTurn)
     assert (message.lease_id, message.rollout, message.number, message.actor) == (7, 1, 2, "actor-7")
     [(rollout, [back])] = turns_by_rollout([message]).items()
