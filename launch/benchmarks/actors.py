@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from actors.config import SingleTurnConfig
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.config import SglangEngineConfig
-from actors.engines.sglang.client import request_body
 from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.settings import interpreter
 from actors.environments.base import ChatMessage
 from actors.environments.single_turn import SingleTurn

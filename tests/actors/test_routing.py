@@ -12,7 +12,7 @@ from actors.engines.base import NOTHING, Sampling
 from actors.engines.expert_routing import Routing
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.answers import read_answer
-from actors.engines.sglang.client import request_body
+from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.settings import server_settings
 from actors.environments.base import Episode
 from actors.group import Group

@@ -23,6 +23,7 @@ from actors.engines.sglang.answers import (
     read_events,
     read_prompt_logprobs,
 )
+from actors.engines.sglang.request_bodies import probe_body, request_body
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY
 from bus.broadcast_messages import OfferedBucket
@@ -354,36 +355,6 @@ class SglangClient:
             raise UnreachableError(
                 f"no answer from an SGLang server at {self.url}{path}: {reason}"
             ) from error
-
-
-def probe_body() -> Json:
-    """Return what asks for one token."""
-    probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
-    return request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
-
-
-def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
-    """Return what /generate wants for a request."""
-    sampling = request.sampling
-    stops = list(sampling.stop_token_ids)
-    routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
-    return {
-        "rid": rid,
-        "input_ids": [int(token) for token in request.token_ids],
-        "sampling_params": {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "max_new_tokens": sampling.max_new_tokens,
-            "stop_token_ids": stops or None,
-            "ignore_eos": not stops,
-            "sampling_seed": sampling.seed,  # a deterministic server would give all without one the same
-        },
-        "return_logprob": True,
-        "extra_key": salt,
-        **(routed if request.experts_from is not None else {}),
-    }
 
 
 def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.sglang.client import request_body
+from actors.engines.sglang.request_bodies import request_body
 from actors.environments.base import Environment, Task
 from actors.environments.build import build_environment
 from actors.environments.length_config import LengthProfileConfig, LogNormalLengths, RecordedLengths
