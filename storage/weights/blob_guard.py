@@ -12,8 +12,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from bus.blob_requests import BlobAccess
 from bus.certificates import make_certificate, pem
-from bus.requests import BlobAccess
 
 SERVER_NAME = "sluice-weights"
 """Name in the certificate of every such server, whatever its address."""

@@ -18,13 +18,13 @@ from aiohttp import web
 from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError
 
+from bus.blob_requests import BlobAccess, BlobAccessAsked
 from bus.blobs import checked, shown_fetch
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.publish import together
-from bus.requests import BlobAccess, BlobAccessAsked
 from bus.server import is_loopback
 from bus.waiting import RETRY_S, cancelled
 from storage.disk.atomic_files import Content, Data

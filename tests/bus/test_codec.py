@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bus
+from bus.blob_requests import BlobAccess, BlobAccessAsked, BlobAsked, BlobOffer
 from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import MAX_DEPTH, Message, decode, encode, fast_constructor
 from bus.device_messages import DeviceHold, DeviceUser
@@ -46,10 +47,6 @@ from bus.refusal import Refused
 from bus.requests import (
     BatchLease,
     BatchRequest,
-    BlobAccess,
-    BlobAccessAsked,
-    BlobAsked,
-    BlobOffer,
     Closed,
     CloseRequest,
     DataAccepted,

@@ -14,11 +14,11 @@ import pytest
 import structlog
 import uvloop
 
+from bus.blob_requests import BlobAccess, BlobAccessAsked
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.credentials import load_credentials
 from bus.errors import BusError, ConfigError
-from bus.requests import BlobAccess, BlobAccessAsked
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
 from storage.weights import blob_http
