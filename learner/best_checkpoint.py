@@ -1,6 +1,6 @@
 """Tells which evaluated version is best by a score, and which checkpoints stay on the disk for that."""
 
-from bus.messages import EvaluationResult
+from bus.evaluation_messages import EvaluationResult
 from learner.progress import Best, Progress
 from storage.evaluation_config import ALWAYS, HELD_OUT
 

@@ -9,7 +9,8 @@ import structlog
 from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import BlobRef, EvaluationResult, EvaluationTask, PolicyManifest
+from bus.evaluation_messages import EvaluationResult, EvaluationTask
+from bus.messages import BlobRef, PolicyManifest
 from bus.publish import Publisher
 from bus.waiting import ended_before
 from storage.evaluation_config import EvaluationSetConfig

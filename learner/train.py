@@ -10,7 +10,8 @@ from typing import Any
 from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import EvaluationResult, Probe
+from bus.evaluation_messages import EvaluationResult
+from bus.messages import Probe
 from bus.requests import BatchLease
 from bus.status import report_status
 from bus.waiting import ended_before

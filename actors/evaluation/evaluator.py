@@ -21,7 +21,8 @@ from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume
 from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError
-from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
+from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
+from bus.messages import BlobRef, Prompt
 from bus.publish import Publisher, together
 from bus.trajectory import TRUSTED_ENDS
 from bus.waiting import unless

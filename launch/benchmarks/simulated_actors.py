@@ -30,7 +30,8 @@ from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume, consume_received
-from bus.messages import EvaluationTask, Lease
+from bus.evaluation_messages import EvaluationTask
+from bus.messages import Lease
 from bus.pace import follow_pace
 from bus.process_tuning import few_collections
 from bus.publish import Publisher

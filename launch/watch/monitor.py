@@ -17,7 +17,8 @@ from actors.environments.panel_config import PanelConfig
 from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import EvaluationResult, Metrics, Status
+from bus.evaluation_messages import EvaluationResult
+from bus.messages import Metrics, Status
 from bus.stream_reader import Place, StreamReader
 from bus.waiting import set_within
 from launch.config import RunConfig

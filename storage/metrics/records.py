@@ -8,7 +8,8 @@ from math import isfinite, nan
 from pathlib import Path
 
 from bus.codec import Json
-from bus.messages import EvaluationResult, Metrics
+from bus.evaluation_messages import EvaluationResult
+from bus.messages import Metrics
 
 Record = dict[str, Json]
 """One line: time_s (since the epoch), source, step, kind ("metrics" or "evaluation") and the values."""

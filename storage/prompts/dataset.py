@@ -5,7 +5,8 @@ from pathlib import Path
 
 from bus.codec import MAX_ITEMS, Json, encode
 from bus.errors import ConfigError
-from bus.messages import Prompt, PromptSet
+from bus.evaluation_messages import PromptSet
+from bus.messages import Prompt
 from storage.config import PromptKeys
 from storage.prompts.rows import Row, missing_key, read_rows
 from storage.prompts.stored_prompts import StoredPrompts

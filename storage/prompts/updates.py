@@ -6,7 +6,8 @@ from bus.blobs import get_blob
 from bus.codec import Message, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import PolicyManifest, PromptSet
+from bus.evaluation_messages import PromptSet
+from bus.messages import PolicyManifest
 from bus.requests import DataAccepted, NewData
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets

@@ -13,7 +13,8 @@ from actors.further_policies.engines import FurtherEngines
 from actors.weights.follow import PolicyFollower
 from bus.blobs import put_blob
 from bus.codec import encode
-from bus.messages import EvaluationResult, EvaluationTask, PolicyManifest, Prompt, PromptSet
+from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
+from bus.messages import PolicyManifest, Prompt
 from bus.publish import Publisher
 from learner.scratch_model import character_tokenizer
 

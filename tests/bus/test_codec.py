@@ -20,13 +20,12 @@ from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted
 from bus.codec import MAX_DEPTH, Message, decode, encode, fast_constructor
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
+from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
 from bus.messages import (
     AdaptedBase,
     BlobRef,
     DeadLetter,
     DeltaRef,
-    EvaluationResult,
-    EvaluationTask,
     GroupRejected,
     KeptVersion,
     Metrics,
@@ -35,7 +34,6 @@ from bus.messages import (
     PolicyManifest,
     Probe,
     Prompt,
-    PromptSet,
     RewardGiven,
     RoleHolder,
     RunIdentity,

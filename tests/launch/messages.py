@@ -1,7 +1,8 @@
 """Tells tests what the processes of a run say."""
 
 from bus.codec import Json
-from bus.messages import EvaluationResult, Metrics, Status
+from bus.evaluation_messages import EvaluationResult
+from bus.messages import Metrics, Status
 from launch.watch.monitor import RunSettings
 
 MIB = 1 << 20

@@ -1,6 +1,6 @@
 """Which checkpoint is best, and which are kept for it, over results that come late and learners that die."""
 
-from bus.messages import EvaluationResult
+from bus.evaluation_messages import EvaluationResult
 from learner.best_checkpoint import BestCheckpoint
 from learner.progress import Best, Progress, kept_steps
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from bus.codec import encode
-from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Status
+from bus.evaluation_messages import EvaluationResult, EvaluationTask
+from bus.messages import BlobRef, Status
 from bus.publish import Publisher
 from learner import service
 from tests.learner.mini_run import LIMIT_S, mini_run

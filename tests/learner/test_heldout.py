@@ -8,7 +8,8 @@ from structlog.testing import capture_logs
 
 from bus.codec import encode
 from bus.errors import ConfigError
-from bus.messages import BlobRef, EvaluationResult, EvaluationTask, PolicyManifest
+from bus.evaluation_messages import EvaluationResult, EvaluationTask
+from bus.messages import BlobRef, PolicyManifest
 from bus.publish import Publisher
 from learner.evaluation import HeldOut
 from storage.evaluation_config import EvaluationSetConfig

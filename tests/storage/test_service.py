@@ -15,16 +15,8 @@ from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import ConfigError
-from bus.messages import (
-    BlobRef,
-    GroupRejected,
-    ModelFiles,
-    PolicyManifest,
-    PromptSet,
-    RoleHolder,
-    RunRecord,
-    Status,
-)
+from bus.evaluation_messages import PromptSet
+from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, RoleHolder, RunRecord, Status
 from bus.publish import Publisher
 from bus.topology import remove
 from learner.scratch_model import character_tokenizer

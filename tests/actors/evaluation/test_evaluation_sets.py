@@ -8,7 +8,8 @@ from actors.evaluation.engines import OwnEngine, RolloutEngines
 from bus.blobs import put_blob
 from bus.codec import decode, encode
 from bus.errors import SchemaError
-from bus.messages import EvaluationTask, Prompt, PromptSet
+from bus.evaluation_messages import EvaluationTask, PromptSet
+from bus.messages import Prompt
 from bus.publish import Publisher
 from storage.weights.blob_sources import Blobs
 from tests.actors.held_out import followed

@@ -12,7 +12,8 @@ import pytest
 
 from bus.codec import encode
 from bus.connection import Bus
-from bus.messages import EvaluationResult, Metrics
+from bus.evaluation_messages import EvaluationResult
+from bus.messages import Metrics
 from bus.publish import Publisher
 from launch.watch import history as histories
 from launch.watch.history import History

@@ -10,7 +10,8 @@ import pytest
 
 from bus.codec import encode
 from bus.connection import Bus
-from bus.messages import EvaluationResult, Metrics, PolicyManifest
+from bus.evaluation_messages import EvaluationResult
+from bus.messages import Metrics, PolicyManifest
 from bus.permissions import COUNTERS
 from bus.publish import Publisher
 from bus.topology import ensure

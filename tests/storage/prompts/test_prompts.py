@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from bus.codec import MAX_ITEMS, decode
 from bus.errors import ConfigError
-from bus.messages import Prompt, PromptSet
+from bus.evaluation_messages import PromptSet
+from bus.messages import Prompt
 from storage.config import PromptKeys
 from storage.prompts.dataset import encoded_prompts, load_prompts
 from storage.prompts.epochs import PromptOrder

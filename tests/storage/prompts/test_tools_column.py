@@ -10,7 +10,8 @@ from transformers import Qwen3Config
 
 from bus.codec import decode, encode
 from bus.errors import ConfigError
-from bus.messages import Prompt, PromptSet
+from bus.evaluation_messages import PromptSet
+from bus.messages import Prompt
 from learner.scratch_model import character_tokenizer
 from storage.config import PromptKeys
 from storage.prompts.dataset import encoded_prompts, load_prompts
