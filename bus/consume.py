@@ -5,8 +5,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Generic
 
 import nats.errors
@@ -15,11 +14,11 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import NotFoundError
 
-from bus.codec import M, decode
+from bus.codec import M
 from bus.connection import Bus
 from bus.errors import BusError, HandBackError, SchemaError
-from bus.message_parts import Parts, StreamMessage
-from bus.topology import ACK_WAIT_S
+from bus.message_parts import Parts
+from bus.received import Received, report_progress, understood, while_reporting_progress
 from bus.waiting import RETRY_S, cancelled, set_within
 
 log = structlog.get_logger()
@@ -170,32 +169,6 @@ def _can_be_acked(raw: Msg) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Received(Generic[M]):
-    """A decoded message and its handle on the stream."""
-
-    message: M
-    handle: StreamMessage
-
-    @property
-    def deliveries(self) -> int:
-        """Return the number of deliveries of the message, this one and those that came back unread
-        included."""
-        return int(self.handle.raws[0].metadata.num_delivered)
-
-    async def ack(self) -> None:
-        """Acknowledge the message, which the stream forgets. Raises `BusError` on a closed connection."""
-        await self.handle.ack()
-
-    async def hand_back(self) -> None:
-        """Let the stream deliver it to another consumer at once."""
-        try:
-            for raw in self.handle.raws:
-                await raw.nak()
-        except nats.errors.Error as error:  # the bus is away: the ack wait gives it back
-            log.warning("message_not_handed_back", subject=self.handle.subject, reason=str(error))
-
-
 Room = Callable[[int], Awaitable[int]]
 """Returns how many messages to take, at most as many as it is given. It waits a moment before it says 0."""
 
@@ -237,7 +210,7 @@ async def consume_received(
     async def process(received: Received[M]) -> None:
         nonlocal busy
         try:
-            await _while_reporting_progress(received, handle)
+            await while_reporting_progress(received, handle)
             await received.ack()
         except SchemaError as error:  # a retry cannot help
             await received.handle.set_aside(bus, error)
@@ -284,9 +257,7 @@ async def consume_batches(
     async with inbox.parts.tended():
         ahead = _Ahead(inbox, bus, expected, limit)
         taking = asyncio.create_task(ahead.take(stop), name="take ahead")
-        beating = asyncio.create_task(
-            _report_progress(lambda: [*batch, *ahead.ready]), name="report progress"
-        )
+        beating = asyncio.create_task(report_progress(lambda: [*batch, *ahead.ready]), name="report progress")
         try:
             while batch := await ahead.batch(linger_s):
                 for received in await _handled(batch, bus, handle):
@@ -361,45 +332,3 @@ async def _handled(
     else:
         return batch
     return [received for one in batch for received in await _handled([one], bus, handle)]
-
-
-async def understood(
-    arrived: list[Msg], bus: Bus, expected: type[M], parts: Parts | None = None
-) -> list[Received[M]]:
-    """Return the messages that `arrived` completes and that decode; the others are set aside.
-
-    Incomplete messages wait in `parts` for their other parts.
-    """
-    good: list[Received[M]] = []
-    parts = parts or Parts(bus)
-    for handle in await parts.collect(arrived):
-        try:
-            good.append(Received(decode(handle.data, expected), handle))
-        except SchemaError as error:
-            await parts.refuse(handle, error)
-    return good
-
-
-async def _while_reporting_progress(
-    received: Received[M], handle: Callable[[Received[M]], Awaitable[None]]
-) -> None:
-    beating = asyncio.create_task(_report_progress(lambda: [received]))
-    try:
-        await handle(received)
-    finally:
-        beating.cancel()
-
-
-async def _report_progress(held: Callable[[], Sequence[Received[M]]]) -> None:
-    """Report the held messages as in progress, so that the stream does not deliver them to others."""
-    while True:
-        await asyncio.sleep(ACK_WAIT_S / 3)
-        for received in held():
-            try:
-                for raw in received.handle.raws:
-                    await raw.in_progress()
-            except nats.errors.MsgAlreadyAckdError:  # it was acked since the list was made
-                continue
-            except nats.errors.Error as error:  # the bus is away: try again later, the work goes on
-                log.warning("progress_not_reported", subject=received.handle.subject, reason=str(error))
-                break

@@ -29,12 +29,13 @@ from actors.weights.follow import PolicyFollower
 from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox, Received, consume, consume_received
+from bus.consume import Inbox, consume, consume_received
 from bus.evaluation_messages import EvaluationTask
 from bus.messages import Lease
 from bus.pace import follow_pace
 from bus.process_tuning import few_collections
 from bus.publish import Publisher
+from bus.received import Received
 from bus.status import report_status
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch

@@ -8,6 +8,7 @@ import pytest
 from nats.js.api import ConsumerConfig
 
 from bus import consume as consume_module
+from bus import received as received_module
 from bus.codec import Message, decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume, consume_batches
@@ -243,7 +244,7 @@ async def test_poison_as_large_as_the_server_takes_is_set_aside_in_part(bus: Bus
 
 @pytest.mark.nats
 async def test_long_work_is_not_given_to_another(bus: Bus, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(consume_module, "ACK_WAIT_S", 0.3)
+    monkeypatch.setattr(received_module, "ACK_WAIT_S", 0.3)
     await expect_redelivery_after(bus, 0.3)
     await send_leases(bus, 1)
 

@@ -12,14 +12,16 @@ import pytest
 
 from bus import consume as consume_module
 from bus import message_parts as parts_module
+from bus import received as received_module
 from bus.codec import Int32Array, Message, decode, encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox, Received, consume, consume_batches
+from bus.consume import Inbox, consume, consume_batches
 from bus.errors import BusError, SchemaError
 from bus.message_parts import PART_BYTES, SET, Parts, split
 from bus.messages import DeadLetter
 from bus.publish import Publisher
+from bus.received import Received
 from bus.server import MAX_PAYLOAD, NatsServer
 from bus.topology import ensure
 from tests.conftest import RUN, Connect
@@ -67,7 +69,7 @@ class Recorder:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consume_module, "POLL_S", 0.1)
     monkeypatch.setattr(parts_module, "ACK_WAIT_S", 0.8)
-    monkeypatch.setattr(consume_module, "ACK_WAIT_S", 0.6)
+    monkeypatch.setattr(received_module, "ACK_WAIT_S", 0.6)
     monkeypatch.setattr(parts_module, "LONGEST_DELAY_S", 0.2)
     monkeypatch.setattr(parts_module, "STALLED_S", 0.5)
 

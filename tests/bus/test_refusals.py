@@ -7,9 +7,10 @@ import pytest
 from bus import consume as consume_module
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.consume import Inbox, Received, consume, consume_received
+from bus.consume import Inbox, consume, consume_received
 from bus.errors import HandBackError, SchemaError
 from bus.messages import DeadLetter, Lease
+from bus.received import Received
 from tests.factories import make_lease
 
 pytestmark = pytest.mark.nats
