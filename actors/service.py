@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -15,6 +15,7 @@ from actors.colocation import DeviceSharing, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
 from actors.counters import report_metrics
 from actors.engine_report import EngineReport
+from actors.engine_start import Startable, started
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
@@ -49,8 +50,6 @@ from bus.pace import follow_pace
 from bus.process_tuning import few_collections, quick_turns
 from bus.status import report_status
 from storage.weights.blob_sources import BlobSource, blob_source
-
-Startable: TypeAlias = Fleet | Opponents | OwnEngine | FurtherPolicy
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ async def run_actors(
         if further is None:
             return
         engines = _Engines(policy, opponents, claims, own, further)
-        if not await _started(bus, engines.at_start(settings.actors), stop):
+        if not await started(bus, engines.at_start(settings.actors), stop):
             return
         open_parts.enter_context(few_collections())
         open_parts.enter_context(quick_turns())
@@ -376,38 +375,3 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     if not found:
         raise ConfigError("neither the model's config.json nor its tokenizer names an end token (eos_token)")
     return tuple(sorted(found))
-
-
-async def _started(bus: Bus, engines: Sequence[Startable], stop: asyncio.Event) -> bool:
-    """Start the engines, which may take minutes; return False when `stop` came first."""
-    finished = asyncio.Event()
-    showing = asyncio.create_task(
-        report_status(
-            bus,
-            source=actor_name(),
-            role="actor",
-            look=lambda: ("starting its engine", {}),
-            stop=finished,
-            waits_for=lambda: "its engine to start",
-        )
-    )
-    starting = asyncio.create_task(_start_each(engines))
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({starting, stopping, showing}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        finished.set()
-        if not starting.done():
-            starting.cancel()
-        stopping.cancel()
-        await asyncio.wait({starting, stopping, showing})
-    showing.result()
-    if starting.cancelled():
-        return False
-    starting.result()
-    return True
-
-
-async def _start_each(engines: Sequence[Startable]) -> None:
-    for engine in engines:
-        await engine.start()

@@ -1,0 +1,50 @@
+"""The start of an actor's engines, which may take minutes and is shown meanwhile."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from actors.engines.fleet.fleet import Fleet
+from actors.evaluation.engines import OwnEngine
+from actors.first_policy import actor_name
+from actors.further_policies.further_policy import FurtherPolicy
+from actors.opponents.opponents import Opponents
+from bus.connection import Bus
+from bus.status import report_status
+
+Startable: TypeAlias = Fleet | Opponents | OwnEngine | FurtherPolicy
+
+
+async def started(bus: Bus, engines: Sequence[Startable], stop: asyncio.Event) -> bool:
+    """Start the engines, which may take minutes; return False when `stop` came first."""
+    finished = asyncio.Event()
+    showing = asyncio.create_task(
+        report_status(
+            bus,
+            source=actor_name(),
+            role="actor",
+            look=lambda: ("starting its engine", {}),
+            stop=finished,
+            waits_for=lambda: "its engine to start",
+        )
+    )
+    starting = asyncio.create_task(_start_each(engines))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping, showing}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished.set()
+        if not starting.done():
+            starting.cancel()
+        stopping.cancel()
+        await asyncio.wait({starting, stopping, showing})
+    showing.result()
+    if starting.cancelled():
+        return False
+    starting.result()
+    return True
+
+
+async def _start_each(engines: Sequence[Startable]) -> None:
+    for engine in engines:
+        await engine.start()
