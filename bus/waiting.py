@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -95,6 +95,15 @@ async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:
     if task.done():
         task.result()
     return task.done()
+
+
+async def ended_soon_after(stop: asyncio.Event, doing: Coroutine[None, None, None], timeout_s: float) -> None:
+    """Wait for `doing`, and raise what it raised; once `stop` is set, for at most the given time."""
+    task = asyncio.create_task(doing)
+    if not await ended_before(stop, task):
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.cancel():
+            task.result()
 
 
 async def cancelled(*tasks: "asyncio.Task[Any]") -> None:

@@ -84,6 +84,17 @@ class Progress:
         pair = self.evaluations.get(str(policy_version))
         return None if pair is None else pair[0]
 
+    def note_evaluation(
+        self, policy_version: int, sampled: float, greedy: float, *, target: float | None
+    ) -> None:
+        """Keep a version's held-out accuracies, and when a sampled one was the first to reach `target`."""
+        measured = {str(policy_version): (sampled, greedy)}
+        self.evaluations = self.evaluations | measured  # a checkpoint's thread may read the old one
+        reached = target is not None and sampled >= target and self.stage == "rl"
+        if reached and self.target_reached_step is None:
+            self.target_reached_step = self.step
+            self.target_reached_s = self.rl_s
+
     def forget_groups(self, through: int) -> None:
         """Drop those of the steps up to `through`: an earlier checkpoint has them."""
         self.groups = {step: leases for step, leases in self.groups.items() if int(step) > through}

@@ -14,7 +14,7 @@ from bus.evaluation_messages import EvaluationResult
 from bus.messages import Probe
 from bus.requests import BatchLease
 from bus.status import report_status
-from bus.waiting import ended_before
+from bus.waiting import ended_before, ended_soon_after
 from bus.work_progress import tracked
 from learner import lineage
 from learner.algorithms.rl_step import lineage_line
@@ -344,18 +344,14 @@ class Learner:
             await self._heldout.ask(manifest)
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
-        progress, target = self.progress, self._settings.learner.target_accuracy
         self._best.on_result(result)
         if not self._heldout.awaits(result.policy_version):
             self._weights.unpin(result.policy_version)
-        if result.data_set:
-            return
-        measured = {str(result.policy_version): (result.sampled, result.greedy)}
-        progress.evaluations = progress.evaluations | measured  # a checkpoint's thread may read the old one
-        reached = target is not None and result.sampled >= target and progress.stage == "rl"
-        if reached and progress.target_reached_step is None:
-            progress.target_reached_step = progress.step
-            progress.target_reached_s = progress.rl_s
+        if not result.data_set:
+            self.progress.note_evaluation(
+                result.policy_version, result.sampled, result.greedy,
+                target=self._settings.learner.target_accuracy,
+            )  # fmt: skip
 
     async def _checkpoint(self) -> None:
         """Begin to save; the files are written while training goes on."""
@@ -381,11 +377,7 @@ class Learner:
 
     async def _tell(self, telling: Coroutine[None, None, None]) -> None:
         """Storage must hear it, unless we stop: the next learner's `resumed` repairs what is missing."""
-        task = asyncio.create_task(telling)
-        if not await ended_before(self._stop, task):
-            await asyncio.wait({task}, timeout=LAST_WORDS_S)
-            if not task.cancel():
-                task.result()
+        await ended_soon_after(self._stop, telling, LAST_WORDS_S)
 
     # --- what others see ---
 

@@ -2,7 +2,9 @@
 
 import asyncio
 
-from bus.waiting import cancelled
+import pytest
+
+from bus.waiting import cancelled, ended_soon_after
 
 
 async def test_a_task_that_forgets_that_it_was_cancelled_is_cancelled_again():
@@ -22,3 +24,28 @@ async def test_a_task_that_forgets_that_it_was_cancelled_is_cancelled_again():
         await cancelled(deaf, over)
     assert deaf.cancelled()
     assert not over.cancelled()
+
+
+async def test_what_is_said_last_has_its_time_after_the_stop_and_no_more():
+    stop, said = asyncio.Event(), []
+
+    async def say(pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        said.append(pause_s)
+
+    await ended_soon_after(stop, say(0.01), timeout_s=0.0)  # before the stop it has all the time
+    stop.set()
+    await ended_soon_after(stop, say(0.02), timeout_s=5.0)
+    await ended_soon_after(stop, say(60.0), timeout_s=0.01)
+    assert said == [0.01, 0.02]
+
+
+async def test_what_is_said_last_may_fail_and_is_heard():
+    async def fail() -> None:
+        raise ValueError("storage refuses")
+
+    stop = asyncio.Event()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="storage refuses"):
+            await ended_soon_after(stop, fail(), timeout_s=5.0)
+        stop.set()
