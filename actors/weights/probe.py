@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from actors.engines.fleet.member import Scored
+from actors.engines.fleet.engine_life import Scored
 from bus.messages import PolicyManifest
 from bus.waiting import set_within
 

@@ -1,9 +1,25 @@
 """One engine of a fleet from its building to its end."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from actors.engines.base import Engine, Generation
+import structlog
+
+from actors.engines.base import Engine, Generation, Scores
+from actors.engines.fleet.host_weights import HostWeights
+from bus.errors import EngineError
+from bus.waiting import bounded, unless
+
+log = structlog.get_logger()
+
+
+class Scored(NamedTuple):
+    """Log-probs of given tokens, as the weights of one version have them."""
+
+    policy_version: int
+    logprobs: list[list[float]]
 
 
 @dataclass(eq=False)
@@ -22,3 +38,30 @@ class EngineLife:
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it was closed: nothing comes from it any more."""
+
+    async def load(self, weights: HostWeights, *, name: str, timeout_s: float) -> float:
+        """Load these weights; return the seconds generation stood still. Raises `EngineError`, which has the
+        engine's `name`, and as the engine does."""
+        loading = weights.load_into(self.engine, self.serial)
+        async with bounded(timeout_s, f"{name} did not load its weights"):
+            seconds = await unless(self.gone, loading)
+        if not weights.are_in(self.engine):
+            raise EngineError(
+                f"{name} says it has version {self.engine.policy_version} "
+                f"after version {weights.policy_version} was loaded"
+            )
+        self.serial = weights.serial
+        return seconds or 0.0
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, name: str, timeout_s: float
+    ) -> list[list[float]] | None:
+        """Return what the engine says of these tokens; None when it cannot tell, or is closed."""
+        if not isinstance(self.engine, Scores):
+            return None
+        try:
+            async with bounded(timeout_s, f"{name} did not score the probe"):
+                return await unless(self.gone, self.engine.score(sequences))
+        except EngineError as error:
+            log.warning("probe_not_scored", engine=name, reason=str(error))
+            return None

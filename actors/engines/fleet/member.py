@@ -4,15 +4,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import structlog
 
-from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked, Scores
+from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
 from actors.engines.fleet.cache_room import CacheRoom
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.device_share import DeviceShare
-from actors.engines.fleet.engine_life import EngineLife
+from actors.engines.fleet.engine_life import EngineLife, Scored
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.occupancy import Occupancy
 from actors.engines.fleet.partial_generation import left_of, sound
@@ -27,13 +27,6 @@ Build = Callable[[], Awaitable[Engine]]
 WEIGHTS_AGAIN_S = 2.0
 """Time until an engine without weights looks for them again."""
 State = Literal["starting", "serving", "released", "stopping", "waiting", "given up", "left"]
-
-
-class Scored(NamedTuple):
-    """Log-probs of given tokens, as the weights of one version have them."""
-
-    policy_version: int
-    logprobs: list[list[float]]
 
 
 class Member:
@@ -204,15 +197,10 @@ class Member:
 
         None when it does not serve, cannot tell, or took other weights meanwhile."""
         life = self._life
-        if life is None or self.state != "serving" or not isinstance(life.engine, Scores):
+        if life is None or self.state != "serving":
             return None
-        version = self.policy_version
-        try:
-            async with bounded(self._config.request_timeout_s, f"{self.name} did not score the probe"):
-                logprobs = await unless(life.gone, life.engine.score(sequences))
-        except EngineError as error:
-            log.warning("probe_not_scored", engine=self.name, reason=str(error))
-            return None
+        version, timeout_s = self.policy_version, self._config.request_timeout_s
+        logprobs = await life.score(sequences, name=self.name, timeout_s=timeout_s)
         return Scored(version, logprobs) if logprobs and self.policy_version == version else None
 
     async def update(self) -> float:
@@ -306,17 +294,7 @@ class Member:
             await set_within(self._out, WEIGHTS_AGAIN_S)
 
     async def _load(self, life: EngineLife) -> float:
-        weights = self._weights()
-        loading = weights.load_into(life.engine, life.serial)
-        async with bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
-            seconds = await unless(life.gone, loading)
-        if not weights.are_in(life.engine):
-            raise EngineError(
-                f"{self.name} says it has version {life.engine.policy_version} "
-                f"after version {weights.policy_version} was loaded"
-            )
-        life.serial = weights.serial
-        return seconds or 0.0
+        return await life.load(self._weights(), name=self.name, timeout_s=self._config.update_timeout_s)
 
     async def _watch(self) -> None:
         """Return when the engine must leave service; look at its health now and then."""
