@@ -11,6 +11,7 @@ import structlog
 
 from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
+    STOP_S,
     ProgramEnd,
     ProgramError,
     check_program,
@@ -26,6 +27,8 @@ from actors.gateway.session import Session
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.rewards.call_times import CallTimes
+from bus.errors import HandBackError
+from bus.waiting import cancelled, ended_before
 
 log = structlog.get_logger()
 
@@ -43,6 +46,7 @@ class AgentEnvironment:
         self._starting = asyncio.Lock()
         self._is_serving = False
         self._places = asyncio.Semaphore(config.programs)
+        self._stop = asyncio.Event()
 
     @classmethod
     def from_config(cls, config: AgentConfig) -> Self:
@@ -55,11 +59,31 @@ class AgentEnvironment:
         """Return how long its rewards take."""
         return self._scoring.times if self._scoring is not None else ()
 
+    def stop_with(self, stop: asyncio.Event) -> None:
+        """Start no program after `stop`, and end those that run `STOP_S` later."""
+        self._stop = stop
+
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Roll `task` out once. Raises EngineError, RewardError, or EpisodeError for what the program did."""
-        policy = policy.fresh(task.task_id)
+        """Roll `task` out once. Raises EngineError, RewardError, EpisodeError for what the program did, or
+        HandBackError where this process ends."""
         await self._serve()
+        playing = asyncio.create_task(
+            self._played(task, policy.fresh(task.task_id)), name=f"agent {task.task_id}"
+        )
+        try:
+            if not await ended_before(self._stop, playing):
+                await asyncio.wait([playing], timeout=STOP_S)
+            if not playing.done():
+                raise HandBackError(f"the program of task {task.task_id} was not done at the stop")
+            return playing.result()
+        finally:
+            await cancelled(playing)
+
+    async def _played(self, task: Task, policy: Policy) -> Episode:
+        """Return the episode that a program plays."""
         async with self._places, self._gateway.session(policy, task.task_id) as session:
+            if self._stop.is_set():
+                raise HandBackError(f"no program was started for task {task.task_id} before the stop")
             session.posts_rewards = self._scoring is None
             await self._run_program(task, session)
             await session.close()  # what the program left behind at the engine is no part of its episode

@@ -26,6 +26,8 @@ TAIL_BYTES = 4096
 READ_BYTES = 1 << 16
 TERMINATE_S = 2.0
 """Time that a program has to end after SIGTERM."""
+STOP_S = 3.0
+"""Time that running episodes get when the actor is told to stop; then their groups go back to the run."""
 KILL_S = 5.0
 """Longest time that the kernel may take to end a program."""
 LAST_OUTPUT_S = 1.0

@@ -238,6 +238,14 @@ class RunsOnDemand(Protocol):
 
 
 @runtime_checkable
+class HandsBackAtStop(Protocol):
+    """An environment whose rollouts may take longer than the end of a process: it does not finish them."""
+
+    def stop_with(self, stop: asyncio.Event) -> None:
+        """Begin no rollout after `stop`; those that go on a few seconds later raise `HandBackError`."""
+
+
+@runtime_checkable
 class CallsRewards(Protocol):
     """An environment that has rewards computed, and knows how long that takes."""
 

@@ -1,12 +1,13 @@
 """The environment that a configuration names."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from actors.config import ActorsConfig, EnvironmentConfig, PluginEnvironmentConfig
 from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_config import AgentConfig
-from actors.environments.base import Closable, Environment
+from actors.environments.base import Closable, Environment, HandsBackAtStop
 from actors.environments.choice import DEFAULT, EnvironmentChoice
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.clients_config import ClientsConfig
@@ -47,14 +48,16 @@ def build_environment(config: EnvironmentConfig) -> Environment:
 
 
 @asynccontextmanager
-async def built_environment(actors: ActorsConfig) -> AsyncIterator[Environment]:
+async def built_environment(actors: ActorsConfig, stop: asyncio.Event) -> AsyncIterator[Environment]:
     """Build the environment of an actor, which is a choice where it has several, and close it at the end.
 
-    Raises `ConfigError` as `build_environment` does."""
+    `stop` says when the actor is to end. Raises `ConfigError` as `build_environment` does."""
     async with AsyncExitStack() as opened:
         built: dict[str, Environment] = {}
         for name, config in actors.by_name.items():
             built[name] = environment = build_environment(config)
+            if isinstance(environment, HandsBackAtStop):
+                environment.stop_with(stop)
             if isinstance(environment, Closable):
                 opened.push_async_callback(environment.close)
         yield EnvironmentChoice(built) if actors.environments else built[DEFAULT]
@@ -62,5 +65,5 @@ async def built_environment(actors: ActorsConfig) -> AsyncIterator[Environment]:
 
 async def check_environment(actors: ActorsConfig) -> None:
     """Build it, and close it again. Raises `ConfigError` as `build_environment` does."""
-    async with built_environment(actors):
+    async with built_environment(actors, asyncio.Event()):
         pass

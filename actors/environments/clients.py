@@ -218,8 +218,13 @@ class ClientsEnvironment:
         if own is not None and taker is not self._others:
             raise invalid("a program takes the run's tasks, and brings none of its own")
         taker.last_request_s = time.monotonic()
-        is_over = self._stop.is_set()
-        offer = None if is_over else await unless(self._stop, self._offers.claim(own, taker, wait_s))
+        if self._stop.is_set():
+            await asyncio.sleep(
+                min(wait_s, LOOK_S)
+            )  # a client that asks again at once must not be in the way
+            offer = None
+        else:
+            offer = await unless(self._stop, self._offers.claim(own, taker, wait_s))
         if offer is None:
             raise RefusedError(503, "no_task", "there is no task now: ask again", retry=True)
         task, session = await asyncio.shield(offer.session)

@@ -11,6 +11,7 @@ import structlog
 
 from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
+    STOP_S,
     ProgramError,
     check_program,
     program_variables,
@@ -62,10 +63,12 @@ class LongLivedAgent:
             idle_timeout_s=config.program_timeout_s,
             episode_timeout_s=config.program_timeout_s,
             unfinished_reward=config.unfinished_reward,
+            drain_timeout_s=STOP_S,
             gateway=config.gateway,
         )
         self._clients = ClientsEnvironment(limits, scoring)
         self._starting = asyncio.Lock()
+        self._stop = asyncio.Event()
         self._programs: list[_Program] = []
         self._running: list[asyncio.Task[None]] = []
 
@@ -80,13 +83,18 @@ class LongLivedAgent:
         """Return how long its rewards take."""
         return self._clients.reward_times
 
+    def stop_with(self, stop: asyncio.Event) -> None:
+        """Offer no rollout after `stop`, and give back those that are played `STOP_S` later."""
+        self._stop = stop
+
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Have a program roll `task` out once.
 
-        Raises EngineError, RewardError, or EpisodeError for what the program did."""
+        Raises EngineError, RewardError, EpisodeError for what the program did, or HandBackError where this
+        process ends."""
         async with self._starting:
             if not self._programs:
-                await self._clients.open(asyncio.Event())  # what was begun is played to its end
+                await self._clients.open(self._stop)
                 self._programs = [_Program() for _ in range(self._config.programs)]
                 self._running = [
                     asyncio.create_task(self._keep_running(one), name="agent") for one in self._programs

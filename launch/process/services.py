@@ -301,7 +301,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             return
         config = with_own_engine(bus, config, overrides)
         refuse_open_gateway(config)
-        async with built_environment(config.actors) as environment, AsyncExitStack() as opened:
+        async with built_environment(config.actors, stop) as environment, AsyncExitStack() as opened:
             load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
             bus.state.wait_for("its libraries to be loaded")
             log.info("actors_starting", run=config.run)

@@ -11,6 +11,7 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments import agent as agent_environment
 from actors.environments import agent_program
 from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_config import AgentConfig
@@ -21,7 +22,7 @@ from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.worker import end_after
 from bus import plugins
-from bus.errors import ConfigError, EngineError
+from bus.errors import ConfigError, EngineError, HandBackError
 from bus.plugins import ImportPolicy
 from tests.actors.gateway.served import TOKENIZER, script, until
 
@@ -244,6 +245,36 @@ async def test_cancelled_rollout_ends_its_program(agent: Setting, tmp_path):
         await asyncio.wait([rollout])
         assert rollout.cancelled()
         await all_ended(pids)
+
+
+async def test_stop_ends_what_runs_soon_and_begins_nothing_that_waits(agent, monkeypatch, tmp_path):
+    monkeypatch.setattr(agent_environment, "STOP_S", 0.1)
+    pids, stop = tmp_path / "pids", asyncio.Event()
+    program = f'open({str(pids)!r}, "a").write(f"{{os.getpid()}} ")\ntime.sleep(60)'
+    async with agent.running(program, programs_at_once=2) as environment:
+        environment.stop_with(stop)
+        rollouts = [asyncio.create_task(environment.run(TASK, agent.policy)) for _ in range(4)]
+        await until(lambda: pids.exists() and pids.read_text().count(" ") == 2, "two programs")
+        stop.set()
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(*rollouts, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [HandBackError] * 4
+        with pytest.raises(HandBackError, match=r"no program was started for task g00000000\.0"):
+            await environment.run(TASK, agent.policy)
+    assert pids.read_text().count(" ") == 2
+    await all_ended(pids)
+
+
+async def test_program_that_is_done_soon_after_the_stop_gives_its_episode(agent: Setting):
+    agent.engine.hold()
+    async with agent.running("reward(len(ask('hi')))") as environment:
+        environment.stop_with(stop := asyncio.Event())
+        rollout = asyncio.create_task(environment.run(TASK, agent.policy))
+        await until(lambda: agent.engine.running == 1, "its question")
+        stop.set()
+        await asyncio.sleep(0)
+        agent.engine.release()
+        assert (await rollout).trajectories[0].reward == 4.0
 
 
 async def all_ended(pids):

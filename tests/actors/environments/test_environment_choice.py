@@ -9,6 +9,7 @@ import pytest
 from actors.config import ActorsConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
 from actors.environments.build import built_environment
 from actors.environments.choice import EnvironmentChoice
@@ -76,7 +77,7 @@ async def test_one_run_mixes_tools_games_and_single_turns_by_the_source_of_a_pro
     six = AdmissionConfig(groups_per_step=6, samples_per_prompt=2, max_staleness=0)
     asked = policy()
     await asked._engine.start()
-    async with built_environment(ACTORS) as environment:
+    async with built_environment(ACTORS, asyncio.Event()) as environment:
         worker = Worker(
             bus, asked, environment,
             follower=PolicyFollower(bus, asked._engine), keep=load_filter("none"), shards=2, name="tester",
@@ -102,7 +103,7 @@ async def test_one_run_mixes_tools_games_and_single_turns_by_the_source_of_a_pro
 
 async def test_a_prompt_that_names_an_environment_which_is_not_there_fails_and_is_refused_before():
     task = Task(task_id="t", prompt="x", metadata={"environment": "calk"})
-    async with built_environment(ACTORS) as environment:
+    async with built_environment(ACTORS, asyncio.Event()) as environment:
         with pytest.raises(EpisodeError, match="its environment is 'calk': did you mean 'calc'"):
             await environment.run(task, policy())
     good = [Prompt(content="a", metadata={"environment": n}) for n in ("nim", None)] + [Prompt(content="b")]
@@ -146,6 +147,14 @@ async def test_a_group_is_scored_by_the_environment_of_its_prompt():
         0: "reward_error", 2: "reward_error",
     }  # fmt: skip
     assert (first.scored, second.scored) == ([], [episodes])
+
+
+async def test_every_environment_that_hands_back_is_told_of_the_stop():
+    agent = AgentConfig(command="{python} -c pass")
+    actors = ActorsConfig(environments=({"name": "agent", "environment": agent},))
+    stop = asyncio.Event()
+    async with built_environment(actors, stop) as environment:
+        assert environment._environments["agent"]._stop is stop
 
 
 @pytest.mark.parametrize(("each", "of_all"), [((1, 1), 1), ((1, 5), None), ((None, None), None)])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,15 +12,15 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments import long_lived_agent
+from actors.environments import clients, long_lived_agent
 from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.environments.long_lived_agent import LongLivedAgent
 from actors.policy.policy import Policy
 from actors.worker import end_after
-from bus.errors import ConfigError
-from tests.actors.gateway.served import TOKENIZER, script
+from bus.errors import ConfigError, HandBackError
+from tests.actors.gateway.served import TOKENIZER, script, until
 
 HEAD = """
 import json, os, sys, time, urllib.request
@@ -64,6 +65,7 @@ class Agent:
 def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_lived_agent, "RESTART_S", 0.01)
     monkeypatch.setattr(long_lived_agent, "LOOK_S", 0.02)
+    monkeypatch.setattr(clients, "LOOK_S", 0.02)
 
 
 @asynccontextmanager
@@ -199,6 +201,44 @@ while len(os.listdir({str(seen)!r})) < 2:
     async with running(tmp_path, program + PLAY, programs_at_once=2) as agent:
         await agent.run()
     assert len(list(seen.iterdir())) == 2
+
+
+async def test_stop_gives_back_what_is_played_and_what_nobody_took(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(long_lived_agent, "STOP_S", 0.1)
+    taken = tmp_path / "taken"
+    program = f"take()\nopen({str(taken)!r}, 'w').close()\ntime.sleep(60)"
+    async with running(tmp_path, program) as agent:
+        agent.environment.stop_with(stop := asyncio.Event())
+        rollouts = [agent.rollout(0), agent.rollout(1)]
+        await until(taken.exists, "a task that is taken")
+        stop.set()
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(*rollouts, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [HandBackError] * 2
+
+
+async def test_program_that_asks_after_the_stop_is_told_so_after_a_moment(tmp_path: Path, monkeypatch):
+    """A program that asks again at once would be in the way of those that play their last turns."""
+    monkeypatch.setattr(clients, "LOOK_S", 0.2)
+    asked = tmp_path / "asked"
+    program = f"""
+while True:
+    try:
+        take()
+    except urllib.error.HTTPError as error:
+        open({str(asked)!r}, "a").write(f"{{error.code}} ")
+"""
+    async with running(tmp_path, program) as agent:
+        agent.environment.stop_with(stop := asyncio.Event())
+        rollout = agent.rollout()
+        stop.set()
+        with pytest.raises(HandBackError):
+            await rollout
+        await until(lambda: asked.exists() and asked.read_text().count(" ") == 1, "its first question")
+        began = time.monotonic()
+        await until(lambda: asked.read_text().count(" ") >= 3, "two more")
+        assert time.monotonic() - began > 0.3
+    assert set(asked.read_text().split()) == {"503"}
 
 
 def test_missing_package_is_told_at_start_up_with_the_remedy():
