@@ -16,7 +16,7 @@ from bus.requests import BatchLease
 from bus.status import report_status
 from bus.waiting import ended_before, ended_soon_after
 from bus.work_progress import tracked
-from learner import lineage
+from learner import lineage, trained_logprobs
 from learner.algorithms.rl_step import lineage_line
 from learner.backends.base import StepResult
 from learner.best_checkpoint import BestCheckpoint
@@ -244,6 +244,8 @@ class Learner:
         batch, result = await self._world.call(Rank.train, lease.step, version, self.progress.baselines)
         line = lineage_line(lease.step, version + 1, self._incarnation, lease.groups, batch, result)
         await asyncio.to_thread(lineage.record, self._settings.lineage, line)
+        run, recorded = self._settings.lineage.parent, self._world.rank.recorded
+        await asyncio.to_thread(trained_logprobs.write, run, lease.step, version, recorded)
         return batch, result
 
     # --- the end ---

@@ -44,6 +44,7 @@ from learner.config.loss import (
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.config.publication import PublicationConfig
+from learner.config.recorded_logprobs import RecordedLogprobsConfig
 
 
 class BatchConfig(Config):
@@ -184,6 +185,9 @@ class LearnerConfig(Config):
 
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     """Sets when the learner warns of a figure of a step."""
+
+    recorded_logprobs: RecordedLogprobsConfig = RecordedLogprobsConfig()
+    """Sets of how many trajectories the learner's log-probs are recorded."""
 
     publication: PublicationConfig = PublicationConfig()
     """Sets how policy versions reach the actors."""

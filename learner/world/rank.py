@@ -9,8 +9,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from bus.errors import UnreadableGroupsError, WorldError
@@ -28,6 +30,7 @@ from learner.progress import kept_steps
 from learner.publication.host_copy import NONE_EXACT, Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
 from learner.publication.publisher import AdapterBase
+from learner.scoring.recorded_logprobs import recorded_logprobs
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
@@ -56,6 +59,8 @@ class Rank:
     ) -> None:  # fmt: skip
         """Take over the backend, of whose weights `exact_dtypes` are published in dtypes of their own."""
         self.hf_config = backend.hf_config
+        self.recorded: Mapping[str, NDArray[np.float32]] = {}
+        """Log-probs of a few trajectories of the latest step (learner/scoring/recorded_logprobs.py)."""
         self.share, self.shares = backend.data_parallel_group.rank(), backend.data_parallel_group.size()
         self._backend = backend
         self._settings = settings
@@ -131,19 +136,22 @@ class Rank:
         groups, answers = await task
         self._saved_step = None
         del self._fetching[step]
-        peers = self._peers
-        return await self.in_thread(
-            lambda: train_on(
+        peers, learner = self._peers, self._settings.learner
+
+        def work() -> tuple[StepBatch, StepResult]:
+            self.recorded = recorded_logprobs(self._backend, groups, learner, step=step)
+            return train_on(
                 self._backend,
                 groups,
                 [ref.weight for ref in refs],
-                self._settings.learner,
+                learner,
                 step=step,
                 policy_version=policy_version,
                 baselines=baselines,
                 answers=answers if peers is None else peers.from_first(answers),
             )
-        )
+
+        return await self.in_thread(work)
 
     async def fetched_by_all(self, step: int) -> bool | None:
         """Return whether every rank has its groups of `step`, once each has them or knows why not; None while

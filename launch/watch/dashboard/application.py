@@ -163,6 +163,7 @@ def _wanted(query: Mapping[str, str]) -> Wanted:
             least_reward=float(given["least"]) if "least" in given else None,
             most_reward=float(given["most"]) if "most" in given else None,
             end=given.get("end"),
+            recorded="ratios" in given,
             text=given.get("text"),
             below=_whole("below", given["below"]) if "below" in given else None,
         )

@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from bus.codec import Json
 from bus.errors import ConfigError, SchemaError
 from bus.messages import parse_trajectory_name
@@ -12,6 +14,7 @@ from bus.trajectory import Trajectory
 from launch.watch.dashboard.token_texts import Decode, token_texts
 from launch.watch.dashboard.trajectory_sources import Groups, TrajectorySource
 from launch.watch.trajectory_spans import spans
+from learner.trained_logprobs import TrainedLogprobs
 
 AT_ONCE = 4
 """Groups that are read at a time."""
@@ -23,6 +26,8 @@ PAGE = 40
 """Trajectories after which a page of the list ends, with its last group."""
 PREVIEW_TOKENS = 60
 DIGITS = 4
+CUT_OFF = 20.0
+"""Log ratios are cut off at this many nats: JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Wanted:
     least_reward: float | None = None
     most_reward: float | None = None
     end: str | None = None
+    recorded: bool = False
+    """Whether only those are wanted whose importance ratios are known."""
     text: str | None = None
     """Text that the trajectory has somewhere, in capitals or not."""
     below: int | None = None
@@ -54,19 +61,22 @@ class Wanted:
 async def trajectory_list(source: TrajectorySource, wanted: Wanted) -> dict[str, Json]:
     """Return the newest wanted trajectories, and where the search goes on: `below`, null at its end."""
     of_step = None if wanted.step is None else await source.of_step(wanted.step)
+    recorded = await source.recorded() if wanted.recorded else None
     async with source.groups() as groups:
         complete = await groups.leases()
         leases = complete if of_step is None else [*set(complete).intersection(of_step)]
+        if recorded is not None:
+            leases = [*set(leases).intersection(parse_trajectory_name(name)[0] for name in recorded)]
         leases = sorted((n for n in leases if wanted.below is None or n < wanted.below), reverse=True)
         decode = await source.decode()
-        found, searched = await _search(groups, leases, wanted, decode)
+        found, searched = await _search(groups, leases, wanted, decode, recorded)
     listed = await asyncio.to_thread(_summaries, found, decode)
     more = leases[searched - 1] if searched and searched < len(leases) else None
     return {"trajectories": listed, "below": more, "searched": searched, "complete": len(complete)}
 
 
 async def _search(
-    groups: Groups, leases: Sequence[int], wanted: Wanted, decode: Decode
+    groups: Groups, leases: Sequence[int], wanted: Wanted, decode: Decode, recorded: set[str] | None
 ) -> tuple[list[Trajectory], int]:
     """Return wanted trajectories of these leases, in their order, and how many leases were searched.
 
@@ -81,6 +91,8 @@ async def _search(
         searched += len(part)
         for group in await groups.read(part):
             matching = [*filter(wanted.matches, group)]
+            if recorded is not None:
+                matching = [t for t in matching if t.trajectory_id in recorded]
             if wanted.text is not None:
                 matching = await asyncio.to_thread(_with_text, matching, wanted.text.casefold(), decode)
             found += matching
@@ -133,23 +145,48 @@ async def one_trajectory(source: TrajectorySource, name: str) -> dict[str, Json]
         raise ConfigError(f"{name} is not among the complete groups: it is due, retired or was never there")
     decode = await source.decode()
     steps = await source.steps(lease)
-    return await asyncio.to_thread(_shown, found, group, steps, decode)  # a long one takes a while to decode
+    trained = await source.logprobs(name)
+    # a long one takes a while to decode
+    return await asyncio.to_thread(_shown, found, group, steps, trained, decode)
 
 
 def _shown(
-    found: Trajectory, group: Iterable[Trajectory], steps: Iterable[int] | None, decode: Decode
-) -> dict[str, Json]:
+    found: Trajectory, group: Iterable[Trajectory], steps: Iterable[int] | None,
+    trained: TrainedLogprobs | None, decode: Decode,
+) -> dict[str, Json]:  # fmt: skip
+    ratios = None if trained is None else importance_ratios(found, trained)
+    known = trained if ratios is not None else None
     return {
+        "learner": None if known is None else {"step": known.step, "version": known.policy_version},
         "trajectory": _summary(found, decode),
         "components": dict(found.reward_components),
         "metadata": dict(found.metadata),
         "steps": None if steps is None else [*steps],
         "group": _summaries(group, decode),
-        "parts": [_part(found, decode, *span) for span in spans(found)],
+        "parts": [_part(found, ratios, decode, *span) for span in spans(found)],
     }
 
 
-def _part(t: Trajectory, decode: Decode, start: int, stop: int, number: int | None) -> Json:
+def importance_ratios(t: Trajectory, trained: TrainedLogprobs) -> list[float | None] | None:
+    """Return the learner's policy over the one that sampled, for each token; None for one not trained.
+
+    It returns None for log-probs of another number of tokens: they are of a trajectory that had this name in
+    a run before."""
+    mask = t.loss_mask.copy()
+    mask[:1] = False  # nothing predicts the first token
+    if int(np.count_nonzero(mask)) != len(trained.logprobs):
+        return None
+    log_ratios = trained.logprobs.astype(np.float64) - t.behaviour_logprobs[mask]
+    ratios: list[float | None] = [None] * len(mask)
+    for place, ratio in zip(np.flatnonzero(mask), np.exp(log_ratios.clip(-CUT_OFF, CUT_OFF)), strict=True):
+        ratios[place] = float(ratio)
+    return ratios
+
+
+def _part(
+    t: Trajectory, ratios: Sequence[float | None] | None, decode: Decode, start: int, stop: int,
+    number: int | None,
+) -> Json:  # fmt: skip
     """Return a turn with its tokens, or the text between two turns, whose tokens nobody sampled."""
     texts = token_texts(t.token_ids[start:stop].tolist(), decode)
     if number is None:
@@ -164,10 +201,11 @@ def _part(t: Trajectory, decode: Decode, start: int, stop: int, number: int | No
         "reward": turn.reward,
         "texts": [*texts],
         "logprobs": _rounded(t.behaviour_logprobs[start:stop].tolist()),
+        "ratios": None if ratios is None else _rounded(ratios[start:stop]),
         "versions": [*t.policy_versions[start:stop].tolist()],
         "mask": [*t.loss_mask[start:stop].astype(int).tolist()],
     }
 
 
-def _rounded(values: Sequence[float]) -> list[Json]:
-    return [round(value, DIGITS) for value in values]
+def _rounded(values: Sequence[float | None]) -> list[Json]:
+    return [None if value is None else round(value, DIGITS) for value in values]

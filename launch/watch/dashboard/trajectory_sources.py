@@ -26,6 +26,8 @@ from launch.process.model_directory import model_of_run
 from launch.watch.dashboard.metrics_source import CONNECT_S, Locate
 from launch.watch.dashboard.token_texts import Decode, decoder, has_tokenizer
 from launch.watch.stored_groups import GroupReader, stored_groups
+from learner import trained_logprobs
+from learner.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import leases_of_step, steps_of_lease
 
@@ -59,6 +61,12 @@ class TrajectorySource(Protocol):
     async def steps(self, lease: int) -> list[int] | None:
         """Return the steps that trained on a lease; None where that is not known."""
 
+    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
+        """Return what the learner made of a trajectory; None where it recorded nothing."""
+
+    async def recorded(self) -> set[str]:
+        """Return the trajectories of which it recorded that. Raises `ConfigError` where it is not known."""
+
     async def decode(self) -> Decode:
         """Return what turns token ids into text."""
 
@@ -86,6 +94,14 @@ class StoredTrajectories:
             return await asyncio.to_thread(steps_of_lease, self._run.ledger, lease)
         except ConfigError:
             return None
+
+    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
+        """Return what the learner made of a trajectory; None where it recorded nothing."""
+        return await asyncio.to_thread(trained_logprobs.read, self._run.path, trajectory)
+
+    async def recorded(self) -> set[str]:
+        """Return the trajectories of which it recorded that; none where the learner is on another host."""
+        return await asyncio.to_thread(trained_logprobs.trajectories, self._run.path)
 
     async def decode(self) -> Decode:
         """Return what turns token ids into text, by the run's model."""
@@ -135,6 +151,16 @@ class BusTrajectories:
     async def steps(self, lease: int) -> list[int] | None:
         """Return None: the ledger is on another host."""
         return None
+
+    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
+        """Return None: the learner's records are on another host."""
+        return None
+
+    async def recorded(self) -> set[str]:
+        """Raise `ConfigError`: the learner's records are on another host."""
+        raise ConfigError(
+            "importance ratios are known on the host of the run's learner only: list all trajectories"
+        )
 
     async def decode(self) -> Decode:
         """Return what turns token ids into text, by the tokenizer that the newest policy names."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
+from bus.messages import parse_trajectory_name
+from learner import trained_logprobs
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import read_extra
 from learner.config.advantage import GDPOAdvantage
@@ -52,6 +54,14 @@ def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bi
     assert report["first_step_that_differs"] is None
     assert [step.loss for step in again] == [past.steps()[n].loss for n in range(1, 7)]
     assert len({step.loss for step in again}) == 6
+
+
+def test_log_probs_of_a_few_trajectories_of_the_first_step_are_recorded(past: MiniRun):
+    recorded = trained_logprobs.trajectories(past.directory)
+    assert len(recorded) == 4
+    assert {parse_trajectory_name(name)[0] for name in recorded} <= set(past.steps()[1].leases)
+    found = trained_logprobs.read(past.directory, min(recorded))
+    assert (found.step, found.policy_version) == (1, past.steps()[1].policy_version - 1)
 
 
 def test_from_a_checkpoint_the_steps_before_the_first_are_trained_silently(past: MiniRun):

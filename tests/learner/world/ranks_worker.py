@@ -27,6 +27,7 @@ from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.loss import ClipCovLoss, KLCovLoss, PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
+from learner.scoring.recorded_logprobs import recorded_logprobs
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model
@@ -89,6 +90,16 @@ def step(loss: str) -> dict[str, list[float] | str]:
     return {"numbers": numbers, "batch_xxh3": batch.xxh3()}
 
 
+def recorded() -> dict[str, list[float]]:
+    """Return what this rank records of the step, by trajectory."""
+    model = tiny_model()
+    trainer = Trainer(model.config, model.state_dict(), OptimizerConfig(lr=1e-3))
+    ranks = trainer.data_parallel_group
+    groups = [group(n) for n in SHARES[ranks.size()][ranks.rank()]]
+    found = recorded_logprobs(trainer, groups, LearnerConfig(), step=1)
+    return {name: logprobs.tolist() for name, logprobs in found.items()}
+
+
 def random_numbers(checkpoints: Path) -> list[float]:
     """Return what this rank would have drawn after its checkpoint, less what it draws after it resumed; 0
     each."""
@@ -139,6 +150,7 @@ def main(directory: Path, losses: Sequence[str]) -> None:
     found = {loss: step(loss) for loss in losses} | {
         "random": random_numbers(directory / "random"),
         "copied": copies(),
+        "recorded": recorded(),
         "whole": whole(directory / "whole"),
         "timeout_s": dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }

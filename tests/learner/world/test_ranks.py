@@ -80,5 +80,7 @@ def test_unequal_shares_and_idle_ranks_train_as_one_process_does(tmp_path, ranks
             assert found[loss]["batch_xxh3"] == alone["batch_xxh3"]
     assert [found["random"] for found in of_ranks] == [[0.0, 0.0, 0.0]] * ranks
     assert all(found["copied"] for found in of_ranks)
+    assert len(of_ranks[0]["recorded"]) == 4  # what the first rank trains on
+    assert [found["recorded"] for found in of_ranks[1:]] == [{}] * (ranks - 1)
     assert [found["whole"] for found in of_ranks] == ["step_00000001"] * ranks
     assert [found["timeout_s"] for found in of_ranks] == [77] * ranks

@@ -30,7 +30,8 @@ export class Trajectories {
     return make("form", { class: "filters", "aria-label": "Filter", onsubmit: (event) => { event.preventDefault(); this.search(); }, oninput: () => this.searchSoon() },
       make("label", {}, "text", make("input", { type: "search", name: "text", maxlength: "200" })),
       number("step", "step"), number("version", "version"), number("least", "reward from", "any"), number("most", "to", "any"),
-      make("label", {}, "end", make("select", { name: "end" }, make("option", { value: "" }, "any"), ENDS.map((end) => make("option", { value: end }, words(end))))));
+      make("label", {}, "end", make("select", { name: "end" }, make("option", { value: "" }, "any"), ENDS.map((end) => make("option", { value: end }, words(end))))),
+      make("label", { title: "Those of which the learner recorded log-probs" }, make("input", { type: "checkbox", name: "ratios" }), "with importance ratios"));
   }
 
   async open() {
@@ -106,7 +107,7 @@ export class Trajectories {
     }
   }
 
-  showOne({ trajectory: one, components, metadata, steps, group, parts }) {
+  showOne({ trajectory: one, components, metadata, steps, group, learner, parts }) {
     const versions = one.versions ? (one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions.join(" to v")}`) : UNKNOWN;
     const trained = !one.trained ? "never" : steps === null ? UNKNOWN : steps.length ? `step ${steps.join(", ")}` : "not yet";
     const figures = [["reward", one.reward === null ? "due" : value(one.reward)], ["end", words(one.end)], ["trained", trained],
@@ -117,7 +118,7 @@ export class Trajectories {
     this.detail.replaceChildren(
       make("h2", {}, one.id, one.parent ? make("small", {}, ` forked from ${one.parent.id} at token ${one.parent.token}`) : null),
       make("dl", { class: "facts" }, figures.map(([label, shown]) => make("div", {}, make("dt", {}, label), make("dd", {}, shown)))),
-      this.siblings(group, one), new Tokens(parts).element,
+      this.siblings(group, one), new Tokens(parts, learner).element,
       ...more.length ? [make("details", {}, make("summary", {}, "Policy, actor, reward components, metadata"),
         make("dl", { class: "metadata" }, more.map(([name, shown]) => make("div", {}, make("dt", {}, name), make("dd", {}, shown)))))] : []);
     this.detail.querySelectorAll(".facts dd")[1].classList.toggle("untrusted", !TRUSTED.includes(one.end));

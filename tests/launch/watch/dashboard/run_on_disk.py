@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
 from bus.messages import Metrics
 from bus.trajectory import Trajectory, Turn
 from launch.config import validate
+from learner import trained_logprobs
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
@@ -81,7 +83,17 @@ def make_run(root: Path, name: str, *, steps: int = 40, seed: int = 0, shards: i
             ledger.commit(step)
     for store in stores:
         store.close()
+    for step, lease in ((steps - 1, 7), (steps, 11)):
+        recorded = {f"g{lease:08}.1": logprobs_of(two_turns(lease, 1, step))}
+        trained_logprobs.write(run.path, step, step, recorded)
     return run
+
+
+def logprobs_of(t: Trajectory) -> NDArray[np.float32]:
+    """What the learner makes of the trained tokens: some are likelier than when they were sampled."""
+    sampled = t.behaviour_logprobs[t.loss_mask]
+    drift = np.linspace(-1, 1, len(sampled))
+    return np.minimum(sampled + drift, 0).astype(np.float32)
 
 
 def counters(version: int, time_s: float) -> Record:

@@ -148,7 +148,7 @@ async def test_keys_move_along_a_curve_and_over_tokens_and_choose_runs(root: Pat
         await page.keyboard.press("ArrowRight")
         told = await page.locator(".told").inner_text()
         assert told.startswith("Token 7 “smallest ”: log-prob "), told
-        assert told.endswith("version 119, trained"), told
+        assert "version 119, trained, importance ratio 0.4" in told, told
         shades = page.locator(".tokens[tabindex] span")
         assert await shades.first.get_attribute("data-shade") in {f"p{n}" for n in range(5)}
         await page.get_by_role("button", name="version").press("Enter")
@@ -159,6 +159,28 @@ async def test_keys_move_along_a_curve_and_over_tokens_and_choose_runs(root: Pat
         await page.get_by_label("Compare sort-a").press("Space")
         await page.locator("section[aria-label=Comparison] li", has_text="sort-a").first.wait_for()
         assert page.url.endswith("#/compare/sort-b,sort-a")
+
+
+async def test_importance_ratios_are_shown_where_the_learner_recorded_them_and_else_why_not(root: Path):
+    async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:
+        await go(page, url, "runs/sort-a/trajectories", ".trajectories a")
+        await page.get_by_label("with importance ratios").check()
+        await page.get_by_text("2 trajectories, newest first").wait_for()
+        await page.locator(".trajectories a", has_text="g00000007.1").press("Enter")
+        await page.get_by_role("button", name="importance ratio").press("Enter")
+        explained = page.locator(".detail [role=status]").first
+        said = "Importance ratio: the learner's policy v119, before step 119, over the policy that sampled"
+        await explained.get_by_text(said).wait_for()
+        shades = page.locator(".tokens[tabindex] span")
+        assert await shades.first.get_attribute("data-shade") == "r4"
+        assert await shades.last.get_attribute("data-shade") == "r0"
+        await check(page)
+        await page.get_by_label("with importance ratios").uncheck()
+        await page.locator(".trajectories a", has_text="g00000007.0").press("Enter")
+        await page.locator(".detail h2", has_text="g00000007.0").wait_for()
+        await page.get_by_role("button", name="importance ratio").press("Enter")
+        await explained.get_by_text("The learner recorded no log-probs of this trajectory").wait_for()
+        assert await shades.first.get_attribute("data-shade") == ""
 
 
 async def test_filters_choose_and_say_what_is_wrong(root: Path):

@@ -23,8 +23,14 @@ from bus.server import NatsServer
 from launch.config import RunConfig, validate
 from launch.watch.dashboard.open_runs import OpenRuns
 from launch.watch.dashboard.token_texts import decoder, token_texts
-from launch.watch.dashboard.trajectories import Wanted, one_trajectory, trajectory_list
+from launch.watch.dashboard.trajectories import (
+    Wanted,
+    importance_ratios,
+    one_trajectory,
+    trajectory_list,
+)
 from launch.watch.dashboard.trajectory_sources import BusTrajectories, StoredTrajectories
+from learner.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
 from storage.store.replay import ReplayStore
 from storage.weights.model_files import bundle
@@ -32,6 +38,7 @@ from tests.launch.watch.dashboard.run_on_disk import (
     GROUPS_A_STEP,
     SAMPLES,
     WORDS,
+    logprobs_of,
     make_run,
     two_turns,
     write_tokenizer,
@@ -163,6 +170,38 @@ async def test_what_is_not_there_is_named(stored: RunDirectory):
         await one_trajectory(source, "../../etc/passwd")
 
 
+async def test_ratios_are_those_of_the_trained_tokens_of_what_the_learner_recorded(stored: RunDirectory):
+    found = await one_trajectory(StoredTrajectories(stored), "g00000007.1")
+    assert found["learner"] == {"step": 4, "version": 4}
+    trajectory = two_turns(7, 1, 4)
+    expected = np.exp(logprobs_of(trajectory) - trajectory.behaviour_logprobs[trajectory.loss_mask])
+    turns = [part["ratios"] for part in found["parts"] if part["turn"] is not None]
+    assert [ratio for ratios in turns for ratio in ratios] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert min(expected) < 0.5 < 1.5 < max(expected)
+    other = await one_trajectory(StoredTrajectories(stored), "g00000007.0")
+    assert other["learner"] is None
+    assert {part["ratios"] for part in other["parts"] if part["turn"] is not None} == {None}
+
+
+def test_tokens_that_are_not_trained_have_no_ratio_and_log_probs_of_another_trajectory_count_for_nothing():
+    trajectory = two_turns(7, 1, 4)
+    mask = trajectory.loss_mask.copy()
+    mask[10:14] = False
+    masked = replace(trajectory, loss_mask=mask)
+    wide = logprobs_of(masked)
+    wide[0] = masked.behaviour_logprobs[6] + 99  # whatever it is, it has to be written as JSON
+    ratios = importance_ratios(masked, TrainedLogprobs(1, 1, wide))
+    assert [place for place, ratio in enumerate(ratios) if ratio is not None] == np.flatnonzero(mask).tolist()
+    assert ratios[6] == pytest.approx(np.exp(20))
+    assert importance_ratios(trajectory, TrainedLogprobs(1, 1, wide)) is None
+
+
+async def test_those_with_a_record_are_listed_alone(stored: RunDirectory):
+    assert await names(stored, recorded=True) == ["g00000011.1", "g00000007.1"]
+    assert await names(stored, recorded=True, step=4) == ["g00000007.1"]
+    assert await names(stored, recorded=True, most_reward=0.0) == []
+
+
 @pytest.mark.nats
 async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: NatsServer, tmp_path: Path):
     write_tokenizer(tmp_path / "model")
@@ -186,9 +225,11 @@ async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: Na
             one = await one_trajectory(source, "g00000003.1")
             with pytest.raises(ConfigError, match="steps are known on the host of the run's storage only"):
                 await trajectory_list(source, Wanted(step=1))
+            with pytest.raises(ConfigError, match="known on the host of the run's learner only"):
+                await trajectory_list(source, Wanted(recorded=True))
     assert [one["id"] for one in found["trajectories"]] == [f"g0000000{n}.1" for n in (4, 3, 2, 1, 0)]
     assert one["parts"][1]["texts"][0] == "the "
-    assert one["steps"] is None
+    assert (one["steps"], one["learner"]) == (None, None)
 
 
 @settings(deadline=None, max_examples=15)
