@@ -195,7 +195,11 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
                 *_monitoring(config, "storage"),
             ),
         ),
-        Part("actors", _command("actors", *join, *python, *_monitoring(config, "actors"))),
+        Part(
+            "actors",
+            _command("actors", *join, *python, *_monitoring(config, "actors")),
+            may_end=lambda: _stage(run) == "done",  # they may be sooner than the learner, which says so
+        ),
         Part(
             "learner",
             _command("learner", *join, *_monitoring(config, "learner")),
@@ -211,7 +215,7 @@ def _policy_part(config: RunConfig, policy: str, join: list[str]) -> Part:
     """Return the learner of a further policy: it may be done while the run goes on, and ends with the run."""
     name = f"learner-{policy}"
     command = _command("learner", *join, "--policy", policy, *_monitoring(config, name))
-    return Part(name, command, may_end=True, drain_s=LEARNER_DRAIN_S)
+    return Part(name, command, may_end=lambda: True, drain_s=LEARNER_DRAIN_S)
 
 
 def _with_variables(config: RunConfig, part: Part) -> Part:

@@ -44,8 +44,8 @@ class Part:
     """Environment variables that it has besides those of this process."""
     ends_run: bool = False
     """Says whether the run is over when it ends with status 0."""
-    may_end: bool = False
-    """Says whether it has done its work when it ends with status 0, and the run goes on without it."""
+    may_end: Callable[[], bool] = lambda: False
+    """Tells whether it has done its work when it ends with status 0, and the run goes on without it."""
     process: asyncio.subprocess.Process | None = None
     started: list[float] = field(default_factory=list)
     """Monotonic time of each start."""
@@ -140,7 +140,7 @@ class Supervisor:
             if status == 0 and part.ends_run:
                 over.set()
                 return
-            if status == 0 and part.may_end:
+            if status == 0 and part.may_end():
                 return
             await self._restart(part, status)
 

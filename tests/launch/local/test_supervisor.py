@@ -93,11 +93,15 @@ async def test_a_part_that_ended_on_a_full_disk_waits_for_room_and_that_is_no_fa
     assert next(looks, "none left") == "none left"
 
 
-async def test_a_part_that_may_end_does_not_end_the_run_and_is_started_again_only_if_it_fails(
-    supervisor: Supervisor, tmp_path: Path
+@pytest.mark.parametrize("failed", [0, 1])
+async def test_a_part_that_may_end_does_not_end_the_run_and_is_started_again_if_it_fails_or_is_not_done(
+    supervisor: Supervisor, tmp_path: Path, failed: int
 ):
-    once = f'import pathlib; found = pathlib.Path("{tmp_path}/failed"); there = found.exists(); found.touch()'
-    await supervisor.start(part("ending", f"{once}; raise SystemExit(0 if there else 1)", may_end=True))
+    found = tmp_path / "there"
+    once = f'import pathlib; found = pathlib.Path("{found}"); there = found.exists(); found.touch()'
+    is_done = iter([True] if failed else [False, True])  # it is asked only about an end with status 0
+    ending = f"{once}; raise SystemExit(0 if there else {failed})"
+    await supervisor.start(part("ending", ending, may_end=lambda: next(is_done)))
     await supervisor.start(part("serving", SERVE))
     stop = asyncio.Event()
     watching = asyncio.create_task(supervisor.watch(stop))
