@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,6 +64,20 @@ def check_program(config: AgentConfig) -> None:
             f"actors.environment.packages: {command!r} needs {names}, which {sys.executable} does not have: "
             f"{sys.executable} -m pip install {names}"
         )
+    if (script := _script(config.arguments)) is not None and not Path(script).is_file():
+        raise ConfigError(
+            f"actors.environment.command: {command!r} names {script}, which is no file in {Path.cwd()}: "
+            "start where it is, or give its whole path"
+        )
+
+
+def _script(arguments: Sequence[str]) -> str | None:
+    """Return the script that a command has Python run; None for any other command."""
+    if not Path(arguments[0]).name.startswith("python"):
+        return None
+    options = [*takewhile(lambda word: word.startswith("-"), arguments[1:])]
+    first = "".join(arguments[1 + len(options) : 2 + len(options)])
+    return first if first.endswith(".py") and not {"-m", "-c"} & {*options} else None
 
 
 def program_variables(config: AgentConfig, url: str, key: str, own: Mapping[str, str]) -> dict[str, str]:

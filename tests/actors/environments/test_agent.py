@@ -361,6 +361,17 @@ def test_program_that_is_not_there_is_refused_at_start_up():
         build_environment(config)
 
 
+def test_script_that_is_not_there_is_refused_at_start_up_with_the_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = AgentConfig(command="{python} -S my_agent.py --fast")
+    with pytest.raises(ConfigError, match=rf"names my_agent\.py, which is no file in {tmp_path}: start"):
+        build_environment(config)
+    Path("my_agent.py").touch()
+    build_environment(config)
+    for command in ("{python} -m agent.py", "{python} -c pass.py", "true my.py", "{python} -X dev own.py"):
+        build_environment(AgentConfig(command=command))
+
+
 @pytest.mark.parametrize("command", ["", "  ", "python 'agent.py"])
 def test_command_without_words_is_refused(command):
     with pytest.raises(ValueError, match="command"):
