@@ -82,8 +82,9 @@ class Bus:
 
         Once `stop` is set, what waits for a bus that is away soon ends. Raises `BusAwayError` when nobody
         answers within `connect_timeout_s`, and `ConfigError` when the server refuses or the credentials are
-        not for `run`.
+        not for `run`, or no run can have that name.
         """
+        Topology(run)  # a name that cannot be one is refused before anybody is waited for
         credentials = load_credentials(config.creds) if config.creds is not None else None
         if credentials is not None and credentials.run != run:
             raise ConfigError(

@@ -45,7 +45,7 @@ def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = F
     if as_json:
         print(json.dumps([run.to_json() for run in found]))  # noqa: T201 - the user's terminal
     else:
-        _show(list_table(found))
+        _show(list_table(found, directory))
 
 
 @runs.command(name="show", usage="Usage: launch runs show --run RUN [--directory DIR] [--json]")

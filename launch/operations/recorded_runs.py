@@ -86,16 +86,22 @@ class _Progress(BaseModel):
     evaluations: dict[int, tuple[float | None, float | None]] = {}
 
 
+NO_RUNS = "there is none at all; name the directory of your runs with --directory"
 STARTS, PROGRESS = TypeAdapter(list[Start]), TypeAdapter(_Progress)
 SETTINGS = TypeAdapter(dict[str, Any])
 
 
 def find_run(directory: Path, name: str) -> Path:
-    """Return a run's directory. Raises `ConfigError` with the nearest name when there is none."""
+    """Return a run's directory. Raises `ConfigError` for a name that cannot be one, and with the nearest name
+    when there is none."""
+    if Path(name).name != name:
+        raise ConfigError(
+            f"run name {name!r} is a path: give the name alone, and the directory above it with --directory"
+        )
     path = directory / name
     if not is_run(path):
         there = [found.name for found in run_directories(directory)]
-        known = f"there are: {', '.join(there)}" if there else "no run is there"
+        known = f"there are: {', '.join(there)}" if there else NO_RUNS
         raise ConfigError(f"no run {name!r} in {directory}: {nearest(name, there)}{known}")
     return path
 

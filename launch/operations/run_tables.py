@@ -14,6 +14,7 @@ from rich.text import Text
 from bus.codec import Json
 from launch.operations.disk_use import bytes_of
 from launch.operations.recorded_runs import (
+    NO_RUNS,
     NOT_COMPARED,
     RecordedRun,
     chosen_settings,
@@ -33,10 +34,10 @@ RECENT_STEPS = 10
 """Steps over which a mean reward is taken."""
 
 
-def list_table(runs: Sequence[RecordedRun]) -> RenderableType:
-    """Return one line for each run."""
+def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
+    """Return one line for each run of a directory."""
     if not runs:
-        return Text("no run is there")
+        return Text(f"no run in {directory}: {NO_RUNS}")
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "stage", "step", "reward", "accuracy", "started", "written"):
         table.add_column(column, no_wrap=column in ("run", "state"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -178,8 +179,21 @@ def test_a_directory_of_runs_that_cannot_be_read_is_answered(public: Path):
 
 
 def test_a_name_that_no_file_can_have_is_no_run(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no run is there"):
+    with pytest.raises(ConfigError, match=r"no run 'x+' in .*: there is none at all"):
         find_run(tmp_path, "x" * 300)
+
+
+@pytest.mark.parametrize("name", ["below/mine", "../runs/mine", "."])
+def test_a_name_that_is_a_path_is_refused_whatever_lies_there(tmp_path: Path, name: str):
+    (tmp_path / "below").mkdir()
+    record(tmp_path / "below", "mine", rewards=[0.5])
+    with pytest.raises(ConfigError, match=f"run name {re.escape(repr(name))} is a path: give the name alone"):
+        find_run(tmp_path, name)
+
+
+def test_a_run_in_another_directory_is_looked_for_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"no run 'mine' in {tmp_path}: there is none .*--directory"):
+        find_run(tmp_path, "mine")
 
 
 def test_a_run_of_another_user_may_go_on_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -210,8 +224,8 @@ def test_files_that_vanish_meanwhile_take_no_room(tmp_path: Path, monkeypatch: p
     assert whole_run(path)["bytes"]["replay"] == 5
 
 
-def test_no_run_is_no_error(printed):
-    assert printed("list") == "no run is there\n"
+def test_no_run_is_no_error(printed, tmp_path: Path):
+    assert printed("list").startswith(f"no run in {tmp_path}: there is none at all")
     assert json.loads(printed("list", "--json")) == []
 
 
