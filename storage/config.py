@@ -45,7 +45,7 @@ class DataConfig(Config):
     """Reward from which a rollout counts as having solved its prompt, in the numbers by source."""
 
     heldout: Path | None = None
-    """File of held-out prompts, same format. Without it the generator writes one, if the run has a task."""
+    """File of held-out prompts, as for training. Without it the generator of the run's task writes one."""
 
     task: str | None = None
     """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition, product,

@@ -1,6 +1,7 @@
 """The `launch` application, with what its commands share. Loads no torch, so that help is quick."""
 
 import os
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -38,6 +39,21 @@ docstring_parser.parse_from_object = cache(
         docstring_parser.parse("") if isinstance(documented, type) else _parse_docstring(documented)
     )
 )
+# It also keeps the line breaks of a command's docstring, which the terminal's width then breaks once more.
+_parse_text = docstring_parser.parse
+
+
+def _parse_paragraphs(
+    text: str | None, style: docstring_parser.DocstringStyle = docstring_parser.DocstringStyle.AUTO
+) -> docstring_parser.Docstring:
+    """Parse a docstring, and make one line of each paragraph of its description."""
+    parsed = _parse_text(text, style)
+    if parsed.long_description:
+        parsed.long_description = re.sub(r"(?<!\n)\n(?=\S)", " ", parsed.long_description)
+    return parsed
+
+
+docstring_parser.parse = _parse_paragraphs
 
 app = App(
     name="launch",
@@ -89,7 +105,7 @@ Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
 NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]
 Master = Annotated[str | None, Parameter(name="--master", group=SHORT)]
 PluginsFrom = Annotated[list[Path] | None, Parameter(name="--plugins-from", group=SHORT, negative=())]
-Insecure = Annotated[bool, Parameter(name="--insecure", group=SHORT, negative=())]
+Insecure = Annotated[bool, Parameter(name="--insecure", group=SHORT, negative=(), show_default=False)]
 EnginePython = Annotated[Path | None, Parameter(name="--engine-python", group=SHORT)]
 RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
 AgentCommand = Annotated[str | None, Parameter(name="--agent", group=SHORT)]

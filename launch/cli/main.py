@@ -76,6 +76,7 @@ COMMANDS = (
 
 OPTIONS = Group("Options", sort_key=len(GROUPS))
 FURTHER_HELP = f"""\
+To begin: `launch local --preset sort` trains a small policy from nothing on this machine, in minutes.
 `launch COMMAND --help` describes a command, `launch local --help learner.loss` a section of the settings.
 Environment variables count more than configuration files and less than flags:
 {", ".join([*SETTING_VARIABLES, *LOG_VARIABLES])}.
@@ -146,4 +147,6 @@ def _complaint(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]!r}: settings are given as --name VALUE"
     message = str(error)
+    if isinstance(error, UnknownCommandError):  # it goes on with the first few commands in no order
+        message = f"{message.partition(' Available commands:')[0]} --help lists all"
     return message[:1].lower() + message[1:].removesuffix(".")

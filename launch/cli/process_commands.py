@@ -220,6 +220,8 @@ def actors(  # noqa: PLR0913 - each is a flag
 ) -> None:
     """Roll out prompts for the run named by --run. You may start several actors, on any hosts.
 
+    What no flag sets is as the run says; the values in brackets are those of a new run.
+
     Parameters
     ----------
     reward
@@ -270,9 +272,9 @@ def gateway(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     host
-        Address to listen at; one beyond loopback wants credentials and a certificate.
+        Address to listen at, 127.0.0.1 without it; one beyond loopback wants credentials and a certificate.
     port
-        Port to listen on; without it any that is free.
+        Port to listen at; without it any that is free.
     certificate
         Server's certificate with its chain, as PEM.
     certificate_key

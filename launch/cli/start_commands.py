@@ -63,7 +63,7 @@ def local(  # noqa: PLR0913 - each is a flag
     bus
         NATS server, as nats://[user:password@]host:port; without it one is started.
     prompts
-        Training prompts, .jsonl or .parquet.
+        Training prompts: .jsonl, .parquet or hf://...
     reward
         Built-in reward, or yours: my_pkg.my_module:function.
     agent
@@ -116,7 +116,7 @@ def storage(  # noqa: PLR0913 - each is a flag
     bus
         NATS server, as nats://[user:password@]host:port.
     prompts
-        Training prompts, .jsonl or .parquet.
+        Training prompts: .jsonl, .parquet or hf://...
     reward
         Built-in reward, or yours: my_pkg.my_module:function.
     summary

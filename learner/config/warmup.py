@@ -25,7 +25,7 @@ class WarmupConfig(Config):
     """JSONL file of {"prompt": ..., "response": ...}. Without it the task's generator writes one."""
 
     steps: int = Field(0, ge=0)
-    """Optimizer steps; 0 leaves the stage out."""
+    """Steps of the supervised stage; 0 leaves it out."""
 
     batch_size: int = Field(64, gt=0)
     """Demonstrations in a step."""

@@ -132,7 +132,7 @@ def check_ports(config: RunConfig) -> Iterator[Finding]:
     if free:
         yield Finding("ports", "ok", f"free: {free}")
     elif not wanted:
-        yield Finding("ports", "ok", f"none is named; a bus may have one such as {free_port('127.0.0.1')}")
+        yield Finding("ports", "ok", f"the settings name none; free for a bus: {free_port('127.0.0.1')}")
 
 
 def _ports(config: RunConfig) -> Iterator[tuple[str, tuple[str, int]]]:

@@ -198,7 +198,7 @@ def test_short_forms_say_where_a_learners_world_is(call):
 @pytest.mark.parametrize(
     ("command_line", "message"),
     [
-        ("lokal", 'unknown command "lokal". Did you mean "local"?'),
+        ("lokal", 'unknown command "lokal". Did you mean "local"? --help lists all'),
         ("local sort", "unexpected argument 'sort': settings are given as --name VALUE"),
         ("local --preset", "--preset"),
         ("local --preset sotr", "no preset 'sotr': did you mean 'sort'?"),

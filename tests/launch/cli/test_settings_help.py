@@ -1,6 +1,7 @@
 """Help for settings: short by default, and one section in full on request."""
 
 from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -32,6 +33,15 @@ def test_help_fits_two_screens(shown, command: str):
     lines = shown(command, "--help").splitlines()
     assert 15 < len(lines) <= TWO_SCREENS
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", ["gateway", "doctor", "status"])
+def test_a_paragraph_is_broken_by_the_width_of_the_terminal_alone(shown, command: str):
+    before, _, _ = shown(command, "--help").partition("╭")
+    for paragraph in before.split("\n\n"):
+        lines = paragraph.splitlines()
+        for line, following in pairwise(lines):
+            assert len(line.rstrip()) + len(following.partition(" ")[0]) >= 79, paragraph
 
 
 def test_the_list_of_commands_fits_two_screens_and_groups_them_all(shown):
