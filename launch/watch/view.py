@@ -12,6 +12,7 @@ from rich.text import Text
 
 from bus.codec import Json
 from bus.waiting import set_within
+from launch.watch.absent_processes import ABSENT, absent_processes
 from launch.watch.best import best_text
 from launch.watch.episode_ends import ends_text
 from launch.watch.further_policies import policy_text
@@ -237,8 +238,8 @@ def _sources(storage: dict[str, Json]) -> str:
 def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text]:
     """Return the lines of every process, or of as many as fit and how many more there are."""
     shown = monitor.shown()
-    if not shown:
-        return [Text("no process has reported yet", style="yellow")]
+    absent = [Text(f"{role:<{NAME}} {ABSENT}", style="yellow") for role in absent_processes(monitor)]
+    max_lines -= len(absent)
     left = len(shown) - max_lines + 1
     if len(shown) > max_lines:  # of many, only those that fit are put into words
         blocks = [_process(monitor, process, width, rows=1) for process in shown[: max_lines - 1]]
@@ -247,7 +248,7 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
         blocks = [_process(monitor, process, width, rows=2) for process in shown]
         if sum(map(len, blocks)) > max_lines:
             blocks = [_process(monitor, process, width, rows=1) for process in shown]
-    return [line for block in blocks for line in block]
+    return [*absent, *(line for block in blocks for line in block)]
 
 
 def _process(monitor: RunMonitor, process: Process, width: int, rows: int) -> list[Text]:
@@ -330,6 +331,7 @@ def status_line(monitor: RunMonitor) -> str:
         f"staleness {_staleness(monitor)}",
         f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
         *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
+        *(f"{role}: {ABSENT}" for role in absent_processes(monitor)),
         *filter(None, [monitor.full_disk or _held(monitor)]),
         f"{len(monitor.actors())} actors",
         f"episodes {ends_text(monitor.recent_ends)}",

@@ -90,7 +90,22 @@ def test_screen_before_anybody_spoke():
     lines = shown(RunMonitor(FACTS))
     assert lines[0].startswith("demo  starting")
     assert lines[2] == "held-out   not measured yet, target 0.900"
-    assert lines[-1] == "no process has reported yet"
+    wait = "no report yet: to load its libraries takes several seconds"
+    assert lines[-3:] == [f"{role:<18} {wait}" for role in ("learner", "storage", "actor")]
+    assert f"learner: {wait} | storage: {wait}" in status_line(RunMonitor(FACTS))
+
+
+def test_screen_names_the_processes_that_have_not_reported_until_the_learner_has():
+    monitor = RunMonitor(FACTS)
+    monitor.on_status(storage())
+    monitor.on_status(actor())
+    assert [line[:7] for line in shown(monitor)[-3:]] == ["learner", "storage", "actor-h"]
+    assert "learner: no report yet" in status_line(monitor)
+    for n in range(40):
+        monitor.on_status(actor(n))
+    assert len(shown(monitor)) == MAX_LINES
+    monitor.on_status(learner())
+    assert "no report yet" not in "\n".join([*shown(monitor), status_line(monitor)])
 
 
 def test_screen_shows_silence_restarts_and_failures():
