@@ -50,6 +50,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         print_summary(console, read_json(run.summary, "remove it to have the run go on"))
         console.print(f"Run {config.run!r} is complete. Start anew with another --run, or remove {run.path}.")
         return 0
+    run.refuse_unwritable()
     run.refuse_other_format()
     await check_start(config, run)
     console.print(dashboard_hint(config), soft_wrap=True)

@@ -65,6 +65,7 @@ async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: boo
     in words. Raises `ConfigError` for the first thing that is wrong, `BusError` for a bus that is away."""
     from learner.algorithms.plugin import refuse_bad_plugins
 
+    RunDirectory(config.directory, config.run).refuse_unwritable()
     remark = _refuse_live(config)
     for one in _of_each_policy(config):
         refuse_bad_plugins(one.learner)
@@ -75,6 +76,7 @@ async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: boo
 
 async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
     """Check what `launch storage` checks first, as `rehearse_local` does."""
+    RunDirectory(config.directory, config.run).refuse_unwritable()
     refuse_missing(config.metrics)
     for one in _of_each_policy(config):
         refuse_full_context(one)

@@ -1,5 +1,6 @@
 """A run's directory: where each thing lies, and what started the run."""
 
+import os
 import platform
 import re
 import shutil
@@ -180,11 +181,24 @@ class RunDirectory:
     def write_provenance(self) -> None:
         """Record this start of the run after the earlier ones, as a list: the first and the latest are kept.
 
-        Raises `ConfigError` as `refuse_other_format` does.
+        Raises `ConfigError` as `refuse_unwritable` and `refuse_other_format` do.
         """
+        self.refuse_unwritable()
         self.refuse_other_format()
         starts = [*self._starts(), provenance() | {"format": FORMAT}]
         write_json(self.provenance, [*starts[:1], *starts[1:][-STARTS_KEPT:]])
+
+    def refuse_unwritable(self) -> None:
+        """Raise `ConfigError` where this user cannot make the directory, or write in it. Creates nothing."""
+        above = (self._path.absolute(), *self._path.absolute().parents)
+        there = next(path for path in above if os.access(path, os.F_OK, effective_ids=True))
+        if there.is_dir() and os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+            return
+        reason = "is not writable" if there.is_dir() else "is no directory"
+        raise ConfigError(
+            f"run {self.name!r} needs {self._path}, and {there} {reason} for this user: change its mode or "
+            "owner, or choose another --directory"
+        )
 
     def refuse_other_format(self) -> None:
         """Raise `ConfigError` for a directory of another format, whose files this build cannot read."""

@@ -12,7 +12,11 @@ import pytest
 from bus.errors import BusAwayError, ConfigError
 from bus.server import NatsServer, free_port
 from launch.config import resolve
+from launch.local.local import run_local
+from launch.process.services import serve_storage
 from launch.process.start_checks import rehearse_local, rehearse_storage
+from storage.disk.run_directory import RunDirectory
+from tests.users import public_directory, unprivileged
 
 STOP = asyncio.Event()
 
@@ -90,6 +94,29 @@ async def test_a_run_of_another_format_is_refused(tmp_path: Path):
     (tmp_path / "runs/mine/provenance.json").write_text(json.dumps([{"format": 1}]))
     with pytest.raises(ConfigError, match="has format 1"):
         await rehearse_local(config, STOP, own_bus=True)
+
+
+async def test_a_directory_that_this_user_cannot_write_is_refused_before_anything_is_begun(tmp_path: Path):
+    with public_directory() as there:
+        config = resolve(small(tmp_path, run="mine") | {"directory": there / "runs"})
+        with unprivileged():
+            message = rf"run 'mine' needs {there}/runs/mine, and {there} is not writable for this user"
+            with pytest.raises(ConfigError, match=message):
+                RunDirectory(config.directory, config.run).refuse_unwritable()
+        RunDirectory(config.directory, config.run).refuse_unwritable()
+    (tmp_path / "runs").touch()
+    config = resolve(small(tmp_path, run="mine"))
+    starts = (
+        lambda: rehearse_local(config, STOP, own_bus=True),
+        lambda: rehearse_storage(config, STOP),
+        lambda: run_local(config, STOP, own_bus=True),
+        lambda: serve_storage(config, STOP),
+    )
+    for start in starts:
+        with pytest.raises((ConfigError, ExceptionGroup)) as refused:
+            await start()
+        [error] = getattr(refused.value, "exceptions", [refused.value])
+        assert f"{tmp_path}/runs is no directory for this user" in str(error)
 
 
 @pytest.mark.nats

@@ -3,10 +3,7 @@
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from launch.operations.run_tables import comparison, whole_run
 from storage.disk.file_users import processes_holding
 from storage.disk.run_directories import run_directories
 from storage.disk.run_directory import RunDirectory
+from tests.users import public_directory, unprivileged
 
 START_S = 1_700_000_000.0
 
@@ -129,28 +127,10 @@ def test_json_of_another_shape_costs_its_run_and_no_other(
     assert "problem" in printed("show", "--run", "bad")
 
 
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Let this process be nobody: root may read everything."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-
-
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A directory that every user may enter, unlike that of pytest."""
-    directory = Path(tempfile.mkdtemp(prefix="sluice-test-"))
-    directory.chmod(0o755)
-    yield directory
-    for path in (directory, *directory.iterdir()):
-        path.chmod(0o755)
-    shutil.rmtree(directory)
+    with public_directory() as directory:
+        yield directory
 
 
 def test_what_this_user_may_not_read_costs_nothing_else(public: Path):
