@@ -50,5 +50,5 @@ def init(
     except FileExistsError:
         raise ConfigError(f"{file} exists already, and is left as it is: name another file") from None
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror}: name a file elsewhere") from error
     print(f"wrote {file}: edit it, then `launch local --config {file}`")  # noqa: T201 - the user's terminal
