@@ -38,6 +38,7 @@ HOST = "127.0.0.1"
 LOOK_S = 1.0
 MONITORED = ("bus", "storage", "actors", "learner")
 """Parts in the order of their ports for probes; learners of further policies follow."""
+STOPPING = "Stopping: each process saves or hands back what it began. A second Ctrl-C kills all at once."
 LEARNER_DRAIN_S = 120.0
 """Longest time that a learner may take to finish its step and save a checkpoint."""
 
@@ -105,6 +106,8 @@ async def _supervise(
     supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
     async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
         await supervisor.watch(stop)
+        if stop.is_set():
+            await asyncio.to_thread(console.print, STOPPING, soft_wrap=True)
     return conclude(config, run, monitor, time.monotonic() - started)
 
 

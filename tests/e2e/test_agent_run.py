@@ -67,6 +67,7 @@ def test_ctrl_c_ends_a_run_of_many_programs_within_seconds(tmp_path: Path):
     finally:
         launcher.kill()
     assert "part_killed" not in launcher.said()
+    assert "Stopping: each process saves or hands back what it began." in launcher.said()
     assert not [path for path in begun.iterdir() if psutil.pid_exists(int(path.name))]
 
 
