@@ -16,6 +16,11 @@ MOST_INVALID_REWARDS = 200
 """Rewards in a row that are no numbers after which the reward is taken to be wrong, and the run ends."""
 MOST_FAILURES_AT_FIRST = 200
 """Failures as `environment_error` before any success after which an environment is taken to be wrong."""
+ALARM_AT_FIRST = 16
+"""Failures of that kind from which screens show the latest."""
+SHOWN_CHARACTERS = 150
+"""What a screen shows of a long failure: so much of its beginning, and of its end, where tracebacks say what
+was wrong."""
 AT_FIRST_S = 300.0
 """Shortest time from the first of these failures to the end of the run: a service may be started late."""
 UNKNOWN = "unknown"
@@ -31,6 +36,8 @@ class _Failures:
     """Rewards in a row that were none."""
     at_first: int = 0
     """Episodes that it failed itself before the first that it did not."""
+    latest: str = ""
+    """The latest of these."""
     since_s: float = 0.0
     """Time of the first of these."""
     has_worked: bool = False
@@ -67,11 +74,22 @@ class EnvironmentFailures:
         elif end == "environment_error" and not of.has_worked:
             of.since_s = of.since_s if of.at_first else time.monotonic()
             of.at_first += 1
+            of.latest = f"{type(error).__name__}: {error}"
             if of.at_first >= MOST_FAILURES_AT_FIRST and time.monotonic() - of.since_s >= AT_FIRST_S:
                 raise ConfigError(
                     f"{self._said(name)}each of the first {of.at_first} rollouts failed, the last: "
-                    f"{type(error).__name__}: {error}: correct the environment, or its prompts"
+                    f"{of.latest}: correct the environment, or its prompts"
                 )
+
+    @property
+    def alarm(self) -> str:
+        """Return in words which environments have failed each rollout so far, and how; empty for none."""
+        return "; ".join(
+            f"{self._said(name)}each of the first {of.at_first} rollouts failed, the last: "
+            f"{_in_short(of.latest)}"
+            for name, of in self._of.items()
+            if of.at_first >= ALARM_AT_FIRST and not of.has_worked
+        )
 
     def worked(self, task: Task) -> None:
         """Note that a rollout ended as the policy made it end, before its siblings have."""
@@ -106,3 +124,11 @@ class EnvironmentFailures:
         if not self._names:
             return ""
         return f"environment {name!r}: " if name else "the environment of prompts that choose none: "
+
+
+def _in_short(failure: str) -> str:
+    """Return a failure on one line, without the middle of a long one."""
+    line = " ".join(failure.split())
+    if len(line) <= 2 * SHOWN_CHARACTERS:
+        return line
+    return f"{line[:SHOWN_CHARACTERS]} ... {line[-SHOWN_CHARACTERS:]}"

@@ -330,7 +330,7 @@ class _Actor:
             doing = "waiting while the learner has the device"
         if not engine.running and self._follower.stage == "warmup":
             doing = "waiting for the warm-up to end"
-        alarms = [further.alarm for further in self._further.values()]
+        alarms = [self._worker.failures.alarm, *(further.alarm for further in self._further.values())]
         progress: dict[str, Json] = {name: further.progress for name, further in self._further.items()}
         if self._evaluator is not None and self._evaluator.doing:
             doing = f"{doing}, {self._evaluator.doing}"
@@ -338,7 +338,7 @@ class _Actor:
             **self._report.state(),
             "opponents": dict(self._opponents.versions),
             **({"policies": progress} if progress else {}),
-            "alarm": "; ".join([*self._probe.alarms.values(), *filter(None, alarms)]),
+            "alarm": "; ".join(filter(None, [*self._probe.alarms.values(), *alarms])),
             **self._worker.counts,
             **self._worker.ends.status,
             **environment_report(self._environment),

@@ -116,3 +116,21 @@ def test_a_service_that_is_started_late_ends_nothing(failures, monkeypatch):
 def test_a_budget_that_is_spent_ends_the_run_at_once(failures):
     with pytest.raises(ConfigError, match="spent"):
         failures.failed(task("calc"), BudgetSpentError("spent"), "reward_error")
+
+
+def test_screens_say_why_each_rollout_fails_until_one_does_not(failures, monkeypatch):
+    monkeypatch.setattr(limits, "ALARM_AT_FIRST", 2)
+    monkeypatch.setattr(limits, "AT_FIRST_S", 60.0)
+    long = EpisodeError(
+        "the program 'my_agent': status 1: Traceback\n" + "  line\n" * 99 + "KeyError: 'board'"
+    )
+    failures.failed(task("calc"), BROKEN, "environment_error")
+    assert failures.alarm == ""
+    failures.failed(task("calc"), long, "environment_error")
+    told = "environment 'calc': each of the first 2 rollouts failed, the last: EpisodeError: the program "
+    assert failures.alarm.startswith(told)
+    assert failures.alarm.endswith("line line KeyError: 'board'")
+    assert len(failures.alarm) < 400
+    assert "\n" not in failures.alarm
+    failures.worked(task("calc"))
+    assert failures.alarm == ""
