@@ -24,7 +24,8 @@ def recorded_logprobs(
     ranks that share its model return the same."""
     if not learner.recorded_logprobs.is_due(step):
         return {}
-    samples = recorded_samples(groups) if backend.data_parallel_group.rank() == 0 else []
+    first = backend.data_parallel_group.rank() == 0
+    samples = recorded_samples(groups, with_experts=learner.router_replay == "engine") if first else []
     chosen = _chosen(samples, learner.recorded_logprobs.trajectories)
     batch = learner.batch
     budget = batch.logprob_tokens_per_micro_batch or batch.tokens_per_micro_batch

@@ -165,7 +165,8 @@ def test_the_job_starts_each_process_with_flags_that_there_are(tmp_path: Path):
         "sleep": "exit 0",
         "srun": 'while [[ $1 == --* ]]; do shift; done; echo "$@" >> "$RECORD"\n'
         "mkdir -p runs/keys/mine; [[ $2 == bus ]] && echo key > runs/keys/mine/storage.creds\n"
-        "[[ $2 == learner ]] || exec tail -f /dev/null",
+        "[[ $2 == learner ]] || exec tail -f /dev/null\n"
+        'for other in bus storage actors; do until grep -q " $other" "$RECORD"; do :; done; done',
     }
     for name, body in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
