@@ -1,8 +1,11 @@
 """The benchmark of prompt files, with few prompts."""
 
+import pytest
+
 from launch.benchmarks.prompt_files import bench_prompt_files
 
 
+@pytest.mark.slow
 def test_both_formats_are_started_twice_with_figures_of_each_start(tmp_path):
     found = bench_prompt_files(tmp_path, prompts=50)
     assert {name: len(starts) for name, starts in found.items()} == {"jsonl": 2, "parquet": 2}

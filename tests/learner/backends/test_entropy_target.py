@@ -61,6 +61,7 @@ def test_above_the_target_there_is_no_bonus():
     assert coefs == [0.2, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_the_weight_goes_on_after_a_resume(tmp_path):
     learner = learner_with(nats=100.0)
     whole = trained(new_trainer(), learner, range(4))

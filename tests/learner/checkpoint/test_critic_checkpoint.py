@@ -49,7 +49,8 @@ def train(trainer: Trainer, steps) -> list[object]:
     ))]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_policy_and_critic_go_on_as_if_they_had_not_stopped(tmp_path: Path, dtype: torch.dtype):
     first = trainer_of(dtype=dtype)
     train(first, range(2))
@@ -62,6 +63,7 @@ def test_policy_and_critic_go_on_as_if_they_had_not_stopped(tmp_path: Path, dtyp
     assert train(second, range(2, 4)) == uninterrupted
 
 
+@pytest.mark.slow
 def test_what_does_not_belong_together_is_refused_by_name(tmp_path: Path):
     policy = tiny_model()
     alone = Trainer(policy.config, hf_state(policy), OPTIMIZER)
