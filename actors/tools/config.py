@@ -101,7 +101,8 @@ class McpConfig(Config):
     """Name of the tool's kind."""
 
     command: tuple[str, ...] = ()
-    """Program that the actor starts, with its arguments; it speaks over its standard input and output."""
+    """Program that the actor starts, with its arguments; it speaks over its standard input and output. A word
+    `{python}` stands for the Python that runs Sluice."""
 
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of that program, beside PATH and HOME."""
