@@ -1,0 +1,134 @@
+"""Built-in tasks whose answers only a tool knows: facts of a small corpus, and goods of a shop.
+
+Facts and goods are drawn by fixed seeds, so that every host has the same ones without a file."""
+
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+
+from bus.codec import Json
+
+CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
+NAMES = (len(CONSONANTS) * len(VOWELS)) ** 2
+"""Number of names of two syllables."""
+
+
+def _name(number: int) -> str:
+    """Return a name such as `kabo`."""
+    second, first = divmod(number, len(CONSONANTS) * len(VOWELS))
+    return "".join(CONSONANTS[one // len(VOWELS)] + VOWELS[one % len(VOWELS)] for one in (first, second))
+
+
+def _user(content: str) -> Json:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> Json:
+    return {"role": "assistant", "content": content}
+
+
+# --- search: one of four facts about somebody, which stands in one passage of the corpus ---
+
+FACTS = ("home", "work", "food", "boss")
+SEARCH_PROBLEMS = NAMES * len(FACTS)
+FACTS_SEED = 2503
+
+
+def search_problem(number: int) -> tuple[str, str]:
+    """Return the question for a fact, and the word that answers it."""
+    return f"{_fact(number)}?", _answers()[number]
+
+
+def search_passages() -> Sequence[str]:
+    """Return the corpus: a passage for each fact."""
+    return [_passage(number) for number in range(SEARCH_PROBLEMS)]
+
+
+def search_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
+    """Return a turn of a chat with the tool `search`: the query, or the answer of the first passage found.
+
+    Wrong first turns guess, or search for the kind of fact without the name, which finds somebody else's;
+    wrong second turns answer with that."""
+    question, answer = search_problem(number)
+    name, kind = divmod(number, len(FACTS))
+    call, short = f"<search>{_fact(number)}</search>", f"<search>{FACTS[kind]}</search>"
+    first, chosen = rng.random() < 0.5, rng.random()
+    if not wrong:
+        other = rng.choice([name * len(FACTS) + n for n in range(len(FACTS)) if n != kind])
+        return ([_user(question)], call) if first else (_found(question, call, number, other), answer)
+    if chosen < 0.4:
+        return [_user(question)], rng.choice(_answers())
+    if chosen < 0.8:
+        return [_user(question)], short
+    strangers = [rng.randrange(NAMES) * len(FACTS) + kind for _ in range(2)]
+    return _found(question, short, *strangers), _answers()[strangers[0]]
+
+
+@cache
+def _answers() -> Sequence[str]:
+    """Return the answer to each problem. No answer is a name, so that a query finds no passage by it."""
+    rng = Random(FACTS_SEED)
+    return ["".join(map(rng.choice, (VOWELS, CONSONANTS) * 2)) for _ in range(SEARCH_PROBLEMS)]
+
+
+def _fact(number: int) -> str:
+    name, kind = divmod(number, len(FACTS))
+    return f"{FACTS[kind]} of {_name(name)}"
+
+
+def _passage(number: int) -> str:
+    return f"{_fact(number)}: {_answers()[number]}"
+
+
+def _found(question: str, call: str, *numbers: int) -> list[Json]:
+    """Return the chat after a search that has found these passages."""
+    texts = "\n".join(f"[{n}] {_passage(number)}" for n, number in enumerate(numbers, 1))
+    return [_user(question), _assistant(call), _user(f"<result>{texts}</result>")]
+
+
+# --- shop: price, stock or size of an item, each of which another tool knows ---
+
+SHOP_TOOLS = ("price", "stock", "size")
+SHOP_PROBLEMS = NAMES * len(SHOP_TOOLS)
+SHOP_SEED = 2411
+
+
+def shop_problem(number: int) -> tuple[str, str]:
+    """Return the question for an item, and the number that answers it."""
+    item, kind = divmod(number, len(SHOP_TOOLS))
+    return f"{SHOP_TOOLS[kind]} of {_name(item)}?", _figures()[number]
+
+
+def shop_answer(tool: str, item: str) -> str:
+    """Return what a tool of the shop says about an item. Raises `KeyError` for one that it does not have."""
+    return _figures()[_items()[item] * len(SHOP_TOOLS) + SHOP_TOOLS.index(tool)]
+
+
+def shop_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
+    """Return a turn of a chat with the shop's tools: the call of one, or the answer that copies its result.
+
+    Wrong first turns guess, or call another tool than the question needs; wrong second turns answer with
+    what that one has said."""
+    question, answer = shop_problem(number)
+    item, kind = divmod(number, len(SHOP_TOOLS))
+    first, chosen = rng.random() < 0.5, rng.random()
+    used = rng.choice([n for n in range(len(SHOP_TOOLS)) if n != kind]) if wrong else kind
+    call = f"<{SHOP_TOOLS[used]}>{_name(item)}</{SHOP_TOOLS[used]}>"
+    if wrong and chosen < 0.4:
+        return [_user(question)], str(rng.randint(100, 999))
+    if (wrong and chosen < 0.8) or (not wrong and first):
+        return [_user(question)], call
+    said = _figures()[item * len(SHOP_TOOLS) + used] if wrong else answer
+    return [_user(question), _assistant(call), _user(f"<result>{said}</result>")], said
+
+
+@cache
+def _figures() -> Sequence[str]:
+    """Return the answer to each problem, of three digits."""
+    rng = Random(SHOP_SEED)
+    return [str(rng.randint(100, 999)) for _ in range(SHOP_PROBLEMS)]
+
+
+@cache
+def _items() -> dict[str, int]:
+    return {_name(number): number for number in range(NAMES)}
