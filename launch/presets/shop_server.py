@@ -23,9 +23,9 @@ def stock(item: str) -> str:
 
 
 @server.tool()
-def size(item: str) -> str:
-    """Return how large an item is."""
-    return looked_up("size", item)
+def weight(item: str) -> str:
+    """Return how much an item weighs."""
+    return looked_up("weight", item)
 
 
 def looked_up(tool: str, item: str) -> str:

@@ -265,7 +265,7 @@ TASKS = {
         passages=lookups.search_passages,
     ),
     "shop": Task(
-        lookups.shop_problem, lookups.shop_demonstration, problems=lookups.SHOP_PROBLEMS, wrong_share=0.7
+        lookups.shop_problem, lookups.shop_demonstration, problems=lookups.SHOP_PROBLEMS, wrong_share=0.6
     ),
     "debate": Task(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

@@ -86,9 +86,10 @@ def _found(question: str, call: str, *numbers: int) -> list[Json]:
     return [_user(question), _assistant(call), _user(f"<result>{texts}</result>")]
 
 
-# --- shop: price, stock or size of an item, each of which another tool knows ---
+# --- shop: price, stock or weight of an item, each of which another tool knows ---
 
-SHOP_TOOLS = ("price", "stock", "size")
+SHOP_TOOLS = ("price", "stock", "weight")
+"""Tools by what they tell. Their first letters differ, so that one character decides which one is called."""
 SHOP_PROBLEMS = NAMES * len(SHOP_TOOLS)
 SHOP_SEED = 2411
 
