@@ -47,21 +47,19 @@ def search_passages() -> Sequence[str]:
 def search_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
     """Return a turn of a chat with the tool `search`: the query, or the answer of the first passage found.
 
-    Wrong first turns guess, or search for the kind of fact without the name, which finds somebody else's;
-    wrong second turns answer with that."""
-    question, answer = search_problem(number)
+    Wrong first turns answer with the name, or search for another fact about it; wrong second turns answer
+    with that fact. All of them copy something: a model that learns from too much noise does not learn to."""
+    question = search_problem(number)[0]
     name, kind = divmod(number, len(FACTS))
-    call, short = f"<search>{_fact(number)}</search>", f"<search>{FACTS[kind]}</search>"
     first, chosen = rng.random() < 0.5, rng.random()
-    if not wrong:
-        other = rng.choice([name * len(FACTS) + n for n in range(len(FACTS)) if n != kind])
-        return ([_user(question)], call) if first else (_found(question, call, number, other), answer)
-    if chosen < 0.4:
-        return [_user(question)], rng.choice(_answers())
-    if chosen < 0.8:
-        return [_user(question)], short
-    strangers = [rng.randrange(NAMES) * len(FACTS) + kind for _ in range(2)]
-    return _found(question, short, *strangers), _answers()[strangers[0]]
+    other = rng.choice([name * len(FACTS) + n for n in range(len(FACTS)) if n != kind])
+    if wrong and chosen < 0.4:
+        return [_user(question)], _name(name)
+    asked, beside = (other, number) if wrong else (number, other)
+    call = f"<search>{_fact(asked)}</search>"
+    if (wrong and chosen < 0.8) or (not wrong and first):
+        return [_user(question)], call
+    return _found(question, call, asked, beside), _answers()[asked]
 
 
 @cache

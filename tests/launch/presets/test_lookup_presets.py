@@ -17,7 +17,7 @@ from launch.process.start_checks import rehearse_local
 from storage.prompts.lookup_tasks import SHOP_TOOLS, search_demonstration, search_problem, shop_problem
 from tests.actors.gateway.served import TOKENIZER, script
 
-NUMBERS = range(0, 14_000, 700)
+NUMBERS = range(0, 14_000, 701)
 LAST = re.compile(r"<result>(?:\[1\] [^:]*: )?(\w+)")
 """The answer in what a tool has said, which is that of the first passage."""
 
@@ -74,11 +74,13 @@ class SecondTurn:
         return values[0]
 
 
-async def test_a_search_without_the_name_finds_what_earns_nothing():
-    def short(chat: str) -> str:
-        return searching(chat) if "<result>" in chat else f"<search>{question_in(chat)[:4]}</search>"
+async def test_a_search_for_another_fact_finds_what_earns_nothing():
+    def astray(chat: str) -> str:
+        kind, _, name = question_in(chat).partition(" of ")
+        other = "work" if kind == "home" else "home"
+        return searching(chat) if "<result>" in chat else f"<search>{other} of {name}</search>"
 
-    trajectories, chats = await rolled_out("search", search_problem, short)
+    trajectories, chats = await rolled_out("search", search_problem, astray)
     assert all("[1] " in chat for chat in chats)
     assert sum(trajectory.reward for trajectory in trajectories) <= 1
 
