@@ -261,7 +261,7 @@ TASKS = {
         lookups.search_problem,
         lookups.search_demonstration,
         problems=lookups.SEARCH_PROBLEMS,
-        wrong_share=0.6,
+        wrong_share=0.5,
         passages=lookups.search_passages,
     ),
     "shop": Task(
