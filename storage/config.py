@@ -49,7 +49,8 @@ class DataConfig(Config):
 
     task: str | None = None
     """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition, product,
-    guess, nim, panel, debate, python or retool; or `reasoning_gym/NAME`, which has no demonstrations."""
+    guess, nim, panel, debate, python, retool, search or shop; or `reasoning_gym/NAME`, which has no
+    demonstrations."""
 
     keys: PromptKeys = PromptKeys()
     """Names of the fields in prompt files."""

@@ -1,17 +1,16 @@
 """Settings of the environment that runs somebody's program. Loads without torch."""
 
 import shlex
-import sys
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from actors.gateway.config import GatewayConfig
+from actors.own_python import with_own_python
 from actors.rewards.config import RewardConfig
 
 POSTED = "posted"
 """Name of the reward that a program posts."""
-OWN_PYTHON = "{python}"
 PROGRAMS_AT_ONCE = 32
 """Programs of one task each that run at the same time, if the settings say nothing."""
 
@@ -74,7 +73,7 @@ class AgentConfig(RewardConfig):
     @property
     def arguments(self) -> list[str]:
         """Return the command in words."""
-        return [sys.executable if word == OWN_PYTHON else word for word in shlex.split(self.command)]
+        return with_own_python(shlex.split(self.command))
 
     @property
     def programs(self) -> int:

@@ -42,7 +42,8 @@ def _build(config: ToolConfig) -> Sequence[Tool]:
             return [Calculator(config.name)]
         case SearchConfig():
             corpus = str(config.corpus)
-            refuse_of_record(f"the corpus {corpus!r}", corpus)  # or a stranger would read a file of this host
+            if config.of_task is None:  # or a stranger would read a file of this host
+                refuse_of_record(f"the corpus {corpus!r}", corpus)
             return [SearchTool(config)]
         case McpConfig():
             return _mcp(config)

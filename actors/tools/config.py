@@ -7,6 +7,8 @@ from pydantic import Field, JsonValue, model_validator
 
 from bus.config import Config
 
+OF_TASK = "task:"
+"""Beginning of a corpus that is a built-in task's."""
 NAME = r"^[a-zA-Z][a-zA-Z0-9_-]{0,63}$"
 
 
@@ -69,7 +71,8 @@ class SearchConfig(Config):
     """Name by which the model calls it."""
 
     corpus: Path
-    """A .jsonl or .parquet file of passages, with `text` and perhaps `title`, on each actor's host."""
+    """A .jsonl or .parquet file of passages, with `text` and perhaps `title`, on each actor's host; or
+    `task:search`, the corpus of the built-in task `search`, which needs no file."""
 
     top_k: int = Field(3, ge=1)
     """Number of passages that a search answers with."""
@@ -79,6 +82,12 @@ class SearchConfig(Config):
 
     stopwords: Literal["en", "none"] = "en"
     """Words that say nothing and are left out of passages and queries."""
+
+    @property
+    def of_task(self) -> str | None:
+        """Name of the built-in task whose corpus is meant; None for a file."""
+        name = str(self.corpus)
+        return name.removeprefix(OF_TASK) if name.startswith(OF_TASK) else None
 
 
 class PluginToolConfig(Config):
@@ -101,7 +110,8 @@ class McpConfig(Config):
     """Name of the tool's kind."""
 
     command: tuple[str, ...] = ()
-    """Program that the actor starts, with its arguments; it speaks over its standard input and output."""
+    """Program that the actor starts, with its arguments; it speaks over its standard input and output. A word
+    `{python}` stands for the Python that runs Sluice."""
 
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of that program, beside PATH and HOME."""

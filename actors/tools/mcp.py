@@ -18,6 +18,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent, Tool
 
 from actors.environments.base import JSON
+from actors.own_python import with_own_python
 from actors.tools.base import Arguments, ToolError, ToolResult
 from actors.tools.config import McpConfig
 from bus.errors import ConfigError
@@ -172,7 +173,7 @@ async def _ended(holder: asyncio.Task[None] | None) -> None:
 def _transport(config: McpConfig) -> AbstractAsyncContextManager[TransportStreams]:
     if config.url is not None:
         return streamable_http_client(config.url)
-    command, *arguments = config.command
+    command, *arguments = with_own_python(config.command)
     return stdio_client(StdioServerParameters(command=command, args=arguments, env=dict(config.environment)))
 
 

@@ -1,13 +1,14 @@
 """The tool that searches a local corpus by BM25: passages come back as text, in the manner of Search-R1."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from actors.environments.base import JSON
 from actors.tools.base import Arguments, ToolResult
 from actors.tools.config import SearchConfig
 from actors.tools.output import shortened
 from bus.errors import ConfigError
+from storage.prompts.generators import task_passages
 from storage.prompts.rows import Row, read_rows
 
 
@@ -30,7 +31,7 @@ class SearchTool:
             raise ConfigError("the search tool needs bm25s: pip install 'sluice-rl[search]'") from error
         self.name = config.name
         self._top_k = config.top_k
-        passages = [_passage(row) for row in read_rows(config.corpus)]
+        passages = _corpus(config)
         self._passages = [shortened(passage, config.passage_characters) for passage in passages]
         stopwords = None if config.stopwords == "none" else config.stopwords
         try:
@@ -46,6 +47,12 @@ class SearchTool:
 
     async def close(self) -> None:
         """Do nothing: nothing is held."""
+
+
+def _corpus(config: SearchConfig) -> Sequence[str]:
+    if config.of_task is not None:
+        return task_passages(config.of_task)
+    return [_passage(row) for row in read_rows(config.corpus)]
 
 
 def _passage(row: Row) -> str:

@@ -21,7 +21,7 @@ class LearningExtent(Extent):
     """How much of the benchmark a call measures."""
 
     presets: str = ""
-    """Presets with commas; without it guess,nim,duel,panel,product,agent,python,retool."""
+    """Presets with commas; without it guess,nim,duel,panel,product,agent,python,retool,debate,search,mcp."""
 
     failures: str = ""
     """Fractions of the rollouts that are made to fail, with commas; without it 0,0.1."""

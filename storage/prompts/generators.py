@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -12,6 +12,7 @@ from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.disk.atomic_files import make_directory, write_file, write_json
 from storage.prompts import agent_demonstrations as agents
+from storage.prompts import lookup_tasks as lookups
 from storage.prompts import python_demonstrations as python
 from storage.prompts.dataset import prompt_content
 from storage.prompts.reasoning_gym_tasks import PREFIX, prompt_rows
@@ -43,6 +44,8 @@ class Task:
     prompts: int = 20_000
     heldout: int = 256
     demonstrations: int = 26_000
+    passages: Callable[[], Sequence[str]] | None = None
+    """Function that returns the corpus in which the answers stand; None for a task without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,14 @@ def generate_task(name: str, directory: Path, *, seed: int) -> TaskFiles:
         _write(task, files, seed)
         write_json(manifest, wanted)
     return files
+
+
+def task_passages(name: str) -> Sequence[str]:
+    """Return the corpus of a built-in task. Raises `ConfigError` for a task that has none."""
+    having = {name: task.passages for name, task in TASKS.items() if task.passages is not None}
+    if name not in having:
+        raise ConfigError(f"no built-in task {name!r} with a corpus: there are: {', '.join(having)}")
+    return having[name]()
 
 
 def _generate_reasoning_gym(name: str, directory: Path, *, seed: int) -> TaskFiles:
@@ -246,5 +257,15 @@ TASKS = {
         heldout=64,
     ),
     "panel": Task(agents.panel_problem, agents.panel_demonstration, problems=10**4, wrong_share=0.6),
+    "search": Task(
+        lookups.search_problem,
+        lookups.search_demonstration,
+        problems=lookups.SEARCH_PROBLEMS,
+        wrong_share=0.5,
+        passages=lookups.search_passages,
+    ),
+    "shop": Task(
+        lookups.shop_problem, lookups.shop_demonstration, problems=lookups.SHOP_PROBLEMS, wrong_share=0.6
+    ),
     "debate": Task(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

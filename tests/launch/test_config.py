@@ -130,7 +130,7 @@ def test_without_flags_there_is_no_layer():
     assert flags(RunConfig()) == {}
 
 
-@pytest.mark.parametrize("name", ["sort", "addition", "product", "python", "retool"])
+@pytest.mark.parametrize("name", ["sort", "addition", "product", "python", "retool", "search", "debate"])
 def test_presets_resolve(name: str):
     config = resolve(preset(name))
     assert (config.run, config.data.task) == (name, name)

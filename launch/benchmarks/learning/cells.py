@@ -16,6 +16,9 @@ STEPS = {
     "agent": 40,
     "python": 60,
     "retool": 60,
+    "debate": 60,
+    "search": 60,
+    "mcp": 60,
 }
 """Presets of several turns or agents in the order of the tables, with the optimizer steps of a run."""
 PRESETS = tuple(STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,22 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 """Colours by fraction of failures, which the colour-blind tell apart (Okabe and Ito)."""
 
+MOST_COLUMNS = 4
+"""Panels beside each other."""
+
 
 def draw_curves(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw each seed's held-out reward over the steps, coloured by the fraction of failures."""
     presets = list(dict.fromkeys(preset for preset, _ in arms(outcomes)))
     fractions = sorted({outcome.failures for outcome in outcomes})
     colours = {fraction: COLOURS[n % len(COLOURS)] for n, fraction in enumerate(fractions)}
-    figure = new_figure(3.6 * len(presets) + 1.5, 3.6)
-    panels = figure.subplots(1, len(presets), sharey=True, squeeze=False)[0]
-    for axes, preset in zip(panels, presets, strict=True):
+    columns = min(len(presets), MOST_COLUMNS)
+    rows = ceil(len(presets) / columns)
+    figure = new_figure(3.6 * columns + 1.5, 3.2 * rows + 0.4)
+    panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for axes in panels[len(presets) :]:
+        axes.set_visible(False)
+    for axes, preset in zip(panels, presets, strict=False):
         _draw_preset(axes, [outcome for outcome in outcomes if outcome.preset == preset], colours)
         axes.set_title(preset, loc="left", fontsize=11)
     panels[0].set_ylim(0, 1)

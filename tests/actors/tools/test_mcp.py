@@ -24,7 +24,7 @@ STDIO = (sys.executable, SERVER, "stdio")
 @pytest.mark.slow
 async def test_a_servers_tools_are_called_over_stdio(monkeypatch):
     monkeypatch.setenv("SLUICE_BUS", "nats://user:password@host")
-    tools = build_tools([McpConfig(command=STDIO, environment={"OWN": "1"})])
+    tools = build_tools([McpConfig(command=("{python}", SERVER, "stdio"), environment={"OWN": "1"})])
     try:
         assert set(tools) == {"add", "fail", "die", "environment"}
         assert tools["add"].description == "Add two numbers."

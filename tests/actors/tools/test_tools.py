@@ -16,6 +16,8 @@ from actors.tools.python import PythonTool
 from actors.tools.sandbox.limits import Limits
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
+from bus.plugins import ImportPolicy, restrict_imports
+from storage.prompts.generators import task_passages
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,20 @@ def test_a_corpus_that_cannot_be_searched_is_a_config_error(tmp_path, rows, said
     (tmp_path / "corpus.jsonl").write_text(rows)
     with pytest.raises(ConfigError, match=said):
         SearchTool(SearchConfig(corpus=tmp_path / "corpus.jsonl"))
+
+
+async def test_a_corpus_may_be_that_of_a_built_in_task_which_no_stranger_can_turn_into_a_file(corpus):
+    try:
+        restrict_imports(ImportPolicy(refusal="comes from the run's record"))
+        [tool] = build_tools([SearchConfig(corpus="task:search", top_k=1)]).values()
+        with pytest.raises(ConfigError, match="comes from the run's record"):
+            build_tools([SearchConfig(corpus=corpus)])
+    finally:
+        restrict_imports(ImportPolicy())
+    passage = task_passages("search")[7]
+    assert (await tool.call({"query": passage.partition(":")[0]})).text == f"[1] {passage}"
+    with pytest.raises(ConfigError, match="no built-in task 'sort' with a corpus: there are: search"):
+        build_tools([SearchConfig(corpus="task:sort")])
 
 
 async def test_the_python_tool_answers_like_a_terminal():

@@ -40,8 +40,9 @@ def outcome(preset="guess", failures=0.0, *, seed=0, top=0.95, settings="s", las
 
 def test_a_seed_is_complete_before_the_next_one_begins():
     cells = grid(PRESETS, FAILURES, SEEDS)
-    assert len({cell.name for cell in cells}) == len(cells) == 6 * len(PRESETS)
-    assert [cell.seed for cell in cells] == [seed for seed in SEEDS for _ in range(2 * len(PRESETS))]
+    of_a_seed = len(PRESETS) * len(FAILURES)
+    assert len({cell.name for cell in cells}) == len(cells) == 3 * of_a_seed
+    assert [cell.seed for cell in cells] == [seed for seed in SEEDS for _ in range(of_a_seed)]
     assert cells[:2] == [Cell(0, "guess", 0.0), Cell(0, "guess", 0.1)]
     assert cells[1].name == "guess-failures100-seed0"
 

@@ -67,7 +67,7 @@ def test_flags_of_other_processes_are_not_offered(completed):
 
 
 def test_values_are_completed(completed):
-    assert completed("local", "--preset", "s") == ["sort"]
+    assert completed("local", "--preset", "so") == ["sort"]
     assert completed("local", "--learner.loss.type", "c") == ["cispo", "clip_cov"]
     assert completed("local", "--learner.loss.type", "=", "cis") == ["cispo"]
     assert completed("local", "--learner.loss.type", "=") == completed("local", "--learner.loss.type", "")
@@ -104,7 +104,7 @@ ASKED = [
     (["local", "--lear"], ["--learner."]),
     (["local", "--learner.los"], ["--learner.loss."]),
     (["local", "--seed", "3", "--data.no-sh"], ["--data.no-shuffle"]),
-    (["local", "--preset", "s"], ["sort"]),
+    (["local", "--preset", "so"], ["sort"]),
     (["local", "--learner.loss.type", "c"], ["cispo", "clip_cov"]),
     (["runs", "show", "--run", ""], ["first", "second"]),
     (["actors", "--lear"], []),
@@ -127,7 +127,7 @@ def asked(program: list[str], directory: Path) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish: apt-get install fish")
-@pytest.mark.parametrize(("words", "offered"), [*ASKED, (["local", "--preset=s"], ["--preset=sort"])])
+@pytest.mark.parametrize(("words", "offered"), [*ASKED, (["local", "--preset=so"], ["--preset=sort"])])
 def test_fish_offers_the_same(words: list[str], offered: list[str], beside_runs: Path):
     (beside_runs / "launch.fish").write_text(script_of("fish"))
     typed = " ".join(["launch", *words])
@@ -166,7 +166,7 @@ bindkey "^G" launch-typed
 zmodload zsh/zpty
 zpty shell zsh -f -i
 zpty -w shell 'source ./setup'
-for typed in 'launch runs sto' 'launch local --preset=s' 'launch local --learner.los'; do
+for typed in 'launch runs sto' 'launch local --preset=so' 'launch local --learner.los'; do
   zpty -w -n shell "$typed"$'\t'$'\a'
   zpty -r -m shell found '*typed <*>*'
   print -r -- ${${found##*typed <}%%>*}
