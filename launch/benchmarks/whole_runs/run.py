@@ -9,8 +9,8 @@ from bus.errors import SluiceError
 from bus.waiting import ended_before
 from launch.chaos.local_run import LocalRun
 from launch.config import RunConfig
-from storage.disk.atomic_files import write_json
-from storage.disk.run_directory import RunDirectory
+from storage.disk.atomic_files import read_json, write_json
+from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
 
 ONE_THREAD = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -42,6 +42,7 @@ async def run_to_its_end(config: RunConfig, stop: asyncio.Event, *, limit_s: flo
                 raise SluiceError(f"{config.run} was stopped")
         if ending.result() != 0:
             raise SluiceError(f"{config.run} ended with status {ending.result()}: {_last_words(local.log)}")
+        _refuse_stopped(run)
     except TimeoutError:
         raise SluiceError(
             f"{config.run} took longer than {limit_s:.0f} s: {_last_words(local.log)}"
@@ -49,6 +50,14 @@ async def run_to_its_end(config: RunConfig, stop: asyncio.Event, *, limit_s: flo
     finally:
         await local.kill(patience_s=0)
     return run
+
+
+def _refuse_stopped(run: RunDirectory) -> None:
+    """Raise `SluiceError` for a run that ended well before it was done, as one does that gets SIGTERM."""
+    path = run.path / "progress.json"
+    progress = read_json(path, PROGRESS_REMEDY) if path.exists() else {}
+    if progress.get("stage") != "done":
+        raise SluiceError(f"{run.name} was stopped from elsewhere, at step {progress.get('step', 0)}")
 
 
 def _last_words(log: Path) -> str:
