@@ -12,8 +12,8 @@ import numpy as np
 
 from bus.errors import ConfigError, EngineError
 
-LARGEST = 1 << 16
-"""Experts that two bytes tell apart; one byte tells `IN_A_BYTE` apart."""
+LARGEST = 1 << 15
+"""Experts that the learner's int16 tells apart; one byte of a trajectory tells `IN_A_BYTE` apart."""
 IN_A_BYTE = 256
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Words for how many there are: Qwen's, Mixtral's, DeepSeek's."""

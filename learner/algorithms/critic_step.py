@@ -1,6 +1,7 @@
 """The critic's part of a step: it learns what the values of the batch should have been."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from learner.backends.base import Backend, CriticUpdate
@@ -22,7 +23,8 @@ def train_critic(
     """
     critic, ranks = critic_of(backend), backend.data_parallel_group
     budget, share = learner.batch.tokens_per_micro_batch, learner.batch.share_prefixes
-    batches = [equally_many(pack(samples, budget, share_prefixes=share), ranks) for samples in updates]
+    bare = [[replace(sample, experts=None) for sample in samples] for samples in updates]  # the policy's
+    batches = [equally_many(pack(samples, budget, share_prefixes=share), ranks) for samples in bare]
     epochs = [
         [critic.train_step(batch, learner.critic) for batch in batches] for _ in range(learner.critic.epochs)
     ]

@@ -200,7 +200,7 @@ class Backend(Protocol):
         NaN where no label is trained. Nothing of the backend changes."""
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return what `logprobs` does, and with each the experts that its tokens were sent to, int32
+        """Return what `logprobs` does, and with each the experts that its tokens were sent to, int16
         [T, layers, experts per token] on the host; `OWN_CHOICE` in layers without experts.
 
         The model is a mixture of experts, and the configuration allows it with this backend."""

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, TrainingError
 from bus.kept_sets import KeptSets
 from learner.data.prefix_tree import (
     PrefixTree,
@@ -116,8 +116,8 @@ class MicroBatch:
     """float32 [T, K + 1] nats, what the teacher gives to these and to all others together; -inf for entries
     that are none."""
     experts: Tensor | None = None
-    """int32 [T, layers, experts per token] that each token goes to, -1 where the learner's own router
-    chooses, as for the last token of a sequence; None where it chooses for all tokens."""
+    """int16 [T, layers, experts per token] that each token goes to, `OWN_CHOICE` where the learner's own
+    router chooses, as for the last token of a sequence; None where it chooses for all tokens."""
     denominator: float
     """Share of these sequences in what the sum of all token losses is divided by."""
     tree: PrefixTree | None = None
@@ -259,10 +259,15 @@ def _experts(samples: Sequence[Sample]) -> Tensor | None:
     shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), None)
     if shape is None:
         return None
-    found = np.full((sum(len(sample.token_ids) for sample in samples), *shape), OWN_CHOICE, np.int32)
+    found = np.full((sum(len(sample.token_ids) for sample in samples), *shape), OWN_CHOICE, np.int16)
     start = 0
     for sample in samples:
         if sample.experts is not None:
+            if sample.experts.shape[1:] != shape:
+                raise TrainingError(
+                    f"{sample.name} names experts for {sample.experts.shape[1:]} layers and experts a token, "
+                    f"others for {shape}: they are of different models; set learner.router_replay=none"
+                )
             found[start : start + len(sample.experts)] = sample.experts
         start += len(sample.token_ids)
     return torch.from_numpy(found)

@@ -15,6 +15,7 @@ from bus.work_progress import tracked
 from learner import lineage
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend
+from learner.backends.factory import refuse_router_replay
 from learner.checkpoint.commit import read_extra
 from learner.config.advantage import GDPOAdvantage
 from learner.config.learner import LearnerConfig
@@ -105,6 +106,7 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
             "run had none: compare the two with `launch learner --shadow`"
         )
     refuse_other_teachers(used, settings.model_directory, engine_context=settings.engine_context)
+    refuse_router_replay(used, initial.hf_config)
     backend, progress = _begin(settings, initial, from_step)
     if used is not settings.learner and progress.step < from_step:  # the run's own trains what is between
         own, context = settings.learner, settings.engine_context

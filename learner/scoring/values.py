@@ -1,6 +1,7 @@
 """The pass that asks the critic, before the step, what the states of each sample are worth."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ def with_values(backend: Backend, samples: Sequence[Sample], learner: LearnerCon
     """
     critic = critic_of(backend)
     budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
-    packs = numbered_packs(samples, budget, share_prefixes=learner.batch.share_prefixes)
+    bare = [replace(sample, experts=None) for sample in samples]  # which are the policy's
+    packs = numbered_packs(bare, budget, share_prefixes=learner.batch.share_prefixes)
     values_of = critic.values([batch for _, batch in packs])
     found: dict[int, Sample] = {}
     for (members, batch), values in zip(packs, values_of, strict=True):

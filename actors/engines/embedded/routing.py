@@ -36,9 +36,15 @@ class ExpertRecorder:
         for layer, router in routers:
             router.register_forward_hook(partial(self._note, layer))
 
-    def _note(self, layer: int, _module: torch.nn.Module, _inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+    def _note(self, layer: int, router: torch.nn.Module, _inputs: Any, outputs: object) -> None:
         """Keep the experts, [tokens, experts per token], the last that a router of transformers returns."""
-        self._chosen[layer] = outputs[-1]
+        chosen = outputs[-1] if isinstance(outputs, tuple) else None
+        if chosen is None or chosen.is_floating_point() or chosen.shape[-1] != self._routing.per_token:
+            raise EngineError(
+                f"actors.engine.routed_experts: {type(router).__name__} of this version of transformers does "
+                "not return what it chooses: install a newer one, or leave the setting out"
+            )
+        self._chosen[layer] = chosen
 
     def taken(self, rows: int) -> np.ndarray:
         """Return where the pass sent its tokens, [rows, tokens, layers, experts per token]; zeros in layers

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.base import Exported
+from learner.backends.megatron.conversion.families import float32_weights
 from learner.backends.megatron.conversion.weights import (
     Holders,
     exported_shapes,
@@ -48,7 +49,8 @@ class WeightExport:
             rest = partial(stream_hf_weights, self._chunks, self._hf_config, holders, without=here)
             if len(here) == len(shapes):
                 rest = partial(iter, ())  # nobody sends any
-            self._exported, self._addresses = Exported(shapes, here, rest), addresses
+            exported = Exported(shapes, here, rest, float32_weights(self._hf_config))
+            self._exported, self._addresses = exported, addresses
         return self._exported
 
     def _holders(self) -> Holders:

@@ -1,6 +1,6 @@
 """Passes that only compute log-probs, or a critic's values: without gradient or stored activations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,20 +15,18 @@ from learner.world.process_group import device
 @torch.no_grad()
 def forward_logprobs(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], shares: Sequence[MicroBatch],
-    *, top: int = 0, after: Callable[[DistributedDataParallel], None] = lambda chunk: None,
+    *, top: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """Return the log-probs and entropy [2, T] of each of `batches`, on the host of every rank.
 
     Of a critic they are the values, [1, T]. With `top` they are the ids and log-probs of the likeliest
     tokens, and the log-prob of all others together, [2 top + 1, T] (learner/backends/base.py).
 
-    `shares` are this rank's parts of them, with idle ones behind. `after` is called with a piece of the model
-    whenever it has computed one of them, in their order.
+    `shares` are this rank's parts of them, with idle ones behind.
     """
 
     def forward_step(shares: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[Tensor, None]:
         output = model(next(shares), top=top)  # hidden states, before the last stage of a pipeline
-        after(model)
         if isinstance(output, Tensor):
             return output, None
         if top:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from learner.backends.base import Adapters, Exported
 from learner.backends.lora import base_digest, first_a, merged, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
-from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.conversion.weights import (
     EXPERT,
     Holders,
@@ -144,7 +144,9 @@ class ChunkAdapters:
 
     def described(self) -> Adapters:
         """Return what others than this backend need of them."""
-        return Adapters(self.config, self._base, {}, [*self._targets], partial(self._streamed, torch.float32))
+        streamed = partial(self._streamed, torch.float32)
+        exact = float32_weights(self._hf_config)
+        return Adapters(self.config, self._base, exact, [*self._targets], streamed)
 
     def saved(self) -> dict[str, JsonValue]:
         """Return what must be the same where a checkpoint of them is loaded."""

@@ -34,7 +34,7 @@ from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
-from learner.backends.megatron.model.router_replay import ChosenExperts, changed_fraction
+from learner.backends.megatron.model.router_replay import ChosenExperts, replay_figures
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
@@ -141,8 +141,10 @@ class Trainer:
         result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
         if self.chunks[0].config.num_moe_experts is None:
             return result
-        modules = (module for chunk in self.chunks for module in chunk.modules())
-        return replace(result, diagnostics=result.diagnostics | changed_fraction(modules))
+        return replace(result, diagnostics=result.diagnostics | replay_figures(self._modules()))
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        return (module for chunk in self.chunks for module in chunk.modules())
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
@@ -150,9 +152,10 @@ class Trainer:
         return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return what `logprobs` does, each with where its tokens went, int32 [T, layers, k]."""
-        shares, chosen = self.shares(micro_batches), ChosenExperts()
-        values = forward_logprobs(self.ddp, micro_batches, shares, after=chosen.note)
+        """Return what `logprobs` does, each with where its tokens went, int16 [T, layers, k]."""
+        shares = self.shares(micro_batches)
+        with ChosenExperts(self._modules()) as chosen:
+            values = forward_logprobs(self.ddp, micro_batches, shares)
         config = self.chunks[0].config
         experts = [
             chosen.of_all_tokens(i, batch, share, config)

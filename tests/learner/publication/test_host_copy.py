@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.backends.megatron.trainer import Trainer
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.publication import host_copy
@@ -61,6 +62,19 @@ class Operations(TorchDispatchMode):
 def test_the_copy_has_every_weight_by_its_hugging_face_name(family, tied):
     trainer = trainer_of(family, tied=tied)
     assert same(taken(HostCopy(torch.float32), trainer), trainer.export())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lora", [NO_LORA, LoraConfig(rank=2, publish="merged")])
+def test_the_bias_by_which_experts_are_chosen_is_published_as_it_is(dtype, lora):
+    model = tiny_model("glm4_moe")
+    state = hf_state(model)
+    trainer = Trainer(model.config, state, OptimizerConfig(), dtype=dtype, lora=lora)
+    found = taken(HostCopy(torch.bfloat16), trainer)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert same({name: found[name]}, {name: state[name]})
+    if lora.exists:
+        assert trainer.adapters.exact == {name: torch.float32}
 
 
 def test_copies_take_turns_and_convert():

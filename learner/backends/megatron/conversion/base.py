@@ -120,6 +120,10 @@ QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=_qkv_shapes)
 ADAPTER = "_adapter"
 """Ends the name of the module with a layer's adapter, which lies beside the layer."""
 
+CHOICE_BIAS = "mlp.router.expert_bias"
+"""Name in a layer of the bias by which experts are chosen. It is float32 whatever the model is: rounded, it
+would choose others."""
+
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SAME)
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), SAME)
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), SAME)

@@ -1,9 +1,10 @@
 from collections.abc import Callable
 
+import torch
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import Family, Shape
+from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Shape
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
 from learner.backends.megatron.conversion.llama import LLAMA
 from learner.backends.megatron.conversion.mistral import MISTRAL
@@ -39,3 +40,13 @@ def family_of(hf_config: PretrainedConfig) -> Family:
 def shape_of(hf_config: PretrainedConfig) -> Shape:
     """Read a model's shape, its experts included."""
     return family_of(hf_config).shape(hf_config)
+
+
+def float32_weights(hf_config: PretrainedConfig) -> dict[str, torch.dtype]:
+    """Return the Hugging Face names of the weights that are float32 whatever the model's dtype is."""
+    return {
+        part: torch.float32
+        for rule in family_of(hf_config).rules(shape_of(hf_config))
+        if rule.megatron.endswith(CHOICE_BIAS)
+        for part in rule.parts
+    }

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
+    CHOICE_BIAS,
     GATE_UP,
     QKV,
     SAME,
@@ -84,10 +85,10 @@ def _attention_rules(hf_config: PretrainedConfig) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _is_behind(layers: int, name: str) -> bool:
+def _is_behind(layers: int, heads: int, name: str) -> bool:
     """Tell weights of a head for several next tokens, which files have as layers behind the model's."""
     place = _LAYER.match(name)
-    return place is not None and int(place[1]) >= layers
+    return place is not None and layers <= int(place[1]) < layers + heads
 
 
 def _experts(hf_config: PretrainedConfig) -> Experts:
@@ -109,7 +110,7 @@ def _experts(hf_config: PretrainedConfig) -> Experts:
 
 ROUTER = (
     layer_rule("mlp.router.weight", ["mlp.gate.weight"]),
-    layer_rule("mlp.router.expert_bias", ["mlp.gate.e_score_correction_bias"]),
+    layer_rule(CHOICE_BIAS, ["mlp.gate.e_score_correction_bias"]),
 )
 SHARED_EXPERT = (
     layer_rule(
@@ -137,5 +138,5 @@ def glm4_moe(hf_config: PretrainedConfig) -> Family:
         qkv_bias=hf_config.attention_bias,
         qk_norm=hf_config.use_qk_norm,
         rotated_parts=(0.5, 1.0),
-        left_out=partial(_is_behind, hf_config.num_hidden_layers),
+        left_out=partial(_is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
     )

@@ -9,9 +9,8 @@ order of the passes. Here the experts travel in the pack's `PackedLayout`, so th
 passes and recompute layers as it likes.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,11 +28,11 @@ class GivenExperts:
     def __init__(self) -> None:
         self.experts: Tensor | None = None
         """int [T, k], `OWN_CHOICE` where the router chooses; None where it does for all tokens."""
-        self.chosen: Tensor | None = None
-        """int64 [T, k], where the tokens of the last pass went."""
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device())
-        """Tokens that were sent as given since they were last counted, and how many of them the router would
-        have sent elsewhere."""
+        self.noted: list[Tensor] | None = None
+        """int16 [T, k] of each pass, where its tokens went; None where nobody asks."""
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device())
+        """Tokens of passes with given experts since they were last counted, how many of them were sent as
+        given, and how many of these the router would have sent elsewhere."""
 
     def get_replay_topk(
         self,
@@ -47,24 +46,24 @@ class GivenExperts:
 
         `scores` are of all experts, [T, E]; `choose` is what the router itself does."""
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.experts is None:
-            self.chosen = chosen
-            return values, chosen
+        if self.experts is not None:
+            chosen = self._given(chosen, scores.shape[1])
+            values = scores.gather(1, chosen)
+        if self.noted is not None:
+            self.noted.append(chosen.to(torch.int16))
+        return values, chosen
+
+    def _given(self, chosen: Tensor, experts: int) -> Tensor:
+        """Return where tokens go that the router would send to `chosen`, [T, k]."""
+        assert self.experts is not None
         given = self.experts.long()
         ascending = given.sort(dim=1).values
         # What an engine cannot have meant is left to the router: the dispatcher wants k different experts.
-        known = (ascending[:, 0] != OWN_CHOICE) & (ascending[:, -1] < scores.shape[1])
+        known = (ascending[:, 0] != OWN_CHOICE) & (ascending[:, -1] < experts)
         known &= (ascending[:, 1:] != ascending[:, :-1]).all(dim=1)
         other = (ascending != chosen.sort(dim=1).values).any(dim=1)
-        self.counts += torch.stack((known.sum(), (known & other).sum()))
-        self.chosen = torch.where(known[:, None], given, chosen)
-        return scores.gather(1, self.chosen), self.chosen
-
-    def taken(self) -> Tensor:
-        """Return where the tokens of the last pass went, int64 [T, k], and forget it."""
-        chosen, self.chosen = self.chosen, None
-        assert chosen is not None, "a pass comes first"
-        return chosen
+        self.counts += torch.stack((torch.full_like(known, True).sum(), known.sum(), (known & other).sum()))
+        return torch.where(known[:, None], given, chosen)
 
 
 class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
@@ -87,22 +86,37 @@ class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is
         """Do what megatron-core's layer does, also where it is computed again for the gradient."""
         experts = kwargs["packed_seq_params"].experts
         self.given.experts = None if experts is None else experts[:, self.layer_number - 1]
-        return super().forward(*args, **kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.given.experts = None  # they are large, and of this pass alone
 
 
-def changed_fraction(modules: Iterable[torch.nn.Module]) -> dict[str, float]:
-    """Return `router_changed_fraction`, of the tokens that the layers of all ranks sent as given since the
-    last call, the share whose router would have sent them elsewhere; nothing where none was sent so.
+def replay_figures(modules: Iterable[torch.nn.Module]) -> dict[str, float]:
+    """Return what came of given experts since the last call; nothing where none were given.
+
+    Counted are the tokens of passes that had some, in each layer with experts on all ranks.
+    `router_replayed_fraction` is the share that was sent as given: the last token of a sequence and padding
+    never are. `router_changed_fraction` is the share of these that the router would have sent elsewhere.
 
     Every rank calls this with the modules of its model."""
-    given = [module.given for module in modules if isinstance(module, ReplayedLayer)]
-    counts = torch.zeros(2, dtype=torch.int64, device=device())
-    for each in given:
+    counts = torch.zeros(3, dtype=torch.int64, device=device())
+    for each in given_experts(modules).values():
         counts += each.counts
         each.counts.zero_()
     dist.all_reduce(counts)
-    replayed, changed = counts.tolist()
-    return {"router_changed_fraction": changed / replayed} if replayed else {}
+    passed, replayed, changed = counts.tolist()
+    if not passed:
+        return {}
+    return {
+        "router_replayed_fraction": replayed / passed,
+        "router_changed_fraction": changed / max(1, replayed),
+    }
+
+
+def given_experts(modules: Iterable[torch.nn.Module]) -> dict[int, GivenExperts]:
+    """Return what the layers with experts are given, by the number of the layer from 0."""
+    return {module.layer_number - 1: module.given for module in modules if isinstance(module, ReplayedLayer)}
 
 
 def refuse_other_experts(experts: Tensor, config: TransformerConfig) -> None:
@@ -116,29 +130,34 @@ def refuse_other_experts(experts: Tensor, config: TransformerConfig) -> None:
 
 
 class ChosenExperts:
-    """Collects to which experts the routers of this rank send the tokens of each micro-batch of a pass."""
+    """Notes to which experts the routers of this rank send the tokens of each micro-batch of a pass."""
 
-    def __init__(self) -> None:
-        self._by_layer: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """int64 [N, k] of this rank's tokens in each micro-batch, by the number of the layer from 0."""
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        """`modules` are those of the rank's model."""
+        self._given = given_experts(modules)
+        self._by_layer: dict[int, list[Tensor]] = {}
 
-    def note(self, chunk: torch.nn.Module) -> None:
-        """Take what the routers of a piece of the model have chosen for the micro-batch that it computed."""
-        for module in chunk.modules():
-            if isinstance(module, ReplayedLayer):
-                self._by_layer[module.layer_number - 1].append(module.given.taken())
+    def __enter__(self) -> Self:
+        for each in self._given.values():
+            each.noted = []
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._by_layer = {layer: each.noted or [] for layer, each in self._given.items()}
+        for each in self._given.values():
+            each.noted = None
 
     def of_all_tokens(
         self, number: int, batch: MicroBatch, share: MicroBatch, config: TransformerConfig
     ) -> Tensor:
-        """Gather the experts of micro-batch `number`, int32 [T, layers, k] on the host of every rank that
+        """Gather the experts of micro-batch `number`, int16 [T, layers, k] on the host of every rank that
         shares the model; `OWN_CHOICE` in layers without experts.
 
         Every such rank calls this, with the whole micro-batch and its own share of it."""
         tensor = parallel_state.get_tensor_model_parallel_group()
         rows = len(share.tokens if share.tree is None else share.tree.source)
         shape = (rows, config.num_layers, config.moe_router_topk)
-        found = torch.zeros(shape, dtype=torch.int32, device=device())
+        found = torch.zeros(shape, dtype=torch.int32, device=device())  # NCCL adds no int16
         for layer, chosen in self._by_layer.items():
             first = tensor.rank() * len(chosen[number]) if config.sequence_parallel else 0
             found[first : first + len(chosen[number]), layer] = chosen[number].int() - OWN_CHOICE
@@ -148,7 +167,7 @@ class ChosenExperts:
         whole = torch.zeros((len(batch.tokens), *shape[1:]), dtype=torch.int32, device=device())
         whole[tokens] = found[places]
         _add_up(whole, parallel_state.get_context_parallel_group())
-        return (whole + OWN_CHOICE).cpu()
+        return (whole + OWN_CHOICE).to(torch.int16).cpu()
 
 
 def _add_up(values: Tensor, group: dist.ProcessGroup) -> None:

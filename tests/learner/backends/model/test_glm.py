@@ -49,7 +49,7 @@ def test_the_bias_chooses_experts_and_stays_exact_in_bfloat16():
 
 
 def test_heads_for_several_next_tokens_are_left_out():
-    reference = tiny_model("glm4_moe")
+    reference = tiny_model("glm4_moe", num_mtp_layers=1)
     state = hf_state(reference)
     more = {
         "model.layers.2.eh_proj.weight": torch.zeros(64, 128),
@@ -59,6 +59,10 @@ def test_heads_for_several_next_tokens_are_left_out():
     assert exported.keys() == state.keys()
     with pytest.raises(ConfigError, match=r"unexpected model\.layers\.1\.enorm\.weight"):
         built_from(reference, {**state, "model.layers.1.enorm.weight": torch.zeros(64)})
+    with pytest.raises(
+        ConfigError, match=r"unexpected model\.layers\.3\.mlp\.gate\.weight"
+    ):  # of a longer model
+        built_from(reference, {**state, "model.layers.3.mlp.gate.weight": torch.zeros(6, 64)})
 
 
 @pytest.mark.parametrize(
