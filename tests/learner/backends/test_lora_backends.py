@@ -85,6 +85,13 @@ def test_each_step_of_megatron_is_fsdps(lora):
     assert_same(trained("megatron", lora), trained("fsdp", lora))
 
 
+def test_adapters_of_heads_that_are_rotated_in_part_lie_as_transformers_has_them():
+    """GLM's queries and keys have another order in Megatron's model."""
+    attention = LoraConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    glm = {"family": "glm4_moe"}
+    assert_same(trained("megatron", attention, **glm), trained("fsdp", attention, **glm))
+
+
 FOUR_LAYERS = {"num_hidden_layers": 4}
 MOE = {"family": "qwen3_moe"}
 LAYOUTS = {
@@ -92,6 +99,7 @@ LAYOUTS = {
     "dp2 plain": (2, {"distributed_optimizer": False}, SOME, {}),
     "dp2 overlapped": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, LORA, {}),
     "tp2": (2, {"tensor": 2}, LORA, {}),
+    "tp2 sp glm": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "glm4_moe"}),
     "tp2 sp some": (2, {"tensor": 2, "sequence": True}, SOME, {}),
     "tp2 sp merged recomputed": (
         2, {"tensor": 2, "sequence": True, "recompute": "full"},
