@@ -1,7 +1,9 @@
 """Rollouts that an actor does not end: their turns are kept for whoever rolls their leases out next."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import structlog
 
 from actors.group import Group
 from actors.group_config import InterruptionConfig
@@ -9,6 +11,11 @@ from actors.leases import PolicyLeases
 from actors.policy.rollout_turns import RolloutTurns, TurnsByRollout
 from actors.turn_messages import turn_message, turns_by_rollout
 from bus.errors import HandBackError
+from bus.waiting import cancelled
+
+log = structlog.get_logger()
+HAND_ON_S = 30.0
+"""Longest time that it takes to store what there is of a group that is handed back."""
 
 
 class Interruption:
@@ -22,6 +29,9 @@ class Interruption:
         """How long rollouts may go on, and how often their turns are kept."""
         self.event = asyncio.Event()
         """Set once the rollouts under way are to be interrupted."""
+        self.engines_are_lost = False
+        """Whether a lease ended because no engine is left, which ends all others too."""
+        self._handing_on = set[asyncio.Task[None]]()
         self._leases = leases
         self._turns = turns
         self._actor = actor
@@ -62,18 +72,42 @@ class Interruption:
         if group.keeps_turns_in_s(self.every_s) == 0:
             await self.keep_turns(group, version)
 
-    async def hand_on(self, group: Group, version: int) -> None:
-        """Store what there is of a group that is handed back: finished siblings, and turns of the others."""
-        if group.may_be_shared(self._share_after_s):
-            await self._leases.publish(group)
-        await self.keep_turns(group, version)
-        if stored := sum(turns.number_stored for _, turns in self._kept(group)):
-            await self._leases.turns_stored(group.lease, stored)
+    def hand_on(self, group: Group, version: int) -> "asyncio.Task[None]":
+        """Begin to store what there is of a group that is handed back: finished siblings, and turns of the
+        others. The task goes on when its lease is cancelled, and may be waited for by `handed_on`."""
+        task = asyncio.create_task(self._hand_on(group, version, self._kept(group)), name="hand on")
+        self._handing_on.add(task)
+        task.add_done_callback(self._handing_on.discard)
+        return task
+
+    async def handed_on(self) -> None:
+        """Return when all that is handed on is stored, or has had its time."""
+        try:
+            if self._handing_on:
+                await asyncio.wait(self._handing_on, timeout=HAND_ON_S)
+        finally:
+            await cancelled(*self._handing_on)
+
+    async def _hand_on(self, group: Group, version: int, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
+        """Do what `hand_on` says. `kept` are the rollouts' turns, which the actor forgets meanwhile."""
+        try:
+            async with asyncio.timeout(HAND_ON_S):
+                if group.may_be_shared(self._share_after_s):
+                    await self._leases.publish(group)
+                    kept = [(sample, turns) for sample, turns in kept if sample not in group.sent]
+                await self._send(group, version, kept)
+                if stored := sum(turns.number_stored for _, turns in kept):
+                    await self._leases.turns_stored(group.lease, stored)
+        except TimeoutError:
+            log.warning("lease_not_handed_on", lease_id=group.lease.lease_id, waited_s=HAND_ON_S)
 
     async def keep_turns(self, group: Group, version: int) -> None:
         """Send the turns that no shard has. Those of weights older than `version` are of no use."""
+        await self._send(group, version, self._kept(group))
+
+    async def _send(self, group: Group, version: int, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
         group.turns_kept_s = asyncio.get_running_loop().time()
-        new = [(sample, turns, turns.unstored(since=version)) for sample, turns in self._kept(group)]
+        new = [(sample, turns, turns.unstored(since=version)) for sample, turns in kept]
         messages = [
             turn_message(turn, group.lease, sample, self._actor) for sample, _, found in new for turn in found
         ]

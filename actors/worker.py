@@ -137,6 +137,7 @@ class Worker:
             )
         finally:
             await cancelled(interrupting)
+            await self.interruption.handed_on()
 
     async def _on_lease(self, received: Received[Lease]) -> None:
         """The lease is acked when this returns: its group is on the stream, or its rejection is.
@@ -259,9 +260,16 @@ class Worker:
         self._policy.contexts.begin(lease.lease_id, rollouts)
         try:
             await self._gather_all(group, version)
+        except asyncio.CancelledError:
+            if self.interruption.engines_are_lost:  # as another lease found: what this one has is kept too
+                self.interruption.hand_on(group, version)
+            raise
         except ExceptionGroup as errors:
+            self.interruption.engines_are_lost |= errors.subgroup(EngineLostError) is not None
             if errors.subgroup((HandBackError, EngineLostError)):
-                await self.interruption.hand_on(group, version)
+                handing_on = self.interruption.hand_on(group, version)
+                await asyncio.wait([handing_on])  # unlike `await`, it leaves the task alone when cancelled
+                handing_on.result()
             handed_back, others = errors.split(HandBackError)
             if handed_back is None or others is not None:
                 raise

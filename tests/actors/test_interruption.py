@@ -1,7 +1,7 @@
 """Rollouts that an actor does not end: the next one goes on from their turns, token by token."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -49,20 +49,30 @@ def answer(token_ids) -> list[int]:
 
 
 class TwoTurns:
-    """An environment of two chat turns. It counts the runs of each rollout, and can hold them in between."""
+    """An environment of two chat turns. It counts the runs of each rollout, and can hold them in between, or
+    before the first."""
 
-    def __init__(self, *held: str, per_episode: int | None = 1, second: str = "1+1=") -> None:
+    def __init__(
+        self, *held: str, per_episode: int | None = 1, second: str = "1+1=", late: Collection[str] = ()
+    ) -> None:
         self.trajectories_per_episode = per_episode
+        self.not_begun: list[str] = []
         self.in_between: list[str] = []
         self.ended: list[str] = []
         self.gate = asyncio.Event()
         """Holds the rollouts named `held` after their first turns."""
+        self.entrance = asyncio.Event()
+        """Holds the rollouts named `late` before their first turns."""
         self._held = held
+        self._late = late
         self._second = second
 
     async def run(self, task, policy):
         policy = policy.fresh(task.task_id)
         chat = list(task.messages)
+        if task.task_id in self._late:
+            self.not_begun.append(task.task_id)
+            await self.entrance.wait()
         chat.append((await policy.chat(chat)).message)
         self.in_between.append(task.task_id)
         if task.task_id in self._held:
@@ -218,6 +228,29 @@ async def test_an_actor_whose_engines_are_lost_keeps_the_turns_that_it_had(bus, 
         await asyncio.wait([task], timeout=20)
         assert task.exception().subgroup(EngineLostError)
         await until(lambda: [turn.rollout for turn in storage.stores[0].turns.of(0)] == [0, 1])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_lost_engines_cost_no_turns_of_a_lease_beside_one_without_any(bus, engine, tmp_path, at_once):
+    """That one ends first, which cancels the other: while it stores its turns, or still in its tool."""
+
+    async def lost(request):
+        raise EngineLostError("all engines are gone")
+
+    two_groups = AdmissionConfig(groups_per_step=2, samples_per_prompt=2, max_staleness=0)
+    async with serving(bus, tmp_path, two_groups) as storage:
+        await LearnerStandIn(bus).publish(0)
+        environment = TwoTurns(*BOTH, late=("g00000001.0", "g00000001.1"))
+        worker = make_worker(bus, engine, environment, AT_ONCE)
+        task = asyncio.create_task(worker.run(asyncio.Event(), groups_at_once=4))
+        await until(lambda: len(environment.in_between) == len(environment.not_begun) == 2)
+        engine.generate = lost
+        environment.entrance.set()
+        if at_once:
+            environment.gate.set()
+        await asyncio.wait([task], timeout=20)
+        assert task.exception().subgroup(EngineLostError)
+        assert [turn.rollout for turn in storage.stores[0].turns.of(0)] == [0, 1]
 
 
 async def test_finished_rollouts_of_a_group_that_is_only_sent_whole_are_not_sampled_again(
