@@ -92,8 +92,8 @@ class Interruption:
         """Do what `hand_on` says. `kept` are the rollouts' turns, which the actor forgets meanwhile."""
         try:
             async with asyncio.timeout(HAND_ON_S):
-                if group.may_be_shared(self._share_after_s):
-                    await self._leases.publish(group)
+                shares = group.may_be_shared(self._share_after_s)
+                if shares and await self._leases.publish_soon(group):
                     kept = [(sample, turns) for sample, turns in kept if sample not in group.sent]
                 await self._send(group, version, kept)
                 if stored := sum(turns.number_stored for _, turns in kept):

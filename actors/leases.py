@@ -24,7 +24,7 @@ log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
 """How long storage may take to answer; then the lease is rolled out as its message says."""
 KEEP_TURNS_S = 10.0
-"""Longest time that the bus has to take turns of rollouts that have not ended."""
+"""Longest time that the bus has to take turns of rollouts that have not ended, or their finished siblings."""
 STORED_S = 5.0
 """Longest wait for a shard to store them before a lease is handed back."""
 LOOK_S = 0.1
@@ -150,6 +150,20 @@ class PolicyLeases:
         )
         sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
         self.counts["trajectories"] += len(sent)
+
+    async def publish_soon(self, group: Group) -> bool:
+        """Send what is finished of a group that is handed back; return whether the bus took it in time."""
+        try:
+            async with asyncio.timeout(KEEP_TURNS_S):
+                await self.publish(group)
+        except TimeoutError:
+            reason = f"the bus did not take them within {KEEP_TURNS_S:g} s"
+        except SluiceError as error:
+            reason = str(error)
+        else:
+            return True
+        log.warning("siblings_not_handed_on", lease_id=group.lease.lease_id, reason=reason)
+        return False
 
     async def reject(self, lease_id: int, reason: str, detail: str, rewards: tuple[float, ...] = ()) -> None:
         """Tell storage that the lease gives no group, which refunds it."""

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
@@ -15,12 +16,15 @@ from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
+from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import EngineLostError
+from bus.publish import Publisher
 from bus.trajectory import Trajectory
 from learner.scratch_model import character_tokenizer
 from storage.config import AdmissionConfig
 from storage.shard.server import Shard
+from tests.factories import make_lease
 from tests.storage.serving import (
     LearnerStandIn,
     Storage,
@@ -91,7 +95,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 
 def make_worker(
-    bus: Bus, engine: ScriptedEngine, environment, config: InterruptionConfig, *, name: str = "tester"
+    bus: Bus, engine: ScriptedEngine, environment, config: InterruptionConfig, *, share_after_s: float = 0.0
 ) -> Worker:
     sampling = Sampling(max_new_tokens=16, stop_token_ids=(TOKENIZER.eos_token_id,))
     worker = Worker(
@@ -101,8 +105,8 @@ def make_worker(
         follower=PolicyFollower(bus, engine),
         keep=load_filter("none"),
         shards=2,
-        name=name,
-        share_after_s=0.0,
+        name="tester",
+        share_after_s=share_after_s,
     )
     worker.interruption.config = config
     return worker
@@ -251,6 +255,27 @@ async def test_lost_engines_cost_no_turns_of_a_lease_beside_one_without_any(bus,
         await asyncio.wait([task], timeout=20)
         assert task.exception().subgroup(EngineLostError)
         assert [turn.rollout for turn in storage.stores[0].turns.of(0)] == [0, 1]
+
+
+async def test_a_bus_that_takes_nothing_does_not_hold_up_an_actor_without_engines(bus, engine, monkeypatch):
+    async def lost(request):
+        raise EngineLostError("all engines are gone")
+
+    monkeypatch.setattr("actors.leases.KEEP_TURNS_S", 0.1)
+    data = encode(make_lease(0, samples=2))
+    await Publisher(bus).publish(bus.subject("tasks", "rollout"), data, message_id="lease-0")
+    environment = TwoTurns("g00000000.1")
+    worker = make_worker(bus, engine, environment, AT_ONCE, share_after_s=60.0)
+    with capture_logs() as logs:
+        task = asyncio.create_task(worker.run(asyncio.Event(), groups_at_once=4))
+        await until(lambda: environment.ended == ["g00000000.0"] and len(environment.in_between) == 2)
+        await bus.js.delete_stream(bus.topology.stream("TRAJECTORIES"))
+        engine.generate = lost
+        environment.gate.set()
+        await asyncio.wait([task], timeout=10)
+    assert task.exception().subgroup(EngineLostError)
+    warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert warnings == ["siblings_not_handed_on", "turns_not_kept"]
 
 
 async def test_finished_rollouts_of_a_group_that_is_only_sent_whole_are_not_sampled_again(
