@@ -89,9 +89,7 @@ async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:
     """Wait for `task`, and raise what it raised. Return False if `stop` came first; the task then goes on."""
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    await first(task, stop, None)
     if task.done():
         task.result()
     return task.done()

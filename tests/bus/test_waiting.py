@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bus.waiting import cancelled, ended_soon_after
+from bus.waiting import cancelled, ended_before, ended_soon_after
 
 
 async def test_a_task_that_forgets_that_it_was_cancelled_is_cancelled_again():
@@ -49,3 +49,15 @@ async def test_what_is_said_last_may_fail_and_is_heard():
         with pytest.raises(ValueError, match="storage refuses"):
             await ended_soon_after(stop, fail(), timeout_s=5.0)
         stop.set()
+
+
+async def test_who_is_cancelled_while_it_waits_for_a_task_or_a_stop_leaves_nothing_behind():
+    stop, doing = asyncio.Event(), asyncio.create_task(asyncio.Event().wait())
+    before = asyncio.all_tasks()
+    waiting = asyncio.create_task(ended_before(stop, doing))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    await cancelled(doing)
