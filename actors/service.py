@@ -239,6 +239,7 @@ def _evaluator(
         tool_calls=settings.actors.tool_calls,
         opponents=engines.opponents.engines,
     )
+    evaluator.finish_within_s = settings.actors.interruption.finish_within_s
     endpoints = settings.actors.evaluation.endpoints
     evaluator.endpoints = chat_endpoints(endpoints, tokenizer, settings.actors.tool_calls)
     return evaluator

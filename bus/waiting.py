@@ -130,12 +130,15 @@ def left_s(end_s: float) -> float:
     return max(end_s - time.monotonic(), AT_LEAST_S)
 
 
-async def unless(event: asyncio.Event, doing: Awaitable[T]) -> T | None:
-    """Return the result of `doing`, or None if `event` is set first; `doing` is then cancelled."""
+async def unless(event: asyncio.Event, doing: Awaitable[T], *, after_s: float = 0.0) -> T | None:
+    """Return the result of `doing`, or None if it has not ended `after_s` after `event` was set; it is then
+    cancelled."""
     task = asyncio.ensure_future(doing)
     task.add_done_callback(retrieve_exception)
     try:
         await first(task, event, None)
+        if not task.done() and after_s:
+            await asyncio.wait([task], timeout=after_s)
         return task.result() if task.done() else None
     finally:
         if not task.done():

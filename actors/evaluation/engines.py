@@ -27,8 +27,8 @@ class EvaluationEngines(Protocol):
     prompts_at_once: int | None
     """Number of prompts in progress at a time; None for all."""
     finishes_begun: bool
-    """Whether prompts that were begun are answered when this process is to end; otherwise they are given up
-    at once. An unfinished evaluation goes to another actor in both cases."""
+    """Whether prompts that were begun have as much time as rollouts when this process is to end; otherwise
+    they are given up at once. An unfinished evaluation goes to another actor in both cases."""
     exact: bool
     """Whether exactly the version asked for samples all tokens; otherwise later versions may."""
 

@@ -14,6 +14,7 @@ from actors.environments.base import Environment, Episode, Task, raised_by_envir
 from actors.evaluation.engines import EvaluationEngines
 from actors.evaluation.pass_at_k import pass_all, pass_at
 from actors.further_policies.engines import FurtherEngines
+from actors.group_config import InterruptionConfig
 from actors.policy.chat_format import Tokenizer
 from actors.policy.policy import Policy
 from bus.blobs import get_blob
@@ -54,6 +55,8 @@ class Evaluator:
         opponents: Mapping[str, Engine] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.doing = ""
+        self.finish_within_s = InterruptionConfig().finish_within_s
+        """Longest time that prompts which were begun may go on after the stop, where they may at all."""
         self.further = FurtherEngines()
         """Policies that the run trains beside its own: each plays with its newest weights."""
         self.endpoints: Mapping[str, Engine] = {}
@@ -102,10 +105,10 @@ class Evaluator:
             self.doing = ""
 
     async def _evaluated_unless_stopped(self, task: EvaluationTask) -> EvaluationResult | None:
-        """Return as `_evaluated` does. Raises `HandBackError` where the stop of this process comes first."""
-        if self._engines.finishes_begun:
-            return await self._evaluated(task)
-        result = await unless(self._stop, self._evaluated(task))
+        """Return as `_evaluated` does. Raises `HandBackError` where the stop of this process comes first,
+        and the time that the engines have after it ends, too."""
+        after_s = self.finish_within_s if self._engines.finishes_begun else 0.0
+        result = await unless(self._stop, self._evaluated(task), after_s=after_s)
         if result is None and self._stop.is_set():
             raise _stopped()
         return result

@@ -87,8 +87,9 @@ class Evaluations:
 
     @asynccontextmanager
     async def evaluator(
-        self, engines, environment, *, fails=False, opponents=(), further=(), agents=(), endpoints=()
-    ):
+        self, engines, environment, *, fails=False, opponents=(), further=(), agents=(), endpoints=(),
+        finish_within_s=30.0,
+    ):  # fmt: skip
         """An evaluator at work, its end awaited; yields what stops it, and its task."""
         working = Evaluator(
             self.bus, engines, TOKENIZER, environment,
@@ -96,6 +97,7 @@ class Evaluations:
         )  # fmt: skip
         working.further = FurtherEngines(dict(further), dict(agents))
         working.endpoints = dict(endpoints)
+        working.finish_within_s = finish_within_s
         stop = asyncio.Event()
         running = asyncio.create_task(working.run(stop))
         try:

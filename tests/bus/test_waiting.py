@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bus.waiting import cancelled, ended_before, ended_soon_after
+from bus.waiting import cancelled, ended_before, ended_soon_after, unless
 
 
 async def test_a_task_that_forgets_that_it_was_cancelled_is_cancelled_again():
@@ -61,3 +61,17 @@ async def test_who_is_cancelled_while_it_waits_for_a_task_or_a_stop_leaves_nothi
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
     await cancelled(doing)
+
+
+async def test_what_is_not_done_at_an_event_may_have_its_time_after_it():
+    event, done = asyncio.Event(), asyncio.Event()
+    event.set()
+
+    async def result() -> str:
+        await done.wait()
+        return "whole"
+
+    assert await unless(event, result()) is None
+    assert await unless(event, result(), after_s=0.01) is None
+    asyncio.get_running_loop().call_later(0.01, done.set)
+    assert await unless(event, result(), after_s=30.0) == "whole"

@@ -43,6 +43,10 @@ async def reached(follower, version, of=None):
         await follower.at_least(version, of=of)
 
 
+async def all_run(environment):
+    return environment.busy == PROMPTS
+
+
 async def busy_with(engine, requests):
     async def is_busy():
         return engine.running == requests
@@ -165,6 +169,24 @@ async def test_an_actor_that_stops_leaves_the_prompts_it_did_not_begin_to_anothe
     async with evaluations.evaluator(engines, second):
         assert (await evaluations.result()).drawn_by == (1, 1)
     assert second.runs == 2 * PROMPTS
+    assert evaluations.results.empty()
+
+
+async def test_begun_prompts_that_take_too_long_after_the_stop_are_left_to_another_actor(
+    bus, evaluations, follower, rollouts
+):
+    async def a_slow_tool(_):
+        await asyncio.Event().wait()
+
+    asked = await publish(bus, 1)
+    await reached(follower, 1)
+    first, second = Recording(a_slow_tool), Recording()
+    async with evaluations.evaluator(rollouts, first, finish_within_s=0.01):
+        await evaluations.ask(asked)
+        await until(lambda: all_run(first))
+    assert first.busy == 0
+    async with evaluations.evaluator(rollouts, second):
+        assert (await evaluations.result()).drawn_by == (1, 1)
     assert evaluations.results.empty()
 
 
