@@ -41,6 +41,8 @@ MONITORED = ("bus", "storage", "actors", "learner")
 STOPPING = "Stopping: each process saves or hands back what it began. A second Ctrl-C kills all at once."
 LEARNER_DRAIN_S = 120.0
 """Longest time that a learner may take to finish its step and save a checkpoint."""
+HAND_BACK_S = 45.0
+"""Longest time that actors may take to store what they do not finish, and to close their engines."""
 
 
 async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) -> int:
@@ -55,7 +57,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
     run.refuse_other_format()
     await check_start(config, run)
     console.print(dashboard_hint(config), soft_wrap=True)
-    async with _only_launch(run) as lock:
+    async with _only_launch(run, patience_s=max(LEARNER_DRAIN_S, _actors_drain_s(config))) as lock:
         summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
     print_summary(console, summary)
     console.print(dashboard_hint(config), soft_wrap=True)
@@ -73,13 +75,14 @@ def dashboard_hint(config: RunConfig) -> str:
 
 
 @asynccontextmanager
-async def _only_launch(run: RunDirectory) -> AsyncIterator[int]:
+async def _only_launch(run: RunDirectory, *, patience_s: float) -> AsyncIterator[int]:
     """Hold the run's lock; yields its descriptor.
 
-    The parts inherit it, so the lock is free when all of them have ended, however this process did.
+    The parts inherit it, so the lock is free when all of them have ended, however this process did:
+    `patience_s` after it at the latest.
     """
     with (run.path / "lock").open("a+") as lock:
-        deadline = time.monotonic() + LEARNER_DRAIN_S
+        deadline = time.monotonic() + patience_s
         while not try_lock(lock):
             lock.seek(0)
             holder = int(lock.read() or "0")
@@ -202,6 +205,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         Part(
             "actors",
             _command("actors", *join, *python, *_monitoring(config, "actors")),
+            drain_s=_actors_drain_s(config),
             may_end=lambda: _stage(run) == "done",  # they may be sooner than the learner, which says so
         ),
         Part(
@@ -213,6 +217,11 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         *(_policy_part(config, name, join) for name in config.policies),
     )
     return tuple(_with_variables(config, part) for part in parts)
+
+
+def _actors_drain_s(config: RunConfig) -> float:
+    """Return the longest time that actors may take to end."""
+    return config.actors.interruption.finish_within_s + HAND_BACK_S
 
 
 def _policy_part(config: RunConfig, policy: str, join: list[str]) -> Part:
