@@ -38,6 +38,8 @@ class Group:
     lease: Lease
     each: int | None
     actor: str
+    version: int = 0
+    """The oldest version of weights that may sample it; a resumed learner's is lower than before."""
     stored: GroupStatus = NOTHING
     """What another actor left in the shard."""
     episodes: dict[int, Episode] = field(default_factory=dict)

@@ -59,23 +59,29 @@ class Interruption:
         )
 
     async def take_over(self, group: Group) -> None:
-        """Put into the group what other actors left of it: siblings that are stored, and turns."""
+        """Put into the group what other actors left of it: siblings that are stored, and turns.
+
+        A rollout with turns of weights too old for the group would be thrown away at its end."""
         found = await self._leases.stored(group.lease)
         if group.each is not None:
             group.stored = found
             self._leases.counts["reused"] += len(found.samples)
         if found.turns:
-            group.left = turns_by_rollout(await self._leases.kept_turns(group.lease))
+            left = turns_by_rollout(await self._leases.kept_turns(group.lease))
+            group.left = {
+                sample: [turn for turn in turns if turn.is_of_use(group.version)]
+                for sample, turns in left.items()
+            }
 
-    async def keep_when_due(self, group: Group, version: int) -> None:
+    async def keep_when_due(self, group: Group) -> None:
         """Keep the turns that are new, if it is time to."""
         if group.keeps_turns_in_s(self.every_s) == 0:
-            await self.keep_turns(group, version)
+            await self.keep_turns(group)
 
-    def hand_on(self, group: Group, version: int) -> "asyncio.Task[None]":
+    def hand_on(self, group: Group) -> "asyncio.Task[None]":
         """Begin to store what there is of a group that is handed back: finished siblings, and turns of the
         others. The task goes on when its lease is cancelled, and may be waited for by `handed_on`."""
-        task = asyncio.create_task(self._hand_on(group, version, self._kept(group)), name="hand on")
+        task = asyncio.create_task(self._hand_on(group, self._kept(group)), name="hand on")
         self._handing_on.add(task)
         task.add_done_callback(self._handing_on.discard)
         return task
@@ -88,26 +94,26 @@ class Interruption:
         finally:
             await cancelled(*self._handing_on)
 
-    async def _hand_on(self, group: Group, version: int, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
+    async def _hand_on(self, group: Group, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
         """Do what `hand_on` says. `kept` are the rollouts' turns, which the actor forgets meanwhile."""
         try:
             async with asyncio.timeout(HAND_ON_S):
                 shares = group.may_be_shared(self._share_after_s)
                 if shares and await self._leases.publish_soon(group):
                     kept = [(sample, turns) for sample, turns in kept if sample not in group.sent]
-                await self._send(group, version, kept)
+                await self._send(group, kept)
                 if stored := sum(turns.number_stored for _, turns in kept):
                     await self._leases.turns_stored(group.lease, stored)
         except TimeoutError:
             log.warning("lease_not_handed_on", lease_id=group.lease.lease_id, waited_s=HAND_ON_S)
 
-    async def keep_turns(self, group: Group, version: int) -> None:
-        """Send the turns that no shard has. Those of weights older than `version` are of no use."""
-        await self._send(group, version, self._kept(group))
+    async def keep_turns(self, group: Group) -> None:
+        """Send the turns that no shard has. Those of weights too old for the group are of no use."""
+        await self._send(group, self._kept(group))
 
-    async def _send(self, group: Group, version: int, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
+    async def _send(self, group: Group, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
         group.turns_kept_s = asyncio.get_running_loop().time()
-        new = [(sample, turns, turns.unstored(since=version)) for sample, turns in kept]
+        new = [(sample, turns, turns.unstored(since=group.version)) for sample, turns in kept]
         messages = [
             turn_message(turn, group.lease, sample, self._actor) for sample, _, found in new for turn in found
         ]

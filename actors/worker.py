@@ -176,10 +176,10 @@ class Worker:
                 self.counts["settled"] += 1
                 return
             each = None if self.further else self._environment.trajectories_per_episode
-            group = Group(lease, each, self._name, further=further)
+            group = Group(lease, each, self._name, version, further=further)
             if again:
                 await self.interruption.take_over(group)
-            await self._gather(group, version)
+            await self._gather(group)
             await self._score(group)
             self._count(group)
             await self._hand_over(group)
@@ -252,22 +252,22 @@ class Worker:
         self.sampled = self.sampled.plus(sampled_counts(parts))
         self.failures.count(group.lease.prompt.metadata, group.episodes)
 
-    async def _gather(self, group: Group, version: int) -> None:
+    async def _gather(self, group: Group) -> None:
         """Roll out what is missing, and send what is finished ahead of siblings that take long.
 
         Raises `HandBackError`, plain, when one of them is to be done elsewhere."""
         lease, rollouts = group.lease, [group.rollout(sample) for sample in group.missing]
         self._policy.contexts.begin(lease.lease_id, rollouts)
         try:
-            await self._gather_all(group, version)
+            await self._gather_all(group)
         except asyncio.CancelledError:
             if self.interruption.engines_are_lost:  # as another lease found: what this one has is kept too
-                self.interruption.hand_on(group, version)
+                self.interruption.hand_on(group)
             raise
         except ExceptionGroup as errors:
             self.interruption.engines_are_lost |= errors.subgroup(EngineLostError) is not None
             if errors.subgroup((HandBackError, EngineLostError)):
-                handing_on = self.interruption.hand_on(group, version)
+                handing_on = self.interruption.hand_on(group)
                 await asyncio.wait([handing_on])  # unlike `await`, it leaves the task alone when cancelled
                 handing_on.result()
             handed_back, others = errors.split(HandBackError)
@@ -278,21 +278,19 @@ class Worker:
             self._policy.contexts.end(lease.lease_id)
             self._policy.turns.end(rollouts)
 
-    async def _gather_all(self, group: Group, version: int) -> None:
+    async def _gather_all(self, group: Group) -> None:
         async with asyncio.TaskGroup() as tasks:
-            running = {
-                tasks.create_task(self._episode(group, sample, version)): sample for sample in group.missing
-            }
+            running = {tasks.create_task(self._episode(group, sample)): sample for sample in group.missing}
             await asyncio.sleep(0)  # then all of them have begun, and clients see them
             self.room.not_begun.discard(group.lease.lease_id)
             interrupted = tasks.create_task(self.interruption.event.wait())
             try:
-                await self._collect(group, running, interrupted, version)
+                await self._collect(group, running, interrupted)
             finally:
                 interrupted.cancel()
 
     async def _collect(
-        self, group: Group, running: dict[Rollout, int], interrupted: "asyncio.Task[bool]", version: int
+        self, group: Group, running: dict[Rollout, int], interrupted: "asyncio.Task[bool]"
     ) -> None:
         """Add what ends to the group, and store what others should not have to do again meanwhile."""
         group.turns_kept_s = asyncio.get_running_loop().time()
@@ -312,17 +310,17 @@ class Worker:
             if running and group.shared_in_s(self._share_after_s) == 0:
                 await self._leases.publish(group)
             if running:
-                await self.interruption.keep_when_due(group, version)
+                await self.interruption.keep_when_due(group)
 
     def _patience_s(self, group: Group) -> float | None:
         """Return the seconds until something of the group should be stored; None for never."""
         times = group.shared_in_s(self._share_after_s), group.keeps_turns_in_s(self.interruption.every_s)
         return min((time_s for time_s in times if time_s is not None), default=None)
 
-    async def _episode(self, group: Group, sample: int, version: int) -> Episode | FailedEpisode:
+    async def _episode(self, group: Group, sample: int) -> Episode | FailedEpisode:
         """Return the episode, or why there is none. A failed rollout is repeated as the settings say."""
         for repeated in count():
-            outcome = await self._rollout(group, sample, version)
+            outcome = await self._rollout(group, sample)
             trusted = outcome.end in TRUSTED_ENDS
             if trusted or repeated >= self.retries.of(outcome.end) or self._stop.is_set():
                 task = self._task(group.lease, sample)
@@ -333,7 +331,7 @@ class Worker:
             self.counts["repeated_episodes"] += 1
         raise AssertionError("count() does not end")
 
-    async def _rollout(self, group: Group, sample: int, version: int) -> Episode | FailedEpisode:
+    async def _rollout(self, group: Group, sample: int) -> Episode | FailedEpisode:
         """Return the episode, or why there is none: a failed rollout is data, not a crash."""
         lease, frozen = group.lease, self.further.keys() - group.further.keys()
         task = self._task(lease, sample)
@@ -351,7 +349,7 @@ class Worker:
                 return _failed(error)
             episode = episode.with_frozen(frozen)
             oldest = {name: held.version for name, held in group.further.items()}
-            if all(t.oldest_version >= oldest.get(t.policy, version) for t in episode.trajectories):
+            if all(t.oldest_version >= oldest.get(t.policy, group.version) for t in episode.trajectories):
                 return episode
             log.info("rolled_out_again", task=task.task_id, reason="a resumed learner's older weights came")
             try:
@@ -363,7 +361,7 @@ class Worker:
                 return FailedEpisode("cancelled", str(error))
             if lowered is None or not all(still_open):
                 return FailedEpisode("cancelled", "its lease was settled meanwhile")
-            version = lowered
+            group.version = lowered
 
     def _tell_of_failure(self, task: Task, error: BaseException) -> None:
         """Log a failed rollout, at most one a second. Raises `ConfigError` when failures end the run."""

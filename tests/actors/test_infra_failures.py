@@ -87,8 +87,8 @@ async def trained(bus, engine, share, retries):
     worker = Actor(bus, engine, PluginEnvironment("mine:Env", Breaking(share))).worker
     worker.retries, groups = retries, []
     for lease_id in range(LEASES):
-        group = Group(make_lease(lease_id, samples=SAMPLES, policy_version=4), 1, "tester")
-        await worker._gather(group, 4)
+        group = Group(make_lease(lease_id, samples=SAMPLES, policy_version=4), 1, "tester", 4)
+        await worker._gather(group)
         worker._count(group)
         [(_, batch)] = group.unsent()
         groups.append(batch.trajectories)

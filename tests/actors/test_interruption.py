@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -344,3 +345,45 @@ async def test_turns_of_weights_older_than_a_lease_may_have_are_not_kept(bus, en
             environment.gate.set()
             await until(lambda: engine.running == 2)
         assert [turn.number for turn in storage.stores[0].turns.of(0)] == [0, 0]
+
+
+async def test_turns_of_weights_older_than_a_lease_may_have_are_not_used(bus, engine, tmp_path):
+    """They would cost the whole rollout: it is thrown away at its end, and begun again."""
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await engine.load_weights({}, 5)
+        await LearnerStandIn(bus, trains_from=5).publish(5)
+        environment, store = TwoTurns(*BOTH), storage.stores[0]
+        async with stopped_at_the_end(make_worker(bus, engine, environment, AT_ONCE)):
+            await until(lambda: len(environment.in_between) == 2)
+        old, _ = store.turns.of(0)
+        store.turns.keep([replace(old, policy_versions=old.policy_versions - 1)])
+        engine.requests.clear()
+        second = make_worker(bus, engine, environment := TwoTurns(), AT_ONCE)
+        async with stopped_at_the_end(second):
+            await until(lambda: store.trajectories == 2)
+    assert (len(engine.requests), second.counts["reused_turns"]) == (3, 1)
+    assert len(environment.ended) == 2
+
+
+async def test_turns_of_a_resumed_learners_weights_are_kept_once_the_lease_may_have_them(
+    bus, engine, tmp_path
+):
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await engine.load_weights({}, 5)
+        await LearnerStandIn(bus, trains_from=5).publish(5)
+        environment = TwoTurns(*BOTH)
+        async with stopped_at_the_end(make_worker(bus, engine, environment, AT_ONCE)):
+            await until(lambda: len(environment.in_between) == 2)
+            engine.hold()
+            environment.gate.set()
+            await until(lambda: engine.running == 2)
+            environment.gate = asyncio.Event()
+            resumed = LearnerStandIn(bus, incarnation="b", trains_from=3)
+            await resumed.resume(0)
+            await resumed.publish(3)
+            await resumed.ask(1)  # its step needs the group, so weights of version 3 may sample it
+            await engine.load_weights({}, 3)
+            engine.release()
+            await until(lambda: len(environment.in_between) == 4)  # both rollouts were begun again
+        kept = [(turn.number, *set(turn.policy_versions.tolist())) for turn in storage.stores[0].turns.of(0)]
+        assert kept == [(0, 3), (0, 3)]
