@@ -232,9 +232,12 @@ class CompleteGroups:
         self._index.forget(settled)
         self.rewards.forget_settled(settled)
 
-    def remove_settled(self) -> None:
-        """Remove the turns and the places that no actor and no restart needs any more."""
-        self.turns.remove_settled(self._settled.covers)
+    def remove_turns(self, through: int, unsettled: Iterable[int]) -> None:
+        """Remove the turns of leases below `through` but for the `unsettled` ones."""
+        self.turns.remove_settled(settle_more(self._settled, through, unsettled).covers)
+
+    def remove_places(self) -> None:
+        """Remove the places that no restart needs any more."""
         with self._database.reading() as sql:
             query = "SELECT 1 FROM places WHERE NOT closed AND place < ? LIMIT 1"
             if sql is None or sql.execute(query, (self.forgotten,)).fetchone() is None:

@@ -40,6 +40,10 @@ class KeptTurns:
         """Return how many turns there are of a lease."""
         return self._leases[lease_id]
 
+    def __bool__(self) -> bool:
+        """Tell whether there are any."""
+        return bool(self._leases)
+
     def of(self, lease_id: int) -> list[KeptTurn]:
         """Return the turns of a lease, by rollout and number."""
         if not self._leases[lease_id]:

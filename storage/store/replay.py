@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from io import BufferedRandom
 from pathlib import Path
 from typing import Self
@@ -276,13 +276,15 @@ class ReplayStore:
 
     # --- housekeeping ---
 
-    def settle(self, through: int, unsettled: Iterable[int], *, seen: int) -> bool:
+    def settle(self, through: int, unsettled: Collection[int], *, seen: int) -> bool:
         """Forget the groups of leases below `through` but for the `unsettled` ones; return whether any went.
 
-        Nothing of them is stored from now on, across any crash. `seen` is how many complete groups the
-        dispatcher has seen. Raises `StorageError` when the disk refuses; then nothing is forgotten."""
+        Nothing of them is stored from now on, across any crash. Turns of such leases go even where no group
+        does: a lease that was rejected has none. `seen` is how many complete groups the dispatcher has seen.
+        Raises `StorageError` when the disk refuses; then no group is forgotten."""
         self._refuse_reader()
         with self._housekeeping, self._writing:
+            self._held.groups.remove_turns(through, unsettled)
             noted = self._held.groups.note(through, unsettled, seen=seen)
             if noted is None or not self._held.index.settled(noted):
                 return False
@@ -290,7 +292,7 @@ class ReplayStore:
             with self._held.mutex:
                 self._held.groups.forget(noted)
                 self._held.settled = noted
-            self._held.groups.remove_settled()
+            self._held.groups.remove_places()
         return True
 
     def compact(self) -> bool:
@@ -334,10 +336,8 @@ class ReplayStore:
     def close(self) -> None:
         """Unmap every file and let another writer in. Trajectories already read stay valid."""
         with self._housekeeping:  # waits for what another thread is in the middle of
-            if self._lock is not None and self._indexed != (
-                self._held.layout.segments,
-                self._held.index.total,
-            ):
+            held = self._held.layout.segments, self._held.index.total
+            if self._lock is not None and self._indexed != held:
                 self._save_index()
             self._release()
 

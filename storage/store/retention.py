@@ -1,4 +1,8 @@
-"""Housekeeping of one shard in the background: segments are merged, settled ones forgotten and removed."""
+"""Housekeeping of one shard in the background: segments are merged, settled ones forgotten and removed.
+
+The dispatcher is asked what is settled while there is something to remove: segments over the limits, many
+trajectories in memory, or turns, whose leases may have been rejected.
+"""
 
 import asyncio
 import time
@@ -72,7 +76,8 @@ async def let_go_of_settled(
     """Forget what the dispatcher says is settled, and archive and remove what is over the limits of it."""
     oldest_s = -inf if retention.retain_age_s is None else time.time() - retention.retain_age_s
     choose = partial(choose_retirement, retain_bytes=retention.retain_bytes, oldest_s=oldest_s)
-    if not choose(store.entries, settled=lambda entry: True) and store.rows_in_memory < ROWS_IN_MEMORY:
+    over = choose(store.entries, settled=lambda entry: True)
+    if not over and not store.turns and store.rows_in_memory < ROWS_IN_MEMORY:
         return
     present = set(store.entries)  # what comes later may hold leases that the answer does not know
     subject, request = bus.subject("rpc", "unsettled"), UnsettledRequest(shard=shard)

@@ -65,6 +65,18 @@ def test_turns_of_leases_that_gave_no_group_go_when_they_are_settled(tmp_path):
         assert store.turns.counts["expired"] == 2
 
 
+def test_turns_of_leases_that_were_rejected_go_though_no_group_settles(tmp_path):
+    with opened(tmp_path) as store:
+        store.turns.keep([make_turn(n, 0, 0) for n in range(4)])
+        assert not store.settle(3, [1], seen=0)
+        assert [kept(store, n) for n in range(4)] == [[], [(0, 0)], [], [(0, 0)]]
+        assert not store.settle(4, [], seen=0)
+        assert not store.turns
+        assert store.turns.counts == {"stored": 4, "expired": 4}
+    with opened(tmp_path) as store:
+        assert not store.turns
+
+
 def test_turns_of_a_group_that_is_closed_short_are_of_no_use(tmp_path):
     with opened(tmp_path) as store:
         store.append([make_trajectory(4, sample, group_size=3) for sample in range(2)])

@@ -9,6 +9,7 @@ from bus.requests import Unsettled, UnsettledRequest
 from storage.store import layout, retention
 from storage.store.archive import restore
 from storage.store.retention import Retention, keep_house
+from tests.factories import make_turn
 from tests.storage.serving import LearnerStandIn, running, send_groups, send_rejections, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
@@ -90,6 +91,19 @@ async def test_age_is_a_limit_of_its_own(bus, tmp_path):
             assert not store.entries[0].retired
         async with housekeeping(bus, storage, Retention(retain_age_s=0.01)):
             await until(lambda: store.entries[0].retired)
+
+
+async def test_turns_of_a_rejected_lease_go_before_anything_else_does(bus, tmp_path):
+    learner = LearnerStandIn(bus)
+    async with serving(bus, tmp_path) as storage:
+        store = storage.stores[0]
+        await learner.publish(0)
+        await until(lambda: storage.ledger.next_id == 4)
+        store.turns.keep([make_turn(0, 0, 0), make_turn(2, 0, 0)])
+        await send_rejections(bus, [2])
+        async with housekeeping(bus, storage, Retention()):
+            await until(lambda: store.turns.number_of(2) == 0)
+        assert store.turns.number_of(0) == 1  # it is rolling out
 
 
 async def test_segments_are_merged_while_the_shard_stores(bus, tmp_path, monkeypatch):
