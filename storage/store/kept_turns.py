@@ -7,10 +7,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import structlog
+
 from bus.codec import decode, encode
+from bus.errors import LostDataError, StorageError
 from bus.trajectory import KeptTurn
 from storage.store.group_database import GroupDatabase
 
+log = structlog.get_logger()
 _FIND = "SELECT body FROM turns WHERE lease_id = ? ORDER BY rollout, number"
 
 
@@ -72,13 +76,23 @@ class KeptTurns:
         self.counts["stored"] += len(fresh)
 
     def remove(self, lease_ids: Iterable[int], *, reason: str) -> None:
-        """Remove the turns of these leases, and count them under `reason`."""
+        """Remove the turns of these leases, and count them under `reason`.
+
+        Where the disk refuses they stay until their lease is settled: whoever stores trajectories must not
+        fail by them. Raises `LostDataError` for a damaged database.
+        """
         with self._changing:
             gone = {n: self._leases[n] for n in lease_ids if n in self._leases}
             if not gone:
                 return
-            with self._database.transaction() as sql:
-                sql.executemany("DELETE FROM turns WHERE lease_id = ?", [(n,) for n in gone])
+            try:
+                with self._database.transaction() as sql:
+                    sql.executemany("DELETE FROM turns WHERE lease_id = ?", [(n,) for n in gone])
+            except LostDataError:
+                raise
+            except StorageError as error:
+                log.warning("turns_not_removed", lease_ids=list(gone), reason=str(error))
+                return
             for lease_id in gone:
                 del self._leases[lease_id]
             self.counts[reason] += sum(gone.values())

@@ -95,6 +95,31 @@ def test_a_disk_that_refuses_leaves_what_was_kept(tmp_path):
         assert store.turns.counts == {"stored": 1, "expired": 0}
 
 
+def test_groups_become_complete_though_the_disk_refuses_to_remove_their_turns(tmp_path):
+    with opened(tmp_path) as store:
+        store.turns.keep([make_turn(4, 0, 0), make_turn(5, 0, 0)])
+        store.append([make_trajectory(5, 0, group_size=3)])
+        with no_turn_removed(tmp_path):
+            assert store.append([make_trajectory(4, 0), make_trajectory(4, 1)]) == [4]
+            assert store.close_short([5], fewest=1) == [5]
+            assert store.settle(6, [4], seen=1)
+        assert (kept(store, 4), kept(store, 5)) == ([(0, 0)], [(0, 0)])
+        store.settle(6, [], seen=2)
+        assert not store.turns
+        assert store.turns.counts == {"stored": 2, "expired": 2}
+
+
+@contextmanager
+def no_turn_removed(directory):
+    """The database refuses to remove turns, as on a disk that has become full."""
+    with closing(sqlite3.connect(directory / "shard_00" / ".groups.sqlite")) as sql:
+        sql.executescript(
+            "CREATE TRIGGER refuse BEFORE DELETE ON turns BEGIN SELECT missing FROM nowhere; END"
+        )
+        yield
+        sql.executescript("DROP TRIGGER refuse")
+
+
 def test_a_database_of_a_build_that_kept_no_turns_is_read_and_written(tmp_path):
     with opened(tmp_path) as store:
         store.turns.keep([make_turn(4, 0, 0)])
