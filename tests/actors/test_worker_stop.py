@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -50,10 +49,8 @@ async def test_stop_of_many_agent_programs_is_quick_and_their_leases_are_others(
     working = asyncio.create_task(worker.run(stop, groups_at_once=3))
     await until(lambda: pids.exists() and len(pids.read_text()) == 6, "as many programs as may run")
     stop.set()
-    began = time.monotonic()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(15):  # the programs would take minutes
         await working
-    assert time.monotonic() - began < 5
     await environment.close()
     inbox, given_back = Inbox(bus, "TASKS", "rollout"), []
     async with asyncio.timeout(5):

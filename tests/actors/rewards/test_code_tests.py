@@ -149,9 +149,9 @@ async def test_tests_that_print_say_nothing_by_it(score):
 
 
 async def test_tests_that_take_too_long_together_end_and_the_rest_are_not_passed():
-    reward = rewards(credit="share", total_s=0.5)
-    try:
-        slow = f"import time\ntime.sleep(0.4)\n{DOUBLE}"
+    reward = rewards(credit="share", total_s=1.0)
+    try:  # the first one may take a second to start
+        slow = "import time\nn = int(input())\ntime.sleep(n == 4)\nprint(n * 2)"
         assert await reward(answer(slow, None, metadata={"tests": DOUBLED})) == pytest.approx(2 / 3)
     finally:
         await reward.close()
