@@ -130,9 +130,10 @@ class CodeRewardConfig(SandboxConfig):
     """What the reward is: 1 for a program that passes `all` its tests and else 0, or the `share` that it
     passes."""
 
-    total_s: float = Field(60.0, gt=0)
+    total_s: float = Field(60.0, gt=0, le=86_400)
     """Longest time that all tests of one answer may run together; those that are left then count as not
-    passed."""
+    passed. Tests that call a program share one run of it, which has this time, also of the processor, and in
+    it `wall_s` for each call."""
 
     processes: int = Field(4, ge=1, le=64)
     """Most processes and threads of a program at a time; each has the memory above to itself."""

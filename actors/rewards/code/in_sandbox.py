@@ -15,7 +15,11 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from numbers import Integral
+from select import select
+from time import monotonic
 from typing import Any, NoReturn
 
 LINK = 3
@@ -73,17 +77,20 @@ def send(message: Wire) -> None:
         data = data[os.write(LINK, data) :]
 
 
-def receive() -> Wire:
-    """Read one message. Raises EOFError where none will come, and ValueError for what is none."""
-    (length,) = struct.unpack("!I", _read(4))
+def receive(until_s: float | None = None) -> Wire:
+    """Read one message. Raises TimeoutError at `until_s`, EOFError at the end, ValueError for others."""
+    (length,) = struct.unpack("!I", _read(4, until_s))
     if length > LARGEST_MESSAGE:
         raise ValueError(f"a message of {length} bytes")
-    return json.loads(_read(length))
+    return json.loads(_read(length, until_s))
 
 
-def _read(count: int) -> bytes:
+def _read(count: int, until_s: float | None) -> bytes:
     data = bytearray()
     while len(data) < count:
+        left_s = None if until_s is None else max(0.0, until_s - monotonic())
+        if not select([LINK], [], [], left_s)[0]:
+            raise TimeoutError
         if not (piece := os.read(LINK, count - len(data))):
             raise EOFError
         data += piece
@@ -160,18 +167,16 @@ def serve_program(source: str) -> None:
         send({"raised": type(error).__name__, "text": str(error)})
         return
     send({"value": None, "arguments": []})
-    while True:
-        try:
+    with suppress(EOFError, OSError):
+        while True:
             send(served.answer(receive()))
-        except (EOFError, OSError):
-            return
 
 
 # --- the tests ---
 
 
 class GoneError(Exception):
-    """The program has ended, or says what is no answer."""
+    """The program has ended, takes too long, or says what is no answer."""
 
 
 class RaisedError(Exception):
@@ -179,9 +184,10 @@ class RaisedError(Exception):
 
 
 class Link:
-    """Asks the program."""
+    """Asks the program, which has `call_s` seconds for each answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, call_s: float) -> None:
+        self._call_s = call_s
         self.gone = False
         self.used = False
         """Whether it was asked for anything by what runs now."""
@@ -210,12 +216,13 @@ class Link:
 
     def _answer(self, request: tuple[object, ...]) -> Any:
         """Read an answer. Arguments that the program has changed in place change here as well."""
+        remote = partial(Remote, self)
         try:
-            reply = receive()
+            reply = receive(monotonic() + self._call_s)
             name = reply.get("raised")
             if name is None:
-                value = unpacked(reply["value"], self._remote)
-                changed = [unpacked(one, self._remote) for one in reply["arguments"]]
+                value = unpacked(reply["value"], remote)
+                changed = [unpacked(one, remote) for one in reply["arguments"]]
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
             raise EOFError from error
         if name is not None:
@@ -234,9 +241,6 @@ class Link:
             except TypeError:  # it takes other arguments
                 self.raised = kind.__new__(kind)
         raise self.raised
-
-    def _remote(self, number: int) -> "Remote":
-        return Remote(self, number)
 
     def _refer(self, value: object) -> Wire:
         if isinstance(value, Remote):
@@ -337,10 +341,8 @@ class GivenTests:
         names, modules = wanted_names(sources, self._given["entry"])
         self._space.update({name: importlib.import_module(name) for name in modules})
         for name in sorted(names):
-            try:
+            with suppress(NameError):  # the test that needs it fails by it
                 self._space[name] = self._link.ask("name", name)
-            except NameError:  # the test that needs it fails by it
-                continue
         if entry := self._given["entry"]:
             self._space["candidate"] = self._space.get(entry)
         self._link.used = False
@@ -361,9 +363,7 @@ class GivenTests:
 
     def is_own(self, error: BaseException) -> bool:
         """Return whether an exception tells that the tests are wrong, and not the program."""
-        if error is self._link.raised or isinstance(error, GoneError):
-            return False
-        return isinstance(error, ImportError | NotImplementedError)
+        return error is not self._link.raised and isinstance(error, ImportError | NotImplementedError)
 
 
 def fault(error: BaseException) -> dict[str, str]:
@@ -382,7 +382,7 @@ def run_tests() -> None:
     def tell(result: object) -> None:
         print(json.dumps(result), file=results, flush=True)
 
-    link = Link()
+    link = Link(given["call_s"])
     if not link.begin():
         return
     tests = GivenTests(given, link)

@@ -54,34 +54,38 @@ class CodeTests:
         if not program.strip():
             return 0
         called = len(tests.calls) + len(tests.statements)
-        passed = await self._called(program, tests, task_id) if called else 0
+        passed, took_s = await self._called(program, tests, task_id) if called else (0, 0.0)
         if passed < called and self._config.credit == "all":
             return passed
-        return passed + await self._read(program, tests.inputs)
+        return passed + await self._read(program, tests.inputs, self._config.total_s - took_s)
 
-    async def _read(self, program: str, tests: Sequence[InputTest]) -> int:
-        """Return how many outputs are right."""
-        passed, left_s = 0, self._config.total_s
+    async def _read(self, program: str, tests: Sequence[InputTest], left_s: float) -> int:
+        """Return how many outputs are right, of those programs that begin within so many seconds."""
+        passed = 0
         for test in tests:
+            if left_s <= 0:
+                break
             limit = len(test.stdout.encode()) + SPARE_BYTES
             ran = await self._sandbox.run(program, test.stdin, output_bytes=limit)
             is_right = await asyncio.to_thread(_is_right, ran, test)
             passed, left_s = passed + is_right, left_s - ran.took_s
-            if left_s <= 0 or (self._config.credit == "all" and not is_right):
+            if self._config.credit == "all" and not is_right:
                 break
         return passed
 
-    async def _called(self, program: str, tests: GivenTests, task_id: str) -> int:
-        """Return how many calls and statements pass."""
+    async def _called(self, program: str, tests: GivenTests, task_id: str) -> tuple[int, float]:
+        """Return how many calls and statements pass, and the seconds that took."""
         given = {
             "setup": tests.setup,
             "statements": tests.statements,
             "calls": [_as_json(call) for call in tests.calls],
             "entry": tests.entry,
+            "call_s": self._config.wall_s,
         }
         ours = f"{_harness()}\nrun_tests()\n"
         theirs = f"{_harness()}\nserve_program({program!r})\n"
-        ran, _ = await self._sandbox.run_joined(ours, theirs, json.dumps(given))
+        stdin, total_s = json.dumps(given), self._config.total_s
+        ran, _ = await self._sandbox.run_joined(ours, theirs, stdin, wall_s=total_s)
         results = [json.loads(line) for line in ran.stdout.splitlines()]
         for result in results:
             if isinstance(result, dict):
@@ -89,7 +93,7 @@ class CodeTests:
         if ran.end == "exited" and ran.status != 0:
             said = ran.stderr[-LONGEST_REASON:]
             raise RewardError(f"task {task_id}: its tests ended with status {ran.status}: {said!r}")
-        return sum(results)
+        return sum(results), ran.took_s
 
 
 def _is_right(ran: Ran, test: InputTest) -> bool:

@@ -13,7 +13,8 @@ import subprocess
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import BinaryIO, Literal, NamedTuple, cast
 
 from actors.tools.base import ToolError
@@ -96,25 +97,36 @@ class Sandbox:
             output_bytes: output after which it is ended, instead of the sandbox's own limit."""
         limit = self._output_bytes if output_bytes is None else output_bytes
         async with self._slots:
-            return await self._run(code, stdin, limit)
+            return await self._run(code, stdin, limit, self._limits)
 
-    async def run_joined(self, code: str, other: str, stdin: str = "") -> tuple[Ran, Ran]:
+    async def run_joined(
+        self, code: str, other: str, stdin: str = "", *, wall_s: float | None = None
+    ) -> tuple[Ran, Ran]:
         """Run two programs apart from each other, whose descriptors 3 are a socket between them.
 
-        They take one place. The other is stopped when the first, which alone reads `stdin`, has ended. Raises
-        ToolError where the sandbox failed for one of them."""
+        They take one place. The other is stopped when the first has ended. Raises ToolError where the sandbox
+        failed for one of them.
+
+        Args:
+            code: Python of the first.
+            other: and of the other.
+            stdin: what the first alone can read.
+            wall_s: time of each, instead of the sandbox's own limit; it may all be processor time."""
+        limits = self._limits
+        if wall_s is not None:
+            limits = replace(limits, wall_s=wall_s, cpu_s=max(limits.cpu_s, ceil(wall_s)))
         async with self._slots:
             here, there = socket.socketpair()
             over = asyncio.Event()
 
             async def first() -> Ran:
                 try:
-                    return await self._run(code, stdin, self._output_bytes, peer=here)
+                    return await self._run(code, stdin, self._output_bytes, limits, peer=here)
                 finally:
                     over.set()
 
             with here, there:
-                second = self._run(other, "", self._output_bytes, peer=there, stop=over)
+                second = self._run(other, "", self._output_bytes, limits, peer=there, stop=over)
                 ran, of_other = await asyncio.gather(first(), second, return_exceptions=True)
         for outcome in (ran, of_other):
             if isinstance(outcome, BaseException):
@@ -133,7 +145,7 @@ class Sandbox:
                 await asyncio.to_thread(self._start)
 
     async def _run(
-        self, code: str, stdin: str, limit: int, *,
+        self, code: str, stdin: str, limit: int, limits: Limits, *,
         peer: socket.socket | None = None, stop: asyncio.Event | None = None,
     ) -> Ran:  # fmt: skip
         """Run a program, until `stop` at the latest; `peer` is given to it and closed here."""
@@ -141,14 +153,14 @@ class Sandbox:
             try:
                 await self._ensure_server()
                 with ExitStack() as ours:
-                    report, streams = self._started_program(code, stdin, peer, ours)
-                    async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+                    report, streams = self._started_program(code, stdin, limits, peer, ours)
+                    async with asyncio.timeout(limits.wall_s + GRACE_S):
                         return await _outcome(report, streams, limit, stop)
             except (OSError, ConfigError, TimeoutError) as error:
                 raise ToolError(f"the sandbox failed: {error!r}") from error
 
     def _started_program(
-        self, code: str, stdin: str, peer: socket.socket | None, ours: ExitStack
+        self, code: str, stdin: str, limits: Limits, peer: socket.socket | None, ours: ExitStack
     ) -> tuple[socket.socket, list[BinaryIO]]:
         """Start a program; return the socket that tells its end, and its output and errors, of `ours`."""
         report, theirs = socket.socketpair()
@@ -160,7 +172,8 @@ class Sandbox:
             descriptors = [code_file, stdin_file, out.write_end, err.write_end, theirs.fileno()]
             if peer is not None:
                 descriptors.append(sent.enter_context(peer).fileno())
-            socket.send_fds(self._server.control, [b"run"], descriptors)
+            times = json.dumps({"wall_s": limits.wall_s, "cpu_s": limits.cpu_s}).encode()
+            socket.send_fds(self._server.control, [times], descriptors)
         return report, [out.read_end, err.read_end]
 
 

@@ -2,8 +2,8 @@
 
     python bus/run_module.py actors.tools.sandbox.server LIMITS
 
-Its standard input is a socket of the actor's. Each packet on it carries the descriptors of one program. Loads
-the standard library and this room.
+Its standard input is a socket of the actor's. Each packet on it carries the descriptors of one program and,
+as JSON, its own limits in place of those of LIMITS. Loads the standard library and this room.
 """
 
 import gc
@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from actors.tools.sandbox.jail import Host, enter, private_namespaces
@@ -77,7 +78,7 @@ def main() -> None:
         given = Descriptors(*received)
         if os.fork() == 0:
             control.close()
-            _end(_supervise(given, limits, host))
+            _end(_supervise(given, replace(limits, **json.loads(packet)), host))
         given.close()
         os.close(given.report)
 

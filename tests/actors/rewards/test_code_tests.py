@@ -157,6 +157,32 @@ async def test_tests_that_take_too_long_together_end_and_the_rest_are_not_passed
         await reward.close()
 
 
+async def test_calls_have_a_limit_each_and_are_bounded_together_by_that_of_all_tests():
+    reward = rewards(credit="share", wall_s=0.8, total_s=60)
+    slow = "import time\ndef f(n):\n    time.sleep(0.3 if n < 3 else 99)\n    return n"
+    tests = [f"assert f({n}) == {n}" for n in range(5)]  # the fourth takes too long, and the program is gone
+    try:
+        async with asyncio.timeout(30):
+            assert await reward(answer(slow, None, metadata={"tests": tests})) == pytest.approx(3 / 5)
+    finally:
+        await reward.close()
+
+
+async def test_calls_that_use_up_the_time_of_all_tests_leave_none_for_inputs():
+    reward = rewards(credit="share", wall_s=60, total_s=1.0)
+    program = (
+        "def f(n):\n    while n: pass\n    return n\nif __name__ == '__main__':\n    print(int(input()) * 2)"
+    )
+    called = {"testtype": "functional", "fn_name": "f"}
+    tests = [{"input": n, "output": n, **called} for n in "01"] + [{"input": "3", "output": "6"}]
+    try:
+        async with asyncio.timeout(30):
+            assert await reward(answer(program, None, metadata={"tests": tests})) == pytest.approx(1 / 3)
+            assert await reward(answer(program, None, metadata={"tests": tests[::2]})) == 1.0
+    finally:
+        await reward.close()
+
+
 @pytest.mark.parametrize(
     ("tests", "why"),
     [

@@ -121,6 +121,16 @@ async def test_the_other_program_ends_with_the_first(shared):
     assert (ran.stdout, other.end, other.status) == ("b''\n", "exited", 3)
 
 
+@pytest.mark.slow
+async def test_two_programs_may_be_given_more_time_also_of_the_processor():
+    busy = "import time\nwhile time.process_time() < 1.3: pass\nprint(1)"
+    async with sandbox_of(Limits(wall_s=1, cpu_s=1)) as sandbox:
+        ran, _ = await sandbox.run_joined(busy, "", wall_s=300)
+        assert (ran.stdout, ran.end) == ("1\n", "exited")
+        ran, _ = await sandbox.run_joined(busy, "")
+        assert ran.end in {"time", "cpu"}
+
+
 async def test_the_first_program_may_end_before_the_other_has_begun(shared):
     both = await asyncio.gather(*(shared.run_joined("", "while True: pass") for _ in range(16)))
     assert {(ran.end, other.end) for ran, other in both} == {("exited", "stopped")}
