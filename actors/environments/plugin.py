@@ -1,5 +1,6 @@
 """Environments of the user's own: built with checked settings, and kept from ending the actor."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -12,6 +13,7 @@ from actors.environments.base import (
     Episode,
     EpisodeError,
     FailedEpisode,
+    HandsBackAtStop,
     ScoresGroups,
     Task,
 )
@@ -74,6 +76,19 @@ class PluginEnvironment:
                     "return an Episode with trajectories, or a FailedEpisode"
                 )
         return scored
+
+    def stop_with(self, stop: asyncio.Event) -> None:
+        """Tell the environment when this process is to end, if it wants to know.
+
+        Raises `ConfigError` for whatever the user's code raises."""
+        if not isinstance(self._environment, HandsBackAtStop):
+            return
+        try:
+            self._environment.stop_with(stop)
+        except SluiceError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"environment {self._name}: stop_with raised {error!r}") from error
 
     async def close(self) -> None:
         """Have the environment give up what it holds, if it knows how."""

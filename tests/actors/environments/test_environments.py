@@ -6,16 +6,16 @@ import sys
 import numpy as np
 import pytest
 
-from actors.config import PluginEnvironmentConfig, SingleTurnConfig
+from actors.config import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, Episode, EpisodeError, Task
-from actors.environments.build import build_environment
+from actors.environments.build import build_environment, built_environment
 from actors.environments.single_turn import SingleTurn
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring import Scorer
-from bus.errors import ConfigError, EngineError, EngineLostError, SchemaError
+from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError
 
 
 def policy_saying(tokenizer, text, *, max_new_tokens=64):
@@ -164,6 +164,34 @@ async def test_what_a_users_score_group_returns_is_checked(scored, monkeypatch):
     monkeypatch.setattr(ScoringGroups, "trajectories_per_episode", 1)
     with pytest.raises(ConfigError, match="set trajectories_per_episode = None"):
         build_environment(config)
+
+
+class Long(Troubled):
+    stop = None
+
+    def stop_with(self, stop):
+        if self.trouble is not None:
+            raise self.trouble
+        self.stop = stop
+
+    async def run(self, task, policy):
+        await self.stop.wait()
+        raise HandBackError("not done")
+
+
+async def test_a_users_environment_hears_of_the_stop_and_hands_its_rollouts_back(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    config = PluginEnvironmentConfig(type="plugin", environment="users_own:Long")
+    async with built_environment(ActorsConfig(environment=config), stop := asyncio.Event()) as environment:
+        rollout = asyncio.create_task(environment.run(Task(task_id="t", prompt="a"), policy=None))
+        stop.set()
+        with pytest.raises(HandBackError, match="not done"):
+            async with asyncio.timeout(10):
+                await rollout
+    monkeypatch.setattr(Troubled, "trouble", KeyError("mine"))
+    with pytest.raises(ConfigError, match="users_own:Long: stop_with raised KeyError"):
+        async with built_environment(ActorsConfig(environment=config), stop):
+            pass
 
 
 async def test_a_group_on_the_embedded_engine(serve, tokenizer):
