@@ -61,18 +61,18 @@ def test_an_object_is_given_by_reference_and_equals_nothing_but_itself():
     program = Served("def f(): return g\ndef g(x): return x")
     program._names["thing"] = Anything()
     number = program.answer(["name", "thing"])["value"]["object"]
-    remote = Remote(Link(), number)
-    assert packed(remote, Link()._refer) == {"object": number}
+    remote = Remote(Link(10.0), number)
+    assert packed(remote, Link(10.0)._refer) == {"object": number}
     assert not same_data(remote, 5)
     assert not same_data([remote], [5])
     assert remote != 5
-    assert remote != Remote(Link(), number)
+    assert remote != Remote(Link(10.0), number)
     with pytest.raises(NotImplementedError, match="only plain data can be given"):
-        packed(len, Link()._refer)
+        packed(len, Link(10.0)._refer)
 
 
 def test_what_libraries_ask_of_any_object_is_not_asked_of_the_program():
-    link = Link()
+    link = Link(10.0)
     remote = Remote(link, 0)
     assert not hasattr(remote, "__array_interface__")
     assert not link.used
