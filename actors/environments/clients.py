@@ -219,9 +219,8 @@ class ClientsEnvironment:
             raise invalid("a program takes the run's tasks, and brings none of its own")
         taker.last_request_s = time.monotonic()
         if self._stop.is_set():
-            await asyncio.sleep(
-                min(wait_s, LOOK_S)
-            )  # a client that asks again at once must not be in the way
+            # A client that asks again at once must not be in the way.
+            await asyncio.sleep(min(wait_s, LOOK_S))
             offer = None
         else:
             offer = await unless(self._stop, self._offers.claim(own, taker, wait_s))

@@ -9,8 +9,9 @@ from bus.errors import SluiceError
 from bus.waiting import ended_before
 from launch.chaos.local_run import LocalRun
 from launch.config import RunConfig
-from storage.disk.atomic_files import read_json, write_json
-from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
+from launch.watch.conclusion import saved_progress
+from storage.disk.atomic_files import write_json
+from storage.disk.run_directory import RunDirectory
 
 ONE_THREAD = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -54,8 +55,7 @@ async def run_to_its_end(config: RunConfig, stop: asyncio.Event, *, limit_s: flo
 
 def _refuse_stopped(run: RunDirectory) -> None:
     """Raise `SluiceError` for a run that ended well before it was done, as one does that gets SIGTERM."""
-    path = run.path / "progress.json"
-    progress = read_json(path, PROGRESS_REMEDY) if path.exists() else {}
+    progress = saved_progress(run) or {}
     if progress.get("stage") != "done":
         raise SluiceError(f"{run.name} was stopped from elsewhere, at step {progress.get('step', 0)}")
 
