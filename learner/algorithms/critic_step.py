@@ -1,13 +1,12 @@
 """The critic's part of a step: it learns what the values of the batch should have been."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from learner.backends.base import Backend, CriticUpdate
 from learner.config.learner import LearnerConfig
 from learner.data.data_parallel import equally_many
-from learner.data.packing import Sample, pack
+from learner.data.packing import Sample, pack, without_experts
 from learner.scoring.values import critic_of
 
 
@@ -23,8 +22,10 @@ def train_critic(
     """
     critic, ranks = critic_of(backend), backend.data_parallel_group
     budget, share = learner.batch.tokens_per_micro_batch, learner.batch.share_prefixes
-    bare = [[replace(sample, experts=None) for sample in samples] for samples in updates]  # the policy's
-    batches = [equally_many(pack(samples, budget, share_prefixes=share), ranks) for samples in bare]
+    batches = [
+        equally_many(pack(without_experts(samples), budget, share_prefixes=share), ranks)
+        for samples in updates
+    ]
     epochs = [
         [critic.train_step(batch, learner.critic) for batch in batches] for _ in range(learner.critic.epochs)
     ]

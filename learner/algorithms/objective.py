@@ -109,6 +109,8 @@ class Objective:
     top_k_teachers: tuple[str, ...] = ()
     """Tags of the teachers of whole distributions; their weights for each token are in the streams
     `reverse_kl_coefs` and `forward_kl_coefs`."""
+    replays_routing: bool = False
+    """Samples name the experts of their tokens, on some ranks at least."""
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Self:
@@ -123,6 +125,7 @@ class Objective:
             learner.entropy_target,
             learner.has_critic and learner.critic.targets == "vtrace",
             tuple(tag for tag, teacher in learner.used_teachers.items() if teacher.kl == "top_k"),
+            learner.router_replay != "none",
         )
 
     @property

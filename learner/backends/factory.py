@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.base import Backend, CriticSource
 from learner.backends.megatron import process_groups
-from learner.backends.megatron.conversion.families import family_of
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
 from learner.backends.megatron.model.windows import refuse_shared_window, shortest_window
 from learner.backends.megatron.trainer import Trainer
@@ -72,8 +72,7 @@ def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: Pretrained
 
 def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` for router replay of a model without experts."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    if learner.router_replay != "none" and not any(getattr(hf_config, name, None) for name in counts):
+    if learner.router_replay != "none" and shape_of(hf_config).experts is None:
         raise ConfigError(
             f"learner.router_replay={learner.router_replay}: the model, a {hf_config.model_type}, has no "
             "experts: set it to none"

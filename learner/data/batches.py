@@ -1,7 +1,7 @@
 """Turns the groups of a step into the samples that it trains on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -76,14 +76,8 @@ class StepBatch:
 def recorded_samples(groups: Groups, *, with_experts: bool = False) -> list[Sample]:
     """Make samples of the trained trajectories, in their order, which have no advantages yet; `with_experts`,
     their tokens go to the experts that the engines sent them to."""
-    samples = [_sample(trajectory) for group in groups for trajectory in group if trajectory.is_trained]
-    if not with_experts:
-        return samples
     trained = (trajectory for group in groups for trajectory in group if trajectory.is_trained)
-    return [
-        replace(sample, experts=trajectory.experts)
-        for sample, trajectory in zip(samples, trained, strict=True)
-    ]
+    return [_sample(trajectory, trajectory.experts if with_experts else None) for trajectory in trained]
 
 
 def make_step_batch(
@@ -133,7 +127,7 @@ def make_step_batch(
     )
 
 
-def _sample(trajectory: Trajectory) -> Sample:
+def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None) -> Sample:
     return Sample(
         token_ids=trajectory.token_ids,
         loss_mask=trajectory.loss_mask,
@@ -145,6 +139,7 @@ def _sample(trajectory: Trajectory) -> Sample:
         update_slot=trajectory.lease_id + trajectory.sample,
         group=trajectory.lease_id,
         kept=trajectory.kept_sets,
+        experts=experts,
         source=str(trajectory.metadata.get(SOURCE, "")),
         name=trajectory.trajectory_id,
     )

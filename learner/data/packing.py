@@ -1,6 +1,6 @@
 """Packs trajectories end to end into micro-batches under a token budget."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -83,6 +83,11 @@ class Sample:
         if self.experts is not None and self.experts_recorded:
             digest.update(self.experts.tobytes())
         return digest.intdigest()
+
+
+def without_experts(samples: Iterable[Sample]) -> list[Sample]:
+    """Return the samples for a pass of another model than the policy, whose experts they name."""
+    return [replace(sample, experts=None) for sample in samples]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

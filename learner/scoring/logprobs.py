@@ -12,7 +12,7 @@ from learner.algorithms.objective import Objective
 from learner.backends.base import Backend
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
-from learner.data.packing import Sample, numbered_packs
+from learner.data.packing import Sample, numbered_packs, without_experts
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers
 from learner.scoring.top_tokens import with_top_tokens
 
@@ -125,7 +125,7 @@ def score(
         with backend.frozen.in_place(policy):
             return score(
                 backend,
-                [replace(sample, experts=None) for sample in samples],  # which are those of the policy
+                without_experts(samples),
                 tokens_per_micro_batch=tokens_per_micro_batch,
                 share_prefixes=share_prefixes,
             )

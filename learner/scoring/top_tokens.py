@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learner.backends.base import Backend
 from learner.config.frozen_policies import TeacherConfig
-from learner.data.packing import Sample, numbered_packs
+from learner.data.packing import Sample, numbered_packs, without_experts
 from learner.data.top_tokens import NO_TOKEN, TopTokens
 
 
@@ -56,8 +56,7 @@ def score_top_tokens(
         tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
         share_prefixes: compute once what samples of one prompt begin with.
     """
-    samples = [replace(sample, experts=None) for sample in samples]  # which are those of the policy
-    packs = numbered_packs(samples, tokens_per_micro_batch, share_prefixes=share_prefixes)
+    packs = numbered_packs(without_experts(samples), tokens_per_micro_batch, share_prefixes=share_prefixes)
     with backend.frozen.in_place(policy):
         values_of = backend.top_tokens([batch for _, batch in packs], count)
     found: dict[int, TopTokens] = {}

@@ -1,7 +1,6 @@
 """The pass that asks the critic, before the step, what the states of each sample are worth."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,7 +8,7 @@ import torch
 from bus.errors import ConfigError, TrainingError
 from learner.backends.base import Backend, Critic
 from learner.config.learner import LearnerConfig
-from learner.data.packing import Sample, numbered_packs
+from learner.data.packing import Sample, numbered_packs, without_experts
 
 
 def critic_of(backend: Backend) -> Critic:
@@ -30,8 +29,7 @@ def with_values(backend: Backend, samples: Sequence[Sample], learner: LearnerCon
     """
     critic = critic_of(backend)
     budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
-    bare = [replace(sample, experts=None) for sample in samples]  # which are the policy's
-    packs = numbered_packs(bare, budget, share_prefixes=learner.batch.share_prefixes)
+    packs = numbered_packs(without_experts(samples), budget, share_prefixes=learner.batch.share_prefixes)
     values_of = critic.values([batch for _, batch in packs])
     found: dict[int, Sample] = {}
     for (members, batch), values in zip(packs, values_of, strict=True):

@@ -139,7 +139,7 @@ class Trainer:
             pipeline=self.parallel.pipeline, before_update=self._await_readers,
         )  # fmt: skip
         result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
-        if self.chunks[0].config.num_moe_experts is None:
+        if not objective.replays_routing:
             return result
         return replace(result, diagnostics=result.diagnostics | replay_figures(self._modules()))
 

@@ -180,6 +180,15 @@ def expert_rules(gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+def shared_expert_rules(name: str) -> tuple[Rule, ...]:
+    """Make the rules of the expert that every token passes through, from its Hugging Face name in a layer."""
+    parts = [f"{name}.{part}_proj.weight" for part in ("gate", "up")]
+    return (
+        layer_rule("mlp.shared_experts.linear_fc1.weight", parts, GATE_UP),
+        layer_rule("mlp.shared_experts.linear_fc2.weight", [f"{name}.down_proj.weight"]),
+    )
+
+
 Requirement = tuple[str, Callable[[Any, PretrainedConfig], bool], str]
 """Name in the configuration, a function whether its value is supported, and the reason if it is not."""
 

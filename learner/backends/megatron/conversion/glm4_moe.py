@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
     CHOICE_BIAS,
-    GATE_UP,
     QKV,
     SAME,
     SHARED_LAYER,
@@ -19,10 +18,11 @@ from learner.backends.megatron.conversion.base import (
     Layout,
     Rule,
     Shape,
-    expert_rules,
     layer_rule,
     replaced,
+    shared_expert_rules,
 )
+from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT, QWEN_ROUTER
 
 
 def _rotated_in_halves(heads: Tensor, dimension: int) -> Tensor:
@@ -109,17 +109,10 @@ def _experts(hf_config: PretrainedConfig) -> Experts:
 
 
 ROUTER = (
-    layer_rule("mlp.router.weight", ["mlp.gate.weight"]),
+    *QWEN_ROUTER,
     layer_rule(CHOICE_BIAS, ["mlp.gate.e_score_correction_bias"]),
 )
-SHARED_EXPERT = (
-    layer_rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        [f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up")],
-        GATE_UP,
-    ),
-    layer_rule("mlp.shared_experts.linear_fc2.weight", ["mlp.shared_experts.down_proj.weight"]),
-)
+SHARED_EXPERT = shared_expert_rules("mlp.shared_experts")
 
 
 def glm4_moe(hf_config: PretrainedConfig) -> Family:
@@ -127,9 +120,7 @@ def glm4_moe(hf_config: PretrainedConfig) -> Family:
     return Family(
         layer_rules=replaced(SHARED_LAYER, _attention_rules(hf_config)),
         router_rules=(*ROUTER, *(SHARED_EXPERT if hf_config.n_shared_experts else ())),
-        expert_rules=expert_rules(
-            *(f"mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        ),
+        expert_rules=QWEN_EXPERT,
         experts=_experts,
         requirements=(
             ("n_group", lambda groups, _: groups == 1, "experts in groups are not supported"),

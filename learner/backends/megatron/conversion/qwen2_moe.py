@@ -3,7 +3,6 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
-    GATE_UP,
     QKV_BIAS,
     SHARED_LAYER,
     Experts,
@@ -11,6 +10,7 @@ from learner.backends.megatron.conversion.base import (
     Requirement,
     expert_rules,
     layer_rule,
+    shared_expert_rules,
 )
 
 
@@ -36,12 +36,7 @@ def _experts(hf_config: PretrainedConfig) -> Experts:
 QWEN_ROUTER = (layer_rule("mlp.router.weight", ["mlp.gate.weight"]),)
 QWEN_EXPERT = expert_rules(*(f"mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")))
 SHARED_EXPERT = (
-    layer_rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        [f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up")],
-        GATE_UP,
-    ),
-    layer_rule("mlp.shared_experts.linear_fc2.weight", ["mlp.shared_expert.down_proj.weight"]),
+    *shared_expert_rules("mlp.shared_expert"),
     layer_rule("mlp.shared_experts.gate_weight", ["mlp.shared_expert_gate.weight"]),
 )
 DECODER_SPARSE_STEP: Requirement = ("decoder_sparse_step", lambda step, _: step >= 1, "must be at least 1")

@@ -43,9 +43,6 @@ from learner.world.process_group import device
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     """A piece of a GPT model whose output is the loss, or log-probabilities of trained tokens, not logits."""
 
-    replays_routing = True
-    """Whether its routers take the experts that a micro-batch gives, which are a policy's."""
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -112,7 +109,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
     def _given_experts(self, batch: MicroBatch) -> Tensor | None:
         """Return the experts of the tokens that this rank's routers see."""
-        if batch.experts is None or not self.replays_routing:
+        if batch.experts is None:
             return None
         refuse_other_experts(batch.experts, self.config)
         experts = batch.experts if batch.tree is None else batch.experts[batch.tree.source]

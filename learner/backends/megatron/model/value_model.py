@@ -39,8 +39,6 @@ class ValueHead(torch.nn.Module):
 class ValueModel(PolicyModel):
     """A piece of a model whose output is the value before each trained label."""
 
-    replays_routing = False
-
     def __init__(
         self,
         config: TransformerConfig,
