@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode
 from actors.group_config import InterruptionConfig
-from actors.policy.policy import Policy
-from actors.rewards.group_filters import load_filter
-from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import EngineLostError
 from bus.publish import Publisher
 from bus.trajectory import Trajectory
-from learner.scratch_model import character_tokenizer
 from storage.config import AdmissionConfig
 from storage.shard.server import Shard
+from tests.actors import workers
+from tests.actors.workers import TOKENIZER, killed_at_the_end
 from tests.factories import make_lease
 from tests.storage.serving import (
     LearnerStandIn,
@@ -38,7 +35,6 @@ from tests.storage.serving import (
 )
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-TOKENIZER = character_tokenizer()
 ANSWER = [*TOKENIZER("12345", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
 ONE_GROUP = AdmissionConfig(groups_per_step=1, samples_per_prompt=2, max_staleness=0)
 BOTH = "g00000000.0", "g00000000.1"
@@ -98,17 +94,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 def make_worker(
     bus: Bus, engine: ScriptedEngine, environment, config: InterruptionConfig, *, share_after_s: float = 0.0
 ) -> Worker:
-    sampling = Sampling(max_new_tokens=16, stop_token_ids=(TOKENIZER.eos_token_id,))
-    worker = Worker(
-        bus,
-        Policy(engine, TOKENIZER, sampling),
-        environment,
-        follower=PolicyFollower(bus, engine),
-        keep=load_filter("none"),
-        shards=2,
-        name="tester",
-        share_after_s=share_after_s,
-    )
+    worker = workers.make_worker(bus, engine, environment, max_new_tokens=16, share_after_s=share_after_s)
     worker.interruption.config = config
     return worker
 
@@ -126,15 +112,12 @@ async def stopped_at_the_end(worker: Worker):
             await task
 
 
-@asynccontextmanager
-async def killed_at_the_end(worker: Worker):
-    """At work until its process dies: nothing is handed back."""
-    task = asyncio.create_task(worker.run(asyncio.Event(), groups_at_once=4))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+async def held_in_second_turns(engine: ScriptedEngine, environment: TwoTurns) -> None:
+    """Return when both rollouts have had a turn, and the engine is in the midst of their next ones."""
+    await until(lambda: len(environment.in_between) == 2)
+    engine.hold()
+    environment.gate.set()
+    await until(lambda: engine.running == 2)
 
 
 async def trained(bus: Bus, storage: Storage) -> list[Trajectory]:
@@ -148,10 +131,7 @@ async def test_a_stopped_actor_hands_on_turns_and_tokens_across_a_restart_of_sto
         await LearnerStandIn(bus).publish(0)
         first = make_worker(bus, engine, environment := TwoTurns(*BOTH), AT_ONCE)
         async with stopped_at_the_end(first):
-            await until(lambda: len(environment.in_between) == 2)
-            engine.hold()
-            environment.gate.set()
-            await until(lambda: engine.running == 2)
+            await held_in_second_turns(engine, environment)
         assert first.counts["kept_turns"] == 4
         engine.release()
     await engine.load_weights({}, 1)
@@ -301,10 +281,7 @@ async def test_what_an_environment_asks_otherwise_than_before_is_sampled(bus, en
         await LearnerStandIn(bus).publish(0)
         environment = TwoTurns(*BOTH)
         async with stopped_at_the_end(make_worker(bus, engine, environment, AT_ONCE)):
-            await until(lambda: len(environment.in_between) == 2)
-            engine.hold()
-            environment.gate.set()
-            await until(lambda: engine.running == 2)
+            await held_in_second_turns(engine, environment)
         engine.release()
         await engine.load_weights({}, 1)
         second = make_worker(bus, engine, TwoTurns(second="2+2="), AT_ONCE)
@@ -373,10 +350,7 @@ async def test_turns_of_a_resumed_learners_weights_are_kept_once_the_lease_may_h
         await LearnerStandIn(bus, trains_from=5).publish(5)
         environment = TwoTurns(*BOTH)
         async with stopped_at_the_end(make_worker(bus, engine, environment, AT_ONCE)):
-            await until(lambda: len(environment.in_between) == 2)
-            engine.hold()
-            environment.gate.set()
-            await until(lambda: engine.running == 2)
+            await held_in_second_turns(engine, environment)
             environment.gate = asyncio.Event()
             resumed = LearnerStandIn(bus, incarnation="b", trains_from=3)
             await resumed.resume(0)

@@ -2,24 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
-from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
-from actors.policy.policy import Policy
-from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring import Scorer
-from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.publish import Publisher
-from learner.scratch_model import character_tokenizer
 from storage.config import AdmissionConfig
+from tests.actors import workers
+from tests.actors.workers import TOKENIZER, killed_at_the_end
 from tests.factories import make_lease, make_trajectory
 from tests.storage.serving import (
     LearnerStandIn,
@@ -36,7 +33,6 @@ from tests.storage.serving import (
 )
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-TOKENIZER = character_tokenizer()
 ONE_GROUP = AdmissionConfig(groups_per_step=1, samples_per_prompt=3, max_staleness=0)
 
 
@@ -69,35 +65,11 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
     await engine.close()
 
 
-def make_worker(
-    bus: Bus, engine: ScriptedEngine, environment, *, keep: str = "none", share_after_s: float | None = 0.0
-) -> Worker:
-    sampling = Sampling(max_new_tokens=8, stop_token_ids=(TOKENIZER.eos_token_id,))
-    return Worker(
-        bus,
-        Policy(engine, TOKENIZER, sampling),
-        environment,
-        follower=PolicyFollower(bus, engine),
-        keep=load_filter(keep),
-        shards=2,
-        name="tester",
-        share_after_s=share_after_s,
-    )
+make_worker = partial(workers.make_worker, max_new_tokens=8)
 
 
 def at_work(worker: Worker):
     return running(lambda stop: worker.run(stop, groups_at_once=4))
-
-
-@asynccontextmanager
-async def killed_at_the_end(worker: Worker):
-    """At work until its process dies: nothing is given back."""
-    task = asyncio.create_task(worker.run(asyncio.Event(), groups_at_once=4))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def publish_lease(bus: Bus, lease) -> None:

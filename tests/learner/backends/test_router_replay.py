@@ -19,7 +19,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import OWN_CHOICE, pack
 from tests.learner.reference import reference_optimizer, reference_step
-from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
+from tests.learner.tiny import TIS, chosen_experts, hf_state, random_samples, tiny_config, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, eps=1e-4)
@@ -148,18 +148,9 @@ def alike():
 
 def assert_noted_as_transformers_chooses(found, family, changes):
     model = tiny_model(family, **changes)
-    chosen = {}
-    for number, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.gate.register_forward_hook(
-                lambda _router, _inputs, outputs, number=number: chosen.__setitem__(number, outputs[2])
-            )
     for tokens, lengths, experts in found:
         for sequence, own in zip(tokens.split(lengths), experts.split(lengths), strict=True):
-            model(sequence[None])
-            for number in range(model.config.num_hidden_layers):
-                expected = chosen.get(number, torch.full_like(own[:, number], OWN_CHOICE))
-                assert own[:, number].tolist() == expected.tolist()
+            assert own.tolist() == chosen_experts(model, sequence.tolist(), dense=OWN_CHOICE).tolist()
 
 
 @pytest.mark.parametrize(

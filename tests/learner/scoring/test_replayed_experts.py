@@ -1,57 +1,23 @@
 """The learner sends tokens to the experts that the engine chose, as stored trajectories say."""
 
-import asyncio
 import copy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.embedded.decoder import BatchedDecoder
-from actors.environments.base import Episode
-from actors.group import Group
-from actors.policy.strand import Call, Strand
-from bus.codec import decode, encode
+from actors.engines.base import Sampling
 from bus.errors import TrainingError
-from bus.trajectory import Trajectory, TrajectoryBatch
+from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from storage.store.segments import Segment, write_segment
-from tests.factories import make_lease
-from tests.learner.tiny import VOCAB, hf_state, tiny_model
+from tests.learner.stored_rollouts import stored_rollouts
+from tests.learner.tiny import hf_state, tiny_model
 
 SAMPLING = Sampling(max_new_tokens=24)
-
-
-async def rolled_out(model) -> list[Trajectory]:
-    """A group of two, each of two turns with context between them, as a shard gets it."""
-    decoder = BatchedDecoder(model, slots=8, prefill_tokens=256, seed=1, routed_experts=True)
-    decoder.policy_version = 3
-    group = Group(make_lease(0, samples=2, policy_version=3), 1, "tester")
-    draw = np.random.default_rng(0)
-    for sample in range(2):
-        strand = Strand(0, "solver", "default", None)
-        for turn in range(2):
-            prompt = [*strand.tokens, *draw.integers(0, VOCAB, 9).tolist()]
-            known = max(0, len(strand.tokens) - 1)
-            request = GenerationRequest(f"{sample}-{turn}", prompt, SAMPLING, experts_from=known)
-            decoder.submit([request])
-            finished = []
-            while not finished:
-                finished = decoder.step()
-            strand.extend(prompt, finished[0][1], Call(turn, "solver", "default", SAMPLING, True))
-        recorded = strand.trajectory(float(sample), turn_rewards={}, reward_components={}, end="completed")
-        group.add(sample, Episode((recorded,), metrics={}))
-    return [
-        trajectory
-        for _, batch in group.unsent()
-        for trajectory in decode(encode(batch), TrajectoryBatch).trajectories
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +28,9 @@ def model():
 @pytest.fixture(scope="module")
 def stored(model, tmp_path_factory) -> list[Trajectory]:
     """Trajectories of an engine that computes in bfloat16."""
-    path = tmp_path_factory.mktemp("store") / "segment_00000000"
-    write_segment(path, asyncio.run(rolled_out(copy.deepcopy(model).bfloat16())))
-    segment = Segment(path)
-    found = [segment.trajectory(row, copied=True) for row in range(2)]
-    segment.close()
-    return found
+    engines = copy.deepcopy(model).bfloat16()
+    directory = tmp_path_factory.mktemp("store")
+    return stored_rollouts(engines, directory, [SAMPLING] * 4, context=9, routed_experts=True)
 
 
 def figures(model, groups, lr=1e-4, **settings):

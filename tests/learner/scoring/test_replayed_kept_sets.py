@@ -1,18 +1,12 @@
 """What the embedded engine draws with tokens cut off is on-policy for the learner: every ratio is 1."""
 
-import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.embedded.decoder import BatchedDecoder
-from actors.environments.base import Episode
-from actors.group import Group
-from actors.policy.strand import Call, Strand
-from bus.codec import decode, encode
-from bus.trajectory import Trajectory, TrajectoryBatch
+from actors.engines.base import Sampling
+from bus.trajectory import Trajectory
 from learner.algorithms.objective import Objective
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.process_groups import divide_world
@@ -24,9 +18,8 @@ from learner.data.batches import recorded_samples
 from learner.data.packing import pack
 from learner.metrics import batch_values
 from learner.scoring.logprobs import score
-from storage.store.segments import Segment, write_segment
-from tests.factories import make_lease
-from tests.learner.tiny import VOCAB, hf_state, tiny_model
+from tests.learner.stored_rollouts import stored_rollouts
+from tests.learner.tiny import hf_state, tiny_model
 
 CUTS = (
     Sampling(temperature=0.8, top_p=0.7, keep_masks=True, max_new_tokens=12),
@@ -36,28 +29,6 @@ CUTS = (
 )
 
 
-async def rolled_out(model) -> list[Trajectory]:
-    """A group of two: each of two turns, with context between them, as a shard gets it."""
-    decoder = BatchedDecoder(model, slots=8, prefill_tokens=256, seed=1)
-    decoder.policy_version = 3
-    group = Group(make_lease(0, samples=2, policy_version=3), 1, "tester")
-    draw = np.random.default_rng(0)
-    for sample in range(2):
-        strand = Strand(0, "solver", "default", None)
-        for turn in range(2):
-            sampling = CUTS[2 * sample + turn]
-            prompt = [*strand.tokens, *draw.integers(0, VOCAB, 5).tolist()]
-            decoder.submit([GenerationRequest(f"{sample}-{turn}", prompt, sampling)])
-            finished = []
-            while not finished:
-                finished = decoder.step()
-            strand.extend(prompt, finished[0][1], Call(turn, "solver", "default", sampling, True))
-        recorded = strand.trajectory(float(sample), turn_rewards={}, reward_components={}, end="completed")
-        group.add(sample, Episode((recorded,), metrics={}))
-    [(_, batch)] = group.unsent()
-    return list(decode(encode(batch), TrajectoryBatch).trajectories)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(seed=0)
@@ -65,12 +36,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def stored(model, tmp_path_factory) -> list[Trajectory]:
-    path = tmp_path_factory.mktemp("store") / "segment_00000000"
-    write_segment(path, asyncio.run(rolled_out(model)))
-    segment = Segment(path)
-    found = [segment.trajectory(row, copied=True) for row in range(2)]
-    segment.close()
-    return found
+    return stored_rollouts(model, tmp_path_factory.mktemp("store"), CUTS, context=5)
 
 
 def learner_of(model) -> Trainer:

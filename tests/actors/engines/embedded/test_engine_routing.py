@@ -10,23 +10,9 @@ from actors.engines.embedded.decoder import BatchedDecoder
 from bus.errors import ConfigError
 from tests.actors.tiny import request
 from tests.actors.tiny import tiny_model as dense_model
-from tests.learner.tiny import tiny_model
+from tests.learner.tiny import chosen_experts, tiny_model
 
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9], [12], [13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9])
-
-
-def chosen_by(model, tokens):
-    """[L, layers, k] of the experts that transformers chooses for a sequence as a whole."""
-    chosen = {}
-    for number, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.gate.register_forward_hook(
-                lambda _router, _inputs, outputs, number=number: chosen.__setitem__(number, outputs[2])
-            )
-    model(torch.tensor([tokens]))
-    k = model.config.num_experts_per_tok
-    none = torch.zeros(len(tokens), k, dtype=torch.int64)
-    return torch.stack([chosen.get(n, none) for n in range(model.config.num_hidden_layers)], 1).numpy()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +44,7 @@ def test_each_token_has_the_experts_that_its_own_pass_chose(family, changes):
             continue
         whole = [*prompt, *finished[str(n)].token_ids.tolist()]
         assert found.dtype == np.uint8
-        np.testing.assert_array_equal(found, chosen_by(model, whole)[n:-1])
+        np.testing.assert_array_equal(found, chosen_experts(model, whole)[n:-1])
 
 
 def test_a_model_without_experts_is_refused():
