@@ -110,6 +110,7 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
     """
     from launch.watch.dashboard.access import Address, dashboard_token
     from launch.watch.dashboard.open_runs import OpenRuns
+    from launch.watch.dashboard.run_list import without_files
     from launch.watch.dashboard.server import serve_dashboard
 
     configure_logging("error")
@@ -121,6 +122,8 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
     locate = partial(located, directory=directory, given=short_forms(bus, creds), named=run_name)
 
     def ready(url: str) -> None:
+        if run_name is not None and (note := without_files(directory, run_name)):
+            print(note, flush=True)  # noqa: T201 - the user's terminal
         page = url if run_name is None else f"{url}/#/runs/{run_name}"
         print(f"dashboard at {page}, Ctrl-C ends it", flush=True)  # noqa: T201 - the user's terminal
 

@@ -22,6 +22,16 @@ def run_names(root: Path) -> list[str]:
     return [path.name for path in sorted(found, key=lambda path: written_s(path) or 0.0, reverse=True)]
 
 
+def without_files(root: Path, name: str) -> str | None:
+    """Return what to tell who asks for a run of which the directory has no files, or None where it has some.
+
+    Raises `ConfigError` for what cannot be a run's name."""
+    if RunDirectory(root, name).exists:
+        return None
+    here = ", ".join(run_names(root)) or "no runs"
+    return f"{root} has no files of run {name!r}, so its page shows what the bus knows; {root} has {here}"
+
+
 def run_facts(root: Path, name: str) -> dict[str, Json]:
     """Return what the files of a run say of it: each fact is null where no file says it."""
     run, path = RunDirectory(root, name), root / name

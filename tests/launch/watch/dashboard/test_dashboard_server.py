@@ -28,6 +28,7 @@ from bus.topology import ensure
 from launch.config import RunConfig
 from launch.watch.dashboard.access import Address, dashboard_token, refuse_open_dashboard
 from launch.watch.dashboard.open_runs import OpenRuns
+from launch.watch.dashboard.run_list import without_files
 from launch.watch.dashboard.server import serve_dashboard
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
@@ -107,6 +108,16 @@ async def test_runs_and_curves_come_from_the_directory(root: Path):
             async with client.request(method, "/api/runs/demo") as answer:
                 assert answer.status == 405
     assert [*root.rglob("*")] == [root / "demo", root / "demo/metrics.jsonl"]  # noqa: ASYNC240 - small
+
+
+def test_a_run_without_files_here_is_told_with_those_that_have_some(root: Path):
+    assert without_files(root, "demo") is None
+    note = without_files(root, "dmeo")
+    assert note is not None
+    assert "has no files of run 'dmeo'" in note
+    assert note.endswith("has demo")
+    with pytest.raises(ConfigError, match="'de/mo' cannot be"):
+        without_files(root, "de/mo")
 
 
 async def test_new_steps_are_sent_as_they_are_recorded(root: Path):
