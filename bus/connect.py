@@ -145,10 +145,21 @@ async def drain(client: Client) -> None:
     except (OSError, nats.errors.Error) as error:  # TimeoutError is an OSError
         log.warning("bus_not_drained", error=str(error) or type(error).__name__)
         await close(client)
+    finally:
+        _close_socket(client)
 
 
 async def close(client: Client) -> None:
     """Close the client, for `CLOSE_S` at most: after a TLS handshake that failed it would wait for ever."""
-    with suppress(OSError, RuntimeError):  # TimeoutError is an OSError; uvloop raises the other one
-        async with asyncio.timeout(CLOSE_S):
-            await client.close()
+    try:
+        with suppress(OSError, RuntimeError):  # TimeoutError is an OSError; uvloop raises the other one
+            async with asyncio.timeout(CLOSE_S):
+                await client.close()
+    finally:
+        _close_socket(client)
+
+
+def _close_socket(client: Client) -> None:
+    """Close what nats-py leaves open where its own closing is cancelled before the end."""
+    if client._transport is not None:
+        client._transport.close()

@@ -452,3 +452,28 @@ async def test_keys_of_a_run_that_has_none_cannot_be_listed(server: NatsServer):
     async with Bus.connect(BusConfig(url=server.url), "nobody", name="t") as bus:
         with pytest.raises(BusError, match="cannot list the keys 'role'"):
             await bus.keys("role")
+
+
+@pytest.mark.nats
+async def test_a_connection_whose_end_is_cancelled_leaves_no_socket_open(
+    server: NatsServer, connect: Connect
+):
+    ending = asyncio.Event()
+    clients: list[Client] = []
+
+    async def flush(*_: object) -> None:
+        ending.set()
+        await asyncio.Event().wait()
+
+    async def use() -> None:
+        async with connect("hurried") as bus:
+            clients.append(bus.client)
+            bus.client.flush = flush
+
+    using = asyncio.create_task(use())
+    async with asyncio.timeout(15):
+        await ending.wait()
+        using.cancel()
+        await asyncio.wait([using])
+    assert clients[0]._transport._io_writer.is_closing()
+    await clients[0].close()
