@@ -25,7 +25,7 @@ from bus.process_state import ProcessState
 from bus.refusal import GarbledRequestError, Refused
 from bus.requests import Done
 from bus.topology import Topology
-from bus.waiting import REMIND_S, RETRY_S, is_away, until_answered
+from bus.waiting import REMIND_S, RETRY_S, is_away, longest_outage_s, until_answered
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
@@ -108,6 +108,11 @@ class Bus:
     def subject(self, *tokens: object) -> str:
         """Return a subject of this run."""
         return self.topology.subject(*tokens)
+
+    @property
+    def longest_outage_s(self) -> float:
+        """Seconds for which this process waits for a bus that is away: few once it was told to stop."""
+        return longest_outage_s(self.patience_s, self._stop)
 
     async def patiently(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
         """Return what `ask` does as soon as the bus is there (`bus.waiting.until_answered`)."""

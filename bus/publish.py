@@ -88,11 +88,11 @@ class Publisher:
         """Return once the stream has stored `data`, however often that takes.
 
         Raises `BusError` when the message or its parts are larger than the server takes, or when the server
-        refuses it for a reason that waiting cannot mend, and `BusAwayError` after `timeout_s`; None is the
-        patience that all processes have for the bus.
+        refuses it for a reason that waiting cannot mend, and `BusAwayError` after `timeout_s` or when the bus
+        is away for longer than this process waits; None is the patience that all processes have for the bus.
         """
-        timeout_s = self._bus.patience_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + (self._bus.patience_s if timeout_s is None else timeout_s)
         try:
             if len(data) <= self._part_bytes:
                 await self._publish(subject, data, {MESSAGE_ID: message_id}, deadline)
@@ -100,7 +100,8 @@ class Publisher:
                 async with self._one_in_parts:  # the consumer holds one message instead of many
                     await self._publish_parts(subject, split(data, message_id, self._part_bytes), deadline)
         except TimeoutError as error:
-            raise BusAwayError(f"{subject}: {message_id} was not stored within {timeout_s:g} s") from error
+            waited_s = time.monotonic() - began
+            raise BusAwayError(f"{subject}: {message_id} was not stored within {waited_s:.1f} s") from error
 
     async def _publish_parts(
         self, subject: str, parts: Iterator[tuple[dict[str, str], bytes]], deadline: float
@@ -117,11 +118,13 @@ class Publisher:
             raise BusError(
                 f"{subject}: {len(data)} bytes exceed the server's max_payload of {limit}: raise it"
             )
-        pause, unanswered = 0.02, 0
+        pause, unanswered, heard_s = 0.02, 0, time.monotonic()
         longest_s = LARGE_PAUSE_S if len(data) >= LARGE_BYTES else LONGEST_PAUSE_S
         async with self._slots:
             while (outcome := await self._send(subject, data, headers)) != "stored":
-                if time.monotonic() > deadline:
+                if outcome == "refused":
+                    heard_s = time.monotonic()
+                if time.monotonic() > min(deadline, heard_s + self._bus.longest_outage_s):
                     raise TimeoutError
                 silent = outcome == "unanswered" and self._bus.client.is_connected
                 unanswered = unanswered + 1 if silent else 0

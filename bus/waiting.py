@@ -64,12 +64,17 @@ async def until_answered(
                     raise
                 reason = str(error)
         waited_s = time.monotonic() - began
-        if waited_s > patience_s or (stop is not None and stop.is_set() and waited_s > STOPPING_S):
+        if waited_s > longest_outage_s(patience_s, stop):
             raise BusAwayError(f"{what}: the bus was away for {waited_s:.0f} s ({reason})")
         if waited_s >= told_s:
             log.warning("waiting_for_the_bus", what=what, reason=reason, waited_s=round(waited_s))
             told_s = waited_s + REMIND_S
         await asyncio.sleep(RETRY_S)
+
+
+def longest_outage_s(patience_s: float, stop: asyncio.Event | None) -> float:
+    """Return the seconds for which a process waits for a bus that is away: few once `stop` is set."""
+    return min(STOPPING_S, patience_s) if stop is not None and stop.is_set() else patience_s
 
 
 def is_away(error: BusError) -> bool:

@@ -19,6 +19,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError, ConfigError, StorageError
 from bus.messages import RunRecord
+from bus.publish import Publisher
 from bus.refusal import Refused
 from bus.requests import Done, GroupRef, StoredRequest, Waiting
 from bus.server import NatsServer, free_port
@@ -416,6 +417,9 @@ async def test_patience_for_a_bus_that_is_away_ends(server: NatsServer, monkeypa
         monkeypatch.setattr(waiting, "STOPPING_S", 0.1)
         with pytest.raises(BusAwayError, match="the bus was away"):
             await stopping.get("k", Done)
+        async with asyncio.timeout(15):
+            with pytest.raises(BusAwayError, match="a was not stored"):
+                await Publisher(stopping).publish(stopping.subject("tasks", 0), b"x", message_id="a")
 
 
 @pytest.mark.nats

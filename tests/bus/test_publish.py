@@ -153,7 +153,7 @@ async def test_stream_that_stays_full_ends_in_an_error(bus: Bus):
     await tiny_stream(bus, max_bytes=1500)
     publisher = Publisher(bus)
     await publisher.publish("tiny", b"x" * 1000, message_id="a")
-    with pytest.raises(BusError, match=r"tiny: b was not stored within 0\.2 s"):
+    with pytest.raises(BusError, match=r"tiny: b was not stored within \d"):
         await publisher.publish("tiny", b"x" * 1000, message_id="b", timeout_s=0.2)
 
 
@@ -191,7 +191,7 @@ async def test_refusal_that_waiting_cannot_mend_fails_at_once(bus: Bus):
 @pytest.mark.nats
 async def test_subject_without_a_stream_is_tried_again_until_the_deadline(bus: Bus):
     publisher = Publisher(bus)
-    with pytest.raises(BusError, match=r"nowhere: a was not stored within 0\.2 s"):
+    with pytest.raises(BusError, match=r"nowhere: a was not stored within \d"):
         await publisher.publish("nowhere", b"x", message_id="a", timeout_s=0.2)
     assert publisher.counts.retries > 1
     publishing = asyncio.create_task(publisher.publish("tiny", b"x", message_id="a", timeout_s=20))
