@@ -87,7 +87,7 @@ async def test_message_returns_after_its_handler_crashed(bus: Bus):
     with pytest.raises(ExceptionGroup, match="unhandled errors"):
         await run(bus, handler, inbox)
     await run(bus, handler, inbox)
-    assert handler.leases == [0, 0]
+    assert set(handler.leases) == {0}  # on a slow machine more than twice within this ack wait
     assert await keeps(bus, 0)
 
 

@@ -92,7 +92,7 @@ async def test_role_is_released_when_its_holder_fails(bus: Bus):
 async def test_role_of_a_silent_holder_elsewhere_is_taken_over_after_a_while(bus: Bus, clock: Clock):
     await bus.put(KEY, RoleHolder(incarnation="dead", host="elsewhere", pid=1))
     async with hold_role(bus, "learner", "b"):
-        assert clock.now_s == 1 + roles.EXPIRE_S
+        assert clock.now_s >= 1 + roles.EXPIRE_S  # more where this machine stood still meanwhile
         found = await holder(bus)
         assert found is not None
         assert found.incarnation == "b"
@@ -122,7 +122,7 @@ async def test_process_id_of_another_container_says_nothing(bus: Bus, clock: Clo
     )
     await bus.put(KEY, other)
     async with hold_role(bus, "learner", "b"):
-        assert clock.now_s == 1 + roles.EXPIRE_S
+        assert clock.now_s >= 1 + roles.EXPIRE_S  # more where this machine stood still meanwhile
 
 
 @pytest.mark.nats
