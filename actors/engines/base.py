@@ -86,14 +86,6 @@ class Generation:
     """Kept sets of the N tokens; None where nothing was cut off, or they were not asked for."""
 
 
-def joined_kept_sets(parts: Iterable[Generation]) -> KeptSets | None:
-    """Return the kept sets of generations that follow one another; None where none of them has any."""
-    found = [(part.kept, len(part.token_ids)) for part in parts]
-    if all(kept is None for kept, _ in found):
-        return None
-    return KeptSets.joined([KeptSets.none(tokens) if kept is None else kept for kept, tokens in found])
-
-
 NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
 """A generation that was interrupted before its first token."""
 

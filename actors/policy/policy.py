@@ -12,13 +12,13 @@ from types import MappingProxyType
 import numpy as np
 
 from actors.engines.base import AnswersChats, Engine, Generation, GenerationRequest, Sampling
+from actors.engines.pieces import joined, next_piece
 from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage, EpisodeError
 from actors.further_policies.agents import policy_of
 from actors.further_policies.engines import FurtherEngines
 from actors.policy.answers import Answer
 from actors.policy.chat_format import ChatFormat, Tokenizer
 from actors.policy.context_tokens import ContextTokens
-from actors.policy.generation_pieces import joined, next_piece
 from actors.policy.messages import Completion, Tool, ToolCall
 from actors.policy.rollout_turns import SampledTurn, TurnsByRollout, context_of, trained_turn
 from actors.policy.stop_strings import first_end, generate_until
@@ -258,7 +258,7 @@ class Policy:
             return await generate(request)
         if not stops and begun is not None:
             left = request.sampling.max_new_tokens - len(begun.token_ids)
-            return joined(begun, await generate(next_piece(request, begun, left)))
+            return joined([begun, await generate(next_piece(request, begun, left))])
 
         async def end(token_ids: Sequence[int]) -> int | None:
             return await self._format.in_thread(first_end, token_ids, stops, self._format.decode)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from actors.engines.base import Generation, GenerationRequest
-from actors.policy.generation_pieces import joined, next_piece
+from actors.engines.pieces import joined, next_piece
 from bus.errors import RequestRefusedError
 
 FIRST_PIECE = 64
@@ -31,7 +31,7 @@ async def generate_until(
             if whole is None:
                 raise
             return whole  # the context is full, and the last piece ended as `length`
-        whole = piece if whole is None else joined(whole, piece)
+        whole = piece if whole is None else joined([whole, piece])
         end = await find_end(whole.token_ids.tolist())
         if end is not None:
             return _cut(whole, end, len(request.token_ids), request.experts_from)

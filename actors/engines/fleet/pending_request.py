@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.engines.base import NOTHING, Generation, GenerationRequest, joined_kept_sets
+from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.pieces import joined, next_piece
 from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
@@ -65,11 +66,6 @@ class PendingRequest:
         return sum(len(piece.token_ids) for piece in self.pieces)
 
     @property
-    def routed(self) -> int:
-        """Return the number of tokens whose experts are known so far."""
-        return sum(len(piece.routed_experts) for piece in self.pieces if piece.routed_experts is not None)
-
-    @property
     def tokens(self) -> np.ndarray:
         """int32 [L], the prompt and what was sampled."""
         if not self.pieces:
@@ -87,25 +83,9 @@ class PendingRequest:
         reported none, and the next one routes its tokens again."""
         if not self.pieces:
             return replace(self.request, request_id=request_id)
-        sampling, experts_from = self.request.sampling, self.request.experts_from
-        left = replace(sampling, max_new_tokens=sampling.max_new_tokens - self.sampled)
-        return replace(
-            self.request,
-            request_id=request_id,
-            token_ids=tuple(self.tokens.tolist()),
-            sampling=left,
-            experts_from=None if experts_from is None else experts_from + self.routed,
-        )
+        left = self.request.sampling.max_new_tokens - self.sampled
+        return replace(next_piece(self.request, self.generation(), left), request_id=request_id)
 
     def generation(self) -> Generation:
         """Return all pieces as one."""
-        pieces = [NOTHING, *self.pieces]
-        routed = [piece.routed_experts for piece in self.pieces if piece.routed_experts is not None]
-        return Generation(
-            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            policy_versions=np.concatenate([piece.policy_versions for piece in pieces]),
-            finish_reason=self.finish_reason or "abort",
-            routed_experts=np.concatenate(routed) if routed else None,
-            kept=joined_kept_sets(pieces),
-        )
+        return replace(joined(self.pieces), finish_reason=self.finish_reason or "abort")

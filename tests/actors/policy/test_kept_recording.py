@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from actors.engines.base import NOTHING, Generation, GenerationRequest, Sampling, joined_kept_sets
+from actors.engines.base import NOTHING, Generation, GenerationRequest, Sampling
+from actors.engines.pieces import joined
 from actors.policy.stop_strings import generate_until
 from bus.kept_sets import KeptSets
 
@@ -18,10 +19,13 @@ def piece(*sets: list[int], reason: str = "length") -> Generation:
 
 def test_sets_of_pieces_follow_one_another():
     plain = Generation(*(np.zeros(2, kind) for kind in (np.int32, np.float32, np.int32)), "abort")
-    joined = joined_kept_sets([NOTHING, piece([1, 2], [3]), plain, piece([4])])
-    assert joined.counts.tolist() == [2, 1, 0, 0, 1]
-    assert joined.token_ids.tolist() == [1, 2, 3, 4]
-    assert joined_kept_sets([NOTHING, plain]) is None
+    whole = joined([NOTHING, piece([1, 2], [3]), plain, piece([4])])
+    assert whole.kept.counts.tolist() == [2, 1, 0, 0, 1]
+    assert whole.kept.token_ids.tolist() == [1, 2, 3, 4]
+    assert whole.token_ids.tolist() == [1, 3, 0, 0, 4]
+    assert whole.finish_reason == "length"
+    assert joined([NOTHING, plain]).kept is None
+    assert joined([]) is NOTHING
 
 
 async def test_what_a_stop_string_cuts_off_loses_its_sets():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.engines.base import Generation, Sampling, joined_kept_sets
+from actors.engines.base import Generation, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from actors.policy.rollout_turns import RolloutTurns, SampledTurn
@@ -156,5 +156,4 @@ def test_a_turn_travels_bit_for_bit_with_its_experts_and_kept_sets(experts):
     assert (rollout, back.key, back.trained) == (1, turn.key, True)
     for name in ("token_ids", "logprobs", "policy_versions", "routed_experts"):
         assert np.array_equal(getattr(back.generation, name), getattr(turn.generation, name))
-    kept = joined_kept_sets([back.generation])
-    assert kept.token_ids.tolist() == [0, 90, 1, 90, 2, 90]
+    assert back.generation.kept.token_ids.tolist() == [0, 90, 1, 90, 2, 90]
