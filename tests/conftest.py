@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
+import hypothesis
 import pytest
 import structlog
 
@@ -18,6 +19,7 @@ from bus.topology import ensure
 from storage.dispatch import dispatcher
 from tests.object_store import ObjectStore
 
+hypothesis.settings.load_profile("ci")  # the same examples everywhere, however slow the machine
 gc.disable()  # until all is imported and collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
 RUN = "test"

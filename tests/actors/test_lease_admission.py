@@ -138,7 +138,6 @@ class Actor:
 @settings(
     max_examples=5,
     phases=[Phase.explicit, Phase.generate],
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 @given(

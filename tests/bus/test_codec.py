@@ -368,7 +368,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 @given(trajectories())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_valid_trajectory_survives_the_round_trip(trajectory: Trajectory):
     assert same(decode(encode(trajectory), Trajectory), trajectory)
 

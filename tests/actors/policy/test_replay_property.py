@@ -215,7 +215,7 @@ async def interleaved(name: str, data) -> None:
     episodes.check()
 
 
-@settings(max_examples=2, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=2, phases=UNSHRUNK)
 @given(data=st.data())
 def test_every_token_replays_to_its_logprob_and_version(data):
     asyncio.run(interleaved("qwen3", data))
@@ -223,7 +223,7 @@ def test_every_token_replays_to_its_logprob_and_version(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "hermes", "llama3", "no_end"])
-@settings(max_examples=8, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=8, phases=UNSHRUNK)
 @given(data=st.data())
 def test_any_interleaving_replays_in_every_family(name, data):
     asyncio.run(interleaved(name, data))

@@ -65,7 +65,7 @@ def formula(name: str, rewards: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(rewards=REWARDS)
 def test_each_is_its_definition_at_any_size_of_group(name, rewards):
     assert of_one(name, rewards) == pytest.approx(formula(name, rewards), rel=2e-7, abs=1e-7)
@@ -80,7 +80,7 @@ def test_a_group_of_one_and_a_constant_group_teach_nothing(name):
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(rewards=REWARDS, seed=st.integers(0, 99))
 def test_the_order_of_the_rollouts_does_not_matter(name, rewards, seed):
     order = np.random.default_rng(seed).permutation(len(rewards))

@@ -94,7 +94,7 @@ def test_every_objective_is_finite_at_the_extremes():
         assert_finite(objective, name, now, streams)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from(sorted(OBJECTIVES)),
     st.lists(st.sampled_from(EXTREMES) | st.floats(-1e4, 0.0, width=32), min_size=12, max_size=12),

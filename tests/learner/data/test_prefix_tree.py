@@ -55,7 +55,7 @@ def test_siblings_and_strands_make_the_tree_of_a_drawing():
 
 
 @given(TEXTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_as_many_tokens_are_computed_as_there_are_different_beginnings(drawn):
     prompts, texts = [prompt for prompt, _ in drawn], [text for _, text in drawn]
     tree, *_ = laid_out(texts, prompts, least=1)
@@ -66,7 +66,7 @@ def test_as_many_tokens_are_computed_as_there_are_different_beginnings(drawn):
 
 
 @given(TEXTS, st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_a_token_sees_along_its_path_is_its_own_text(drawn, least):
     tree, texts, prompts = laid_out([text for _, text in drawn], [prompt for prompt, _ in drawn], least)
     flat = np.concatenate(arrays(texts))
@@ -81,14 +81,14 @@ def test_what_a_token_sees_along_its_path_is_its_own_text(drawn, least):
 
 
 @given(TEXTS, st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_segments_that_others_follow_are_long_enough(drawn, least):
     tree, *_ = laid_out([text for _, text in drawn], [prompt for prompt, _ in drawn], least)
     assert all(tree.lengths[parent] >= least for parent in tree.parents if parent >= 0)
 
 
 @given(TEXTS, st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_chunks_of_a_prompt_keep_to_the_budget_and_hold_each_sequence_once(drawn, budget):
     prompts, texts = [prompt for prompt, _ in drawn], [text for _, text in drawn]
     paths = prefix_paths(arrays(texts), prompts, least=1)

@@ -28,7 +28,7 @@ from storage.store.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAY
 from storage.store.zipped import map_entries
 
 PROPERTY = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 

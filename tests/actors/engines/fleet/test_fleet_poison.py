@@ -4,7 +4,7 @@ import asyncio
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import GenerationRequest, InterruptedGenerationError, Sampling
@@ -71,7 +71,7 @@ async def live_through(seed, *, innocents, poisons, engines, per_engine, attempt
     await fleet.close()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1 << 32),
     innocents=st.integers(1, 40),

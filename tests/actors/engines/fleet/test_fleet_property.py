@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import GenerationRequest, Sampling
@@ -198,14 +198,14 @@ INTERLEAVINGS = {
 }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(**INTERLEAVINGS)
 def test_every_request_ends_once_and_whole(kinds, seed, per_engine):
     run_virtually(live_through(kinds, seed, per_engine))
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2000)
 @given(**INTERLEAVINGS)
 def test_every_request_ends_once_and_whole_in_thousands_of_interleavings(kinds, seed, per_engine):
     run_virtually(live_through(kinds, seed, per_engine))

@@ -36,7 +36,7 @@ def drawn(curves: RunCurves, name: str) -> dict[int, float]:
     return dict(zip(table["step"], table["columns"][name]["mean"], strict=True))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), st.integers(1, 400))
 def test_intervals_have_the_means_and_bounds_of_their_steps(values: list[float], apart: int):
     buckets = Buckets()

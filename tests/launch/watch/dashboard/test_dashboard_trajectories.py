@@ -232,7 +232,7 @@ async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: Na
     assert (one["steps"], one["learner"]) == (None, None)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.text(max_size=40))
 def test_texts_of_bytes_join_to_the_text_whatever_its_characters(text: str):
     vocabulary = {token: n for n, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
