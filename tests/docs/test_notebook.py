@@ -19,7 +19,7 @@ def test_the_notebook_is_kept_without_output():
     assert [cell.source for cell in cells if cell.outputs or cell.execution_count] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.nats
 @pytest.mark.timeout(400)
 async def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

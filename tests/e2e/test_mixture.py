@@ -8,7 +8,7 @@ import pytest
 from storage.metrics.records import read_records
 from tests.e2e.commands import SMALL, Command, assert_whole, wait_for_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(900)]
 PAGE = Path(__file__).parents[2] / "docs/own-task.md"
 
 

@@ -30,7 +30,7 @@ def reported(command: Command) -> dict:
     return json.loads(line)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_modes_are_measured_in_one_run_that_loses_nothing(tmp_path: Path):
     command = bench(tmp_path, "--steps", str(STEPS))
     try:
