@@ -19,7 +19,12 @@ from tests.actors.tiny import recomputed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
 
-PAIR = {"enabled": True, "transfer": "mooncake_tcp", "prefill": {"chunked_prefill_size": 512}}
+PAIR = {
+    "enabled": True,
+    "transfer": "mooncake_tcp",
+    "prefill": {"chunked_prefill_size": 512},
+    "decode": {"hicache_ratio": 2.0},  # without one it wants 10 GiB of free memory
+}
 LIMIT_S = 60.0
 
 
