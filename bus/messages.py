@@ -170,6 +170,10 @@ class AdaptedBase(Message, tag="adapted_base"):
     weights: BlobRef
     """The frozen weights, safetensors with Hugging Face names; every version of a learner has the same."""
     scale: float
+    rank: int = 0
+    """Rows of each A; 0 where a learner before this field does not say."""
+    modules: tuple[str, ...] = ()
+    """Last two parts of the names of the layers that have an adapter, as `self_attn.q_proj`, each once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

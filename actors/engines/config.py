@@ -117,6 +117,11 @@ class SglangEngineConfig(Config):
     `retract`: they compute it again with the new weights, which is all that a server before 0.5.19 can do.
     `drain`: the update waits for their end."""
 
+    adapter: Literal["merged", "loaded"] = "merged"
+    """How a policy with low-rank adapters (`learner.lora`) gets to the server. `merged`: as whole weights,
+    which the actor makes of them. `loaded`: the frozen weights once, and each version as an adapter of its
+    own, which SGLang adds itself; requests under way end with the version they began with."""
+
     weights_directory: Path | None = None
     """Directory of the tensors of an update while a server reads them; the first update has the size of the
     model. Without it they are in memory, in /dev/shm."""
@@ -169,6 +174,28 @@ class SglangEngineConfig(Config):
             raise ValueError(f"url={self.url!r} beside urls: put it among them")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"urls={list(self.urls)} names a server twice: each would load weights twice")
+        return self
+
+    @model_validator(mode="after")
+    def _a_server_alone_loads_adapters(self) -> Self:
+        if self.adapter == "merged":
+            return self
+        if self.update == "group":
+            raise ValueError(
+                'adapter="loaded" with update="group": the learner sends whole weights there: set '
+                "adapter=merged, or update=disk or update=tensor, by which the frozen weights come then"
+            )
+        if self.disaggregation.enabled:
+            raise ValueError(
+                'adapter="loaded" with disaggregation.enabled: adapters are loaded into single servers only: '
+                "set adapter=merged, or leave out disaggregation"
+            )
+        for name in ("dp_size", "data_parallel_size"):
+            if str(self.settings.get(name, 1)) != "1":
+                raise ValueError(
+                    f'adapter="loaded" with server.{name}={self.settings[name]!r}: SGLang loads no adapters '
+                    "into replicas: set actors.fleet.engines instead, or adapter=merged"
+                )
         return self
 
     @model_validator(mode="after")

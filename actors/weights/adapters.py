@@ -1,6 +1,7 @@
-"""Makes whole weights, which any engine takes, of frozen ones and their low-rank adapters
-(arXiv:2106.09685)."""
+"""Makes weights for engines of frozen ones and their low-rank adapters (arXiv:2106.09685): whole ones, which
+any engine takes, or both side by side."""
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from functools import partial
@@ -30,6 +31,14 @@ def merged_weights(
     tensors = dict(base.tensors) | {one.name: tensor for one, tensor in zip(adapted, found, strict=True)}
     digests = dict(base.digests) | {one.name: xxh3_128_digest(one.digests) for one in adapted}
     return Weights(adapters.policy_version, tensors, digests)
+
+
+def beside(base: Weights, adapters: Weights) -> Weights:
+    """Return the frozen weights and their adapters, for an engine that adds them itself. Raises
+    `StorageError` as `merged_weights` does."""
+    deque(_adapted(base, adapters), maxlen=0)
+    tensors = {**base.tensors, **adapters.tensors}
+    return Weights(adapters.policy_version, tensors, {**base.digests, **adapters.digests})
 
 
 class _Adapted(NamedTuple):

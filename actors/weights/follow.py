@@ -88,7 +88,7 @@ class PolicyFollower:
 
     def __init__(
         self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *,
-        loads_at_once: int = 1, from_learner: bool = False,
+        loads_at_once: int = 1, from_learner: bool = False, merges: bool = True,
         on_loaded: Callable[[PolicyManifest], None] | None = None,
     ) -> None:  # fmt: skip
         """Follow the policy with `engine`.
@@ -99,6 +99,7 @@ class PolicyFollower:
             blobs: source of the announced weights; without it the bus.
             loads_at_once: above 1 for an engine in which a later call replaces one in progress.
             from_learner: the engine is `TakesPublished`, and the learner itself sends it the weights.
+            merges: adapters are merged into their frozen weights; else the engine is given both.
             on_loaded: is called with each version that the engine has taken."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
@@ -108,7 +109,7 @@ class PolicyFollower:
         self._engine = engine
         self._on_loaded = on_loaded
         self._swapped = asyncio.Condition()
-        self._receiver = Receiver(blobs or Blobs(bus))
+        self._receiver = Receiver(blobs or Blobs(bus), merges=merges)
         self._receiving = asyncio.Lock()
         self._given: Mapping[str, bytes] = {}
         """Digests of the tensors that the engine has."""

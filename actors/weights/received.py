@@ -10,7 +10,7 @@ import structlog
 
 from actors.engines.sglang.changes import note
 from actors.weights.adapter_bases import base_weights
-from actors.weights.adapters import merged_weights
+from actors.weights.adapters import beside, merged_weights
 from bus.errors import BusError, StorageError
 from bus.messages import AdaptedBase, BlobRef, DeltaRef, PolicyManifest
 from bus.publish import together
@@ -26,10 +26,12 @@ T = TypeVar("T")
 class Receiver:
     """Holds the newest weights received from one learner, and makes later ones from them."""
 
-    def __init__(self, blobs: BlobSource) -> None:
+    def __init__(self, blobs: BlobSource, *, merges: bool = True) -> None:
+        """Receive from `blobs`. Unless it `merges`, adapters are handed on beside their frozen weights."""
         self.weights: Weights | None = None
         """As they are published: adapters alone, where these are."""
         self._blobs = blobs
+        self._merges = merges
         self.lacks_base = False
         """Whether the frozen weights of adapters could not be had when they were last needed."""
         self._base: tuple[str, Weights] | None = None
@@ -59,7 +61,7 @@ class Receiver:
         return await self._whole(manifest.adapted, await self._from_snapshot(manifest))
 
     async def _whole(self, adapted: AdaptedBase | None, published: Weights) -> Weights:
-        """Return the whole weights that the published ones stand for."""
+        """Return the weights for an engine that the published ones stand for."""
         if adapted is None:
             self.lacks_base = False
             return published
@@ -68,6 +70,8 @@ class Receiver:
             weights = await base_weights(self._blobs, adapted.weights, self._fetch_base)
             self._base, self.lacks_base = (adapted.weights.digest, weights), False
         base = self._base[1]
+        if not self._merges:
+            return beside(base, published)
         return await _in_threads(
             partial(merged_weights, base, published, adapted.scale, like=self._spare.like)
         )

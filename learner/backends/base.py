@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from bus.messages import AdaptedBase, BlobRef
 from learner.algorithms.objective import Objective
 from learner.backends.frozen import FrozenPolicies
 from learner.config.critic import CriticConfig
@@ -86,6 +87,13 @@ class Adapters:
     streamed: Callable[[], Iterator[tuple[str, Tensor]]]
     """Yields A and B of each by peft's names in float32 on rank 0, each good until the next. Every rank calls
     it and exhausts the iterator."""
+
+    def described(self, weights: BlobRef) -> AdaptedBase:
+        """Return what is announced of them; `weights` is where the frozen ones were published."""
+        modules = sorted({".".join(module.split(".")[-2:]) for module in self.modules})
+        return AdaptedBase(
+            weights=weights, scale=self.config.scale, rank=self.config.rank, modules=tuple(modules)
+        )
 
 
 class StagedFiles(Protocol):

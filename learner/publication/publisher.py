@@ -61,7 +61,8 @@ def publishing_threads(config: PublicationConfig) -> int:
 class AdapterBase:
     """What published adapters belong to."""
 
-    scale: float
+    described: Callable[[BlobRef], AdaptedBase]
+    """Says what adapters they are, of frozen weights that lie there."""
     weights: Callable[[], Weights]
     """Reads the frozen weights as they are published; called when they are to be stored."""
 
@@ -355,7 +356,7 @@ class WeightPublisher:
         if self._base is not None and self._adapted is None:
             weights = await asyncio.to_thread(self._base.weights)
             blob = await self._put(snapshot_content(weights), "base")
-            self._adapted = AdaptedBase(weights=blob, scale=self._base.scale)
+            self._adapted = self._base.described(blob)
 
     async def _put_snapshot(self, weights: Weights) -> BlobRef:
         return await self._put(snapshot_content(weights), weights.policy_version, "snapshot")

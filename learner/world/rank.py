@@ -231,7 +231,7 @@ class Rank:
         adapters = self._backend.adapters
         if adapters is None or adapters.config.publish == "merged":
             return None
-        return AdapterBase(adapters.config.scale, partial(self._host.as_published, adapters))
+        return AdapterBase(adapters.described, partial(self._host.as_published, adapters))
 
     @property
     def copy_s(self) -> float:

@@ -103,7 +103,7 @@ DELTAS = (
 )
 PROBE = Probe(token_ids=((1, 2, 3), (4, 5)), logprobs=((-0.5, -1.25), (-2.0,)))
 KEPT = KeptVersion(policy_version=3, snapshot=BLOB)
-ADAPTED = AdaptedBase(weights=BLOB, scale=2.0)
+ADAPTED = AdaptedBase(weights=BLOB, scale=2.0, rank=8, modules=("mlp.up_proj", "self_attn.q_proj"))
 POLICY = PolicyManifest(
     policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2, deltas=DELTAS,
     probe=PROBE, kept=(KEPT,), adapted=ADAPTED,

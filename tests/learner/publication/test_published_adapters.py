@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from actors.engines.config import SglangEngineConfig
+from actors.engines.served_adapters import KNOWN, ServedAdapters, served_adapters
 from actors.weights import follow as following_policy
 from actors.weights.follow import PolicyFollower, fetch_state
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
-from bus.messages import SnapshotWanted
+from bus.messages import AdaptedBase, SnapshotWanted
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
@@ -47,7 +49,7 @@ class Learner:
         )
         self.host = HostCopy(dtype)
         self.made = 0
-        base = AdapterBase(lora.scale, self.base)
+        base = AdapterBase(self.trainer.adapters.described, self.base)
         self.publisher = WeightPublisher(
             bus, BusBlobs(bus), PublicationConfig(**config), incarnation="one", base=base
         )
@@ -91,6 +93,28 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
     assert changed == {0: set(learner.trainer.export()), **dict.fromkeys((1, 2, 3), adapted)}
     assert learner.made == 1  # the frozen weights were stored once
     assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
+
+
+async def test_an_engine_that_adds_adapters_itself_is_given_both_and_then_adapters_alone(bus, tmp_path):
+    learner = Learner(bus, tmp_path, torch.bfloat16)
+    await learner.publisher.start(tmp_path)
+    engine, stop = Recording(), asyncio.Event()
+    follower = PolicyFollower(bus, engine, merges=False)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(follower.run(stop))
+        for version in range(3):
+            manifest = await learner.publish(version)
+            await follower.at_least(version)
+        stop.set()
+    base = torch_tensors(learner.base().tensors)
+    adapters = {name: t.bfloat16() for name, t in learner.trainer.adapters.streamed()}
+    (_, first), *later = engine.given
+    assert first == base.keys() | adapters.keys()
+    assert [version for version, _ in engine.given] == [0, 1, 2]
+    assert all(names <= adapters.keys() for _, names in later)
+    assert all(torch.equal(engine.state[name], tensor) for name, tensor in (base | adapters).items())
+    served = served_adapters(SglangEngineConfig(adapter="loaded"), manifest.adapted, max_staleness=4)
+    assert served == ServedAdapters(rank=2, scale=1.5, modules=tuple(sorted(KNOWN)), versions=6)
 
 
 class Counted(Blobs):
@@ -163,7 +187,8 @@ async def test_kept_versions_are_refused_where_others_are_published(bus, tmp_pat
     config, kept, tensors = PublicationConfig(keep_versions=[0]), tmp_path / "kept", {}
     for name in adapter_names("layer.weight") if before == "adapter" else ("layer.weight",):
         tensors[name] = torch.ones(2, 2)
-    base = AdapterBase(1.0, lambda: Weights.of(0, host_tensors({"layer.weight": torch.ones(2, 2)})))
+    frozen = Weights.of(0, host_tensors({"layer.weight": torch.ones(2, 2)}))
+    base = AdapterBase(lambda weights: AdaptedBase(weights=weights, scale=1.0), lambda: frozen)
     bases = [base, None] if before == "adapter" else [None, base]
 
     async def publish(incarnation, base):

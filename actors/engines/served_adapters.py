@@ -1,0 +1,66 @@
+"""Which low-rank adapters an SGLang server adds to its frozen weights itself. Loads without torch."""
+
+from dataclasses import dataclass
+
+from actors.engines.config import EngineConfig, SglangEngineConfig
+from bus.errors import ConfigError
+from bus.messages import AdaptedBase
+
+KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers for which SGLang has adapters, by the last parts of their names."""
+SHARED_EXPERT = "shared_expert"
+BESIDE_NEWEST = 1
+"""The learner is a version ahead of the steps whose rollouts are under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapters:
+    """The adapters of one policy, of which a server has one for each of its newest versions."""
+
+    rank: int
+    scale: float
+    """Factor of B A."""
+    modules: tuple[str, ...]
+    """Last parts of the names of the layers that have one, as `q_proj`."""
+    versions: int
+    """Versions that a server has at once: those that rollouts within the staleness bound may have."""
+
+    @property
+    def slots(self) -> int:
+        """Return how many adapters a batch of the server may have; requests without any count as one."""
+        return self.versions + 1
+
+
+def served_adapters(
+    config: EngineConfig, adapted: AdaptedBase | None, *, max_staleness: int
+) -> ServedAdapters | None:
+    """Return the adapters that engines with these settings serve; None where they take whole weights.
+
+    `adapted` is what the policy's announcements say of its adapters. Raises `ConfigError` for a policy
+    without any, and for adapters that SGLang does not serve."""
+    if not isinstance(config, SglangEngineConfig) or config.adapter == "merged":
+        return None
+    setting = 'actors.engine.adapter="loaded"'
+    if adapted is None:
+        raise ConfigError(
+            f"{setting}: the learner publishes whole weights: train adapters with learner.lora.rank, with "
+            "learner.lora.publish=adapter, or set actors.engine.adapter=merged"
+        )
+    if not adapted.rank:
+        raise ConfigError(
+            f"{setting}: the learner is of an older Sluice than this actor, and does not say of which rank "
+            "its adapters are: start it again with this one, or set actors.engine.adapter=merged"
+        )
+    for module in adapted.modules:
+        parent, _, name = module.rpartition(".")
+        if name not in KNOWN or parent.endswith(SHARED_EXPERT):
+            raise ConfigError(
+                f"{setting}: SGLang serves no adapter of {module}: leave it out of learner.lora.targets in a "
+                "new run, or set actors.engine.adapter=merged"
+            )
+    return ServedAdapters(
+        rank=adapted.rank,
+        scale=adapted.scale,
+        modules=tuple(sorted({module.rpartition(".")[2] for module in adapted.modules})),
+        versions=max_staleness + 1 + BESIDE_NEWEST,
+    )
