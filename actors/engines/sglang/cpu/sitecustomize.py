@@ -3,8 +3,8 @@
 torchvision's wheel has operators linked against CUDA, which cannot load beside a CPU build of torch; it also
 registers fakes for two of them, for which their schemas must exist. They are declared when torchvision is
 first looked for. Mooncake, by which a prefill server sends, is linked against RDMA's library. SGLang would
-register the memory in which it keeps routed experts with CUDA, to copy faster, and copy the places of what a
-prefill server sends beside the device's work."""
+register the memory in which it keeps routed experts with CUDA, to copy faster, copy the places of what a
+prefill server sends beside the device's work, and pin memory to copy which request has which adapter."""
 
 import ctypes
 import importlib.abc
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 class _DeclareOperators(importlib.abc.MetaPathFinder):
@@ -76,9 +77,22 @@ def _copy_places_at_once(module: ModuleType) -> None:
     module.MooncakeKVSender.supports_host_tensor_indices = False
 
 
+def _leave_memory_unpinned(module: ModuleType) -> None:
+    """Have torch make what it is asked to pin like all else: without CUDA it raises an error."""
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    for name in ("tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+
+
 sys.meta_path[:0] = [
     _DeclareOperators(),
     _LoadVerbs(),
     _ChangeOnceLoaded("sglang.srt.mem_cache.pool_host.common", _leave_memory_unregistered),
     _ChangeOnceLoaded("sglang.srt.disaggregation.mooncake.conn", _copy_places_at_once),
+    _ChangeOnceLoaded("sglang.srt.lora.layers", _leave_memory_unpinned),
 ]
