@@ -18,10 +18,12 @@ from actors.engine_report import EngineReport
 from actors.engine_start import Startable, started
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds
+from actors.engines.config import EngineConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
+from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.environment_report import environment_report, idle_text
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
@@ -67,6 +69,14 @@ class ActorSettings:
     """What clients of `launch gateway` must know; None on a bus without credentials."""
     further: Mapping[str, FurtherSettings] = field(default_factory=dict)
     """Policies that the run trains beside its own, by name."""
+    max_staleness: int = 0
+    """Versions that a trajectory may lag the learner."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Return the settings of its engines, which keep exactly one version where they only evaluate."""
+        engine = self.actors.engine
+        return exact_engine(engine) if self.actors.evaluation.only else engine
 
     @property
     def agents(self) -> dict[str, str]:
@@ -110,7 +120,8 @@ async def run_actors(
         )
         opponents = Opponents.from_config(settings.actors, model, settings.logs, blobs, actor=actor_name())
         open_parts.push_async_callback(opponents.close)
-        policy = _fleet(settings, model)
+        served = served_adapters(settings.engine, manifest.adapted, max_staleness=settings.max_staleness)
+        policy = _fleet(settings, model, served)
         if settings.colocation.enabled:
             sharing = DeviceSharing(bus, policy, settings.colocation, actor=actor_name())
             await open_parts.enter_async_context(sharing.active())
@@ -118,7 +129,7 @@ async def run_actors(
         further = await _further_policies(settings, model, claims, open_parts, stop)
         if further is None:
             return
-        engines = _Engines(policy, opponents, claims, own, further)
+        engines = _Engines(policy, opponents, claims, own, further, served)
         if not await started(bus, engines.at_start(settings.actors), stop):
             return
         open_parts.enter_context(few_collections())
@@ -141,6 +152,8 @@ class _Engines(NamedTuple):
     """Engines of evaluations; where they are no servers, the first evaluation starts them."""
     further: Mapping[str, FurtherPolicy]
     """Policies that the run trains beside its own, by name."""
+    served: ServedAdapters | None
+    """Adapters that the engines of the policy add to their weights themselves."""
 
     def at_start(self, actors: ActorsConfig) -> Sequence[Startable]:
         """Return what is started before the actor takes any work."""
@@ -177,8 +190,9 @@ def _actor(
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats)
     follower = PolicyFollower(
-        bus, engine, blobs, loads_at_once=2, from_learner=from_learner, on_loaded=probe.loaded
-    )
+        bus, engine, blobs, loads_at_once=2, from_learner=from_learner, merges=engines.served is None,
+        on_loaded=probe.loaded,
+    )  # fmt: skip
     policy = Policy(
         engine,
         tokenizer,
@@ -217,7 +231,7 @@ def _actor(
         evaluator.further = further
     admin = EngineAdmin(
         bus, engine, settings.actors.engine, model, engines.claims,
-        actor=actor_name(), colocated=settings.colocation.enabled,
+        actor=actor_name(), colocated=settings.colocation.enabled, served=engines.served,
     )  # fmt: skip
     return _Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)
 
@@ -261,7 +275,7 @@ class _Actor:
         environment: Environment, evaluator: Evaluator | None, admin: EngineAdmin,
     ) -> None:  # fmt: skip
         self._bus = bus
-        self._engine, self._opponents, self._claims, _, self._further = engines
+        self._engine, self._opponents, self._claims, _, self._further, _ = engines
         self._follower = follower
         self._probe = probe
         self._worker = worker
@@ -349,21 +363,19 @@ class _Actor:
 def _own_builder(settings: ActorSettings, model: Path) -> Callable[[], Engine]:
     """Return what builds the engines of evaluations that are not of the rollouts' engines."""
     if settings.actors.evaluation.only:
-        return partial(_fleet, settings, model)
+        return partial(_fleet, settings, model, None)
     return beside_rollouts(settings.actors, model, settings.logs, actor=actor_name())
 
 
-def _fleet(settings: ActorSettings, model: Path) -> Fleet:
+def _fleet(settings: ActorSettings, model: Path, served: ServedAdapters | None) -> Fleet:
     """Return the engines of this process, not started."""
-    engine = settings.actors.engine
-    if settings.actors.evaluation.only:
-        engine = exact_engine(engine)
+    engine = settings.engine
     if settings.colocation.enabled:
         engine = able_to_release(engine)
     planned = gpu_plan(settings.actors).rollouts
     first_gpus = {f"engine-{number}": gpu for number, gpu in enumerate(planned)}
-    builds = attached_builds(engine, model) or engine_builds(
-        engine, model, first_gpus, settings.logs, actor=actor_name()
+    builds = attached_builds(engine, model, served) or engine_builds(
+        engine, model, first_gpus, settings.logs, actor=actor_name(), served=served
     )
     return Fleet(builds, settings.actors.fleet)
 

@@ -77,6 +77,17 @@ def check_together(config: "RunConfig") -> None:
 def _check_adapters(config: "RunConfig") -> None:
     """Refuse settings by which weights are trained beside adapters, or whole ones are sent to engines."""
     lora = config.learner.lora
+    loaded = getattr(config.actors.engine, "adapter", "merged") == "loaded"
+    if loaded and not lora.exists:
+        raise ConfigError(
+            'actors.engine.adapter="loaded" needs adapters: set learner.lora.rank (16 is a good start), or '
+            "leave adapter out"
+        )
+    if loaded and lora.publish == "merged":
+        raise ConfigError(
+            'actors.engine.adapter="loaded" with learner.lora.publish=merged: the learner publishes whole '
+            "weights: leave publish out, or adapter"
+        )
     if not lora.exists:
         return
     for name in ("freeze", "train_only"):
@@ -166,6 +177,11 @@ def _check_colocation(config: "RunConfig") -> None:
             'colocation.enabled with actors.engine.update="group": an engine takes its device back with '
             "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
             "colocation.enabled"
+        )
+    if isinstance(engine, SglangEngineConfig) and engine.adapter == "loaded":
+        raise ConfigError(
+            'colocation.enabled with actors.engine.adapter="loaded": an engine that takes its device back '
+            "has lost its adapters: set adapter=merged, or leave out colocation.enabled"
         )
     if isinstance(engine, SglangEngineConfig) and engine.disaggregation.enabled:
         raise ConfigError(

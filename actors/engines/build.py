@@ -8,31 +8,37 @@ from typing import TYPE_CHECKING
 
 from actors.engines.base import Engine
 from actors.engines.config import EmbeddedEngineConfig, EngineConfig
+from actors.engines.served_adapters import ServedAdapters
 
 if TYPE_CHECKING:
     from actors.engines.fleet.member import Build
 
 
-def build_engine(config: EngineConfig, model: Path, log_file: Path, *, first_gpu: int = 0) -> Engine:
+def build_engine(
+    config: EngineConfig, model: Path, log_file: Path, *, first_gpu: int = 0,
+    served: ServedAdapters | None = None,
+) -> Engine:  # fmt: skip
     """Return an engine for the model in a directory, not started.
 
     Args:
         config: type and settings of the engine.
         model: config.json and tokenizer; weights come by `load_weights`.
         log_file: receives the output of an engine in a process of its own.
-        first_gpu: the first GPU that is the engine's own, where it is a server on CUDA."""
+        first_gpu: the first GPU that is the engine's own, where it is a server on CUDA.
+        served: adapters that a server adds itself."""
     if isinstance(config, EmbeddedEngineConfig):
         from actors.engines.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config)
     from actors.engines.sglang.engine import SglangEngine
 
-    return SglangEngine(model, config, log_file, first_gpu=first_gpu)
+    return SglangEngine(model, config, log_file, first_gpu=first_gpu, served=served)
 
 
 def engine_builds(
-    config: EngineConfig, model: Path, first_gpus: Mapping[str, int], logs: Path, *, actor: str
-) -> "Mapping[str, Build]":
+    config: EngineConfig, model: Path, first_gpus: Mapping[str, int], logs: Path, *, actor: str,
+    served: ServedAdapters | None = None,
+) -> "Mapping[str, Build]":  # fmt: skip
     """Return what builds each engine in a thread, by its name.
 
     Args:
@@ -40,16 +46,14 @@ def engine_builds(
         model: as `build_engine` takes it.
         first_gpus: first GPU of each engine, by its name.
         logs: directory of the log files, one for each engine.
-        actor: this process among the run's actors."""
-    return {
-        name: partial(
-            asyncio.to_thread,
-            partial(
-                build_engine, config, model, logs / f"{_log_name(name)}-{actor}.log", first_gpu=first_gpu
-            ),
-        )
-        for name, first_gpu in first_gpus.items()
-    }
+        actor: this process among the run's actors.
+        served: as `build_engine` takes it."""
+
+    def build(name: str, first_gpu: int) -> Engine:
+        log_file = logs / f"{_log_name(name)}-{actor}.log"
+        return build_engine(config, model, log_file, first_gpu=first_gpu, served=served)
+
+    return {name: partial(asyncio.to_thread, build, name, gpu) for name, gpu in first_gpus.items()}
 
 
 def _log_name(engine: str) -> str:

@@ -24,10 +24,13 @@ log = structlog.get_logger()
 def exact_engine(engine: EngineConfig) -> EngineConfig:
     """Return the settings with which an engine takes the weights of whichever version it is given.
 
-    It is not in the learner's group, in which the newest version alone is sent."""
-    if not isinstance(engine, SglangEngineConfig) or engine.update != "group":
+    It is not in the learner's group, in which the newest version alone is sent, and takes whole weights."""
+    if not isinstance(engine, SglangEngineConfig):
         return engine
-    return engine.model_copy(update={"update": "tensor" if engine.attached else "disk"})
+    merging = engine.model_copy(update={"adapter": "merged"})
+    if engine.update != "group":
+        return merging
+    return merging.model_copy(update={"update": "tensor" if engine.attached else "disk"})
 
 
 def own_servers(actors: ActorsConfig) -> SglangEngineConfig:
@@ -35,7 +38,9 @@ def own_servers(actors: ActorsConfig) -> SglangEngineConfig:
 
     Running servers get tensors in requests, unless those of the rollouts read them from files."""
     rolling = actors.engine if isinstance(actors.engine, SglangEngineConfig) else SglangEngineConfig()
-    own = rolling.model_copy(update={"routed_experts": False, "url": None, "urls": (), "update": "disk"})
+    own = rolling.model_copy(
+        update={"routed_experts": False, "url": None, "urls": (), "update": "disk", "adapter": "merged"}
+    )
     if not actors.evaluation.urls:
         return own
     update = "disk" if rolling.attached and rolling.update == "disk" else "tensor"

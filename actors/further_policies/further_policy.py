@@ -19,6 +19,7 @@ from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
 from actors.engines.gpu_plan import gpu_plan
+from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.first_policy import actor_name, first_policy
 from actors.further_policies.leases import FurtherLeases
 from actors.leases import PolicyLeases
@@ -41,6 +42,8 @@ class FurtherSettings:
     engine: EngineConfig
     agents: tuple[str, ...]
     """Agents that it is where a call names no policy."""
+    max_staleness: int = 0
+    """Versions that a trajectory may lag its learner."""
 
 
 class FurtherPolicy:
@@ -150,20 +153,26 @@ class PolicyOpener:
             return None
         refuse_other_tokenizer(f"policies.{name}.model", model, self._run_model)
         await self._claims.claim_attached(engine)
-        builds = attached_builds(engine, model) or self._builds(name, engine, model)
+        served = served_adapters(engine, manifest.adapted, max_staleness=self._policies[name].max_staleness)
+        builds = attached_builds(engine, model, served) or self._builds(name, engine, model, served)
         fleet = Fleet(builds, self._actors.fleet)
         opened.push_async_callback(fleet.close)
         probe = ProbeCheck(fleet, bound_nats=self._actors.probe_bound_nats)
         from_learner = getattr(engine, "update", "") == "group"
         follower = PolicyFollower(
-            bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, on_loaded=probe.loaded
+            bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, merges=served is None,
+            on_loaded=probe.loaded,
+        )  # fmt: skip
+        admin = EngineAdmin(
+            bus, fleet, engine, model, self._claims, actor=actor_name(), colocated=False, served=served
         )
-        admin = EngineAdmin(bus, fleet, engine, model, self._claims, actor=actor_name(), colocated=False)
         asked = PolicyLeases(bus, follower, shards=self._shards, actor=actor_name(), counts=Counter())
         leases = FurtherLeases(name, bus, asked, follower)
         return FurtherPolicy(name, bus, _Parts(fleet, follower, probe, admin), leases)
 
-    def _builds(self, name: str, config: EngineConfig, model: Path) -> Mapping[str, Build]:
+    def _builds(
+        self, name: str, config: EngineConfig, model: Path, served: ServedAdapters | None
+    ) -> Mapping[str, Build]:
         """Return what builds each engine, on GPUs after those of all others of this process."""
         gpus = {f"{name}-{number}": gpu for number, gpu in enumerate(self._gpus[name])}
-        return engine_builds(config, model, gpus, self._logs, actor=actor_name())
+        return engine_builds(config, model, gpus, self._logs, actor=actor_name(), served=served)

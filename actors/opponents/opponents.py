@@ -38,7 +38,7 @@ def opponent_engine(name: str, opponent: OpponentConfig, engine: EngineConfig) -
         )
     own = engine if opponent.url is None else engine.attached_to(opponent.url)
     update = own.update if own.update != "group" else ("tensor" if own.attached else "disk")
-    return own.model_copy(update={"update": update, "routed_experts": False})
+    return own.model_copy(update={"update": update, "routed_experts": False, "adapter": "merged"})
 
 
 class Opponents:

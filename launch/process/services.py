@@ -316,6 +316,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
                 colocation=config.colocation,
                 gateway_token=gateway_token(config),
                 further=further,
+                max_staleness=config.admission.max_staleness,
             )
             await run_actors(bus, settings, environment, stop)
 
@@ -331,7 +332,9 @@ async def _further_policies(
         own = with_own_engine(bus, policy_config(config, name), overrides)
         connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop)
         connection = await opened.enter_async_context(connecting)
-        found[name] = FurtherSettings(connection, own.actors.engine, policy.agents)
+        found[name] = FurtherSettings(
+            connection, own.actors.engine, policy.agents, own.admission.max_staleness
+        )
     return found
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from actors.engines.sglang.in_server.sluice_changes import apply_2
 from actors.engines.sglang.settings import APPLY
 from tests.actors.gloo_rank import GlooRank
+from tests.actors.stand_in_adapters import PATHS, StandInAdapters
 
 TOKEN = 5
 
@@ -83,6 +84,7 @@ class StandIn:
         self.receiving: list[asyncio.Task[None]] = []
         self.groups: dict[str, GlooRank] = {}
         self.joins_within_s = 60.0
+        self.lora = StandInAdapters()
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -124,18 +126,23 @@ class StandIn:
                         "custom_weight_loader": self.custom_weight_loader,
                         "device": "cpu",
                         "incremental_streaming_output": self.streams,
+                        **self.lora.settings,
                         "disaggregation_mode": self.role,
                         "disaggregation_bootstrap_port": 8998,
                     }
                 )
             case "openapi.json":
                 paths = {"/begin_weight_update": {}} if self.update_sessions else {}
+                paths |= {"/load_lora_adapter_from_tensors": {}} if self.lora.settings else {}
                 return web.json_response({"paths": paths | ({"/v1/loads": {}} if self.loads else {})})
             case "v1/loads":
                 return web.json_response({"loads": self.loads})
             case "generate":
                 self.asked.append(body)
-                await self.running.wait()
+                if refusal := self.lora.refusal(body):
+                    return refusal
+                if not await self.lora.runs(body, self.running):
+                    return web.json_response(self._generated(2, "abort"))
                 return await self._generating(request, body)
             case "health_generate":
                 await self.running.wait()
@@ -147,6 +154,8 @@ class StandIn:
                 return await self._in_group(path, body)
             case "destroy_weights_update_group":
                 self.groups.pop(body["group_name"], None)
+            case _ if path in PATHS:
+                return await self.lora.answer(path, body)
             case "begin_weight_update" | "end_weight_update":
                 return self._session(begins=path == "begin_weight_update")
             case "update_weights_from_disk" | "update_weights_from_tensor":
@@ -212,11 +221,11 @@ class StandIn:
         request.transport.abort()
         return response
 
-    def _generated(self, count: int) -> dict[str, object]:
+    def _generated(self, count: int, end: str = "length") -> dict[str, object]:
         count = 1 if self.role == "prefill" else count
         meta = {
             "num_retractions": self.retractions,
-            "finish_reason": {"type": "length", "length": count},
+            "finish_reason": {"type": end, "length": count},
             "output_token_logprobs": [[-1.0, TOKEN, None]] * count,
             "weight_version": self.version,
             "weight_versions": [{"version": self.version, "start": 0, "end": count}],

@@ -234,6 +234,25 @@ def test_every_problem_is_told_on_a_line_of_its_own():
             },
             "set learner.lora.publish=merged",
         ),
+        (
+            {"actors": {"engine": {"type": "sglang", "adapter": "loaded"}}},
+            'adapter="loaded" needs adapters: set learner.lora.rank',
+        ),
+        (
+            {
+                "learner": {"backend": "fsdp", "lora": {"rank": 8, "publish": "merged"}},
+                "actors": {"engine": {"type": "sglang", "adapter": "loaded"}},
+            },
+            'adapter="loaded" with learner.lora.publish=merged',
+        ),
+        (
+            {
+                "learner": {"backend": "fsdp", "lora": {"rank": 8}},
+                "actors": {"engine": {"type": "sglang", "adapter": "loaded"}},
+                "colocation": {"enabled": True},
+            },
+            'colocation.enabled with actors.engine.adapter="loaded"',
+        ),
     ],
 )
 def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):

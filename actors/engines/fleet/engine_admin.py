@@ -12,6 +12,7 @@ from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
+from actors.engines.served_adapters import ServedAdapters
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import EngineError
@@ -22,12 +23,14 @@ LOOK_S = 20.0
 """A server that is to join answers in this time."""
 
 
-def attached_builds(config: EngineConfig, model: Path) -> Mapping[str, Build]:
+def attached_builds(
+    config: EngineConfig, model: Path, served: ServedAdapters | None = None
+) -> Mapping[str, Build]:
     """Return what builds an engine for each server that the settings attach to, by its URL; empty for
     none."""
     if not isinstance(config, SglangEngineConfig):
         return {}
-    return {url.rstrip("/"): _build(config.attached_to(url), model) for url in config.attached}
+    return {url.rstrip("/"): _build(config.attached_to(url), model, served) for url in config.attached}
 
 
 def subject_of(bus: Bus, actor: str) -> str:
@@ -40,7 +43,7 @@ class EngineAdmin:
 
     def __init__(
         self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, claims: EngineClaims, *,
-        actor: str, colocated: bool,
+        actor: str, colocated: bool, served: ServedAdapters | None = None,
     ) -> None:  # fmt: skip
         self._bus = bus
         self._fleet = fleet
@@ -49,6 +52,7 @@ class EngineAdmin:
         self._claims = claims
         self._actor = actor
         self._colocated = colocated
+        self._served = served
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -81,7 +85,7 @@ class EngineAdmin:
         await _look_at(url)
         await self._claims.claim(url)
         try:
-            self._fleet.join(url, _build(self._config.attached_to(url), self._model))
+            self._fleet.join(url, _build(self._config.attached_to(url), self._model, self._served))
         except BaseException:
             await self._claims.release(url)
             raise
@@ -96,11 +100,11 @@ class EngineAdmin:
         await self._claims.release(name)
 
 
-def _build(config: SglangEngineConfig, model: Path) -> Build:
+def _build(config: SglangEngineConfig, model: Path, served: ServedAdapters | None) -> Build:
     from actors.engines.build import build_engine
 
     no_log = Path()  # the server is not ours, and writes its own
-    build: partial[Engine] = partial(build_engine, config, model, no_log)
+    build: partial[Engine] = partial(build_engine, config, model, no_log, served=served)
     return partial(asyncio.to_thread, build)
 
 

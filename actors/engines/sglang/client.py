@@ -1,9 +1,7 @@
 """SGLang's HTTP endpoints, as versions 0.5.17 to 0.5.23 have them."""
 
 import asyncio
-import base64
 import json
-import pickle
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -26,6 +24,7 @@ from actors.engines.sglang.answers import (
 from actors.engines.sglang.request_bodies import probe_body, request_body
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY
+from actors.engines.sglang.tensor_files import on_host, pickled
 from bus.broadcast_messages import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import bounded, left_s
@@ -44,6 +43,8 @@ IDLE_AGAIN_S = 0.05
 SHORT_S = 30.0
 """Time limit of requests that a working server answers at once."""
 OK = 200
+LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
+"""/load_lora_adapter reads files, which a server with arbitrary first weights (load_format=dummy) refuses."""
 NONE_OPEN = (400, 404)
 """No update is open; it has no such sessions (0.5.17)."""
 Json = dict[str, Any]
@@ -99,17 +100,18 @@ class SglangClient:
             settings=(server,),
             role=role,
             tells_loads="/v1/loads" in paths,
+            loads_adapters=LOAD_ADAPTER in paths,
             bootstrap_port=int(server.get("disaggregation_bootstrap_port") or 0),
         )
 
     async def generate(
         self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
-        routing: Routing | None = None, streamed: Streamed | None = None,
+        routing: Routing | None = None, streamed: Streamed | None = None, adapter: str = "",
     ) -> Generation:  # fmt: skip
-        """Continue a prompt; requests with another `salt` share no cached prefix with it.
+        """Continue a prompt; requests with another `salt` or `adapter` share no cached prefix with it.
 
         With `streamed` the server is asked for tokens as it draws them, and they are put there."""
-        body = request_body(request, rid=rid, salt=salt)
+        body = request_body(request, rid=rid, salt=salt, adapter=adapter)
         generation, _ = await self.answer(
             body, request, timeout_s=timeout_s, routing=routing, streamed=streamed
         )
@@ -126,11 +128,11 @@ class SglangClient:
         await self._stream("/generate", body, streamed, timeout_s)
         return streamed.generation(routing), streamed.meta
 
-    async def score(self, tokens: Sequence[int], *, timeout_s: float) -> list[float]:
+    async def score(self, tokens: Sequence[int], *, timeout_s: float, adapter: str = "") -> list[float]:
         """Return the nats of all tokens but the first; no prefix that it has cached is used."""
         request = GenerationRequest("score", tuple(tokens), Sampling(temperature=0.0, max_new_tokens=1))
         rid = f"score-{uuid.uuid4().hex}"
-        body = {**request_body(request, rid=rid, salt=rid), "logprob_start_len": 0}
+        body = {**request_body(request, rid=rid, salt=rid, adapter=adapter), "logprob_start_len": 0}
         answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
         return read_prompt_logprobs(answer, request)
 
@@ -194,7 +196,8 @@ class SglangClient:
                 for bucket in waiting:
                     last = bucket is waiting[-1]
                     body = {
-                        "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                        "serialized_named_tensors": [pickled([*on_host(bucket).items()])]
+                        * facts.tensor_ranks,
                         **_for_policy(facts),
                         **_update(policy_version, flush=flush, last=last),
                     }
@@ -206,7 +209,7 @@ class SglangClient:
         """Have its own process write in what changed since its last weights, from a file."""
         path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
         body = {
-            "serialized_named_tensors": [_pickled({"path": path})] * facts.tensor_ranks,
+            "serialized_named_tensors": [pickled([("path", path)])] * facts.tensor_ranks,
             "load_format": APPLY,
             **_for_policy(facts),
             **_update(policy_version, flush=flush),
@@ -292,6 +295,19 @@ class SglangClient:
         }
         await self._update("/update_weights_from_distributed", body, timeout_s)
 
+    async def adapters(self) -> list[str]:
+        """Return the names of all models that it has, the adapters among them."""
+        models = (await self._call("GET", "/v1/models")).get("data", [])
+        return [str(model.get("id")) for model in models]
+
+    async def load_adapter(self, body: Json, timeout_s: float) -> None:
+        """Load an adapter from tensors, while it generates."""
+        await self._call("POST", LOAD_ADAPTER, body, timeout_s=timeout_s)
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Unload an adapter, once no request has it; it loads no other meanwhile."""
+        await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
+
     async def weight_version(self) -> str:
         """Return the version that the server says its weights are."""
         return str((await self._call("GET", "/model_info")).get("weight_version", ""))
@@ -371,9 +387,3 @@ def _for_policy(facts: ServerFacts) -> Json:
     if not facts.has_own_draft:
         return {}
     return {"selector": "target"} if facts.update_sessions else {"disable_draft_model": True}
-
-
-def _pickled(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the form SGLang wants; its own reader lets nothing but tensors through."""
-    named = [(name, tensor.detach().cpu().clone()) for name, tensor in tensors.items()]
-    return base64.b64encode(pickle.dumps(named)).decode()

@@ -19,26 +19,26 @@ from actors.engines.base import (
 )
 from actors.engines.config import SglangEngineConfig
 from actors.engines.expert_routing import Routing
+from actors.engines.served_adapters import ServedAdapters
+from actors.engines.sglang.adapters import Adapters, LoadedAdapter, serving, split
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.cache_loads import CacheLoads
 from actors.engines.sglang.client import SglangClient, UnreachableError
+from actors.engines.sglang.health import HealthChecks
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
+from actors.engines.sglang.pausing import load_paused
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
 from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.weights import HeldWeights
 from bus.errors import ConfigError, EngineError, RequestRefusedError
-from bus.waiting import cancelled, left_s, unless
+from bus.waiting import cancelled, left_s
 from bus.work_progress import long_work
 
 log = structlog.get_logger()
 T = TypeVar("T")
-DYING_S = 1.0
-"""Between a broken connection and the end of the process it led to."""
 SCORE_TIMEOUT_S = 60.0
-FAILED_LOOKS = 2
-"""So many health checks in a row take a server for dead."""
 
 
 class SglangEngine:
@@ -49,12 +49,16 @@ class SglangEngine:
     builds another engine."""
 
     def __init__(
-        self, model_dir: Path, config: SglangEngineConfig, log_file: Path, *, first_gpu: int = 0
-    ) -> None:
+        self, model_dir: Path, config: SglangEngineConfig, log_file: Path, *, first_gpu: int = 0,
+        served: ServedAdapters | None = None,
+    ) -> None:  # fmt: skip
+        """`served`: adapters that the server itself adds to its weights (`adapter = "loaded"`)."""
         self.failure = ""
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
-        self._config = config
+        self._config = config = serving(config, served)
+        self._served = served
+        self._adapters: Adapters | None = None
         self._held = HeldWeights(model_dir, config.weights_directory)
         self._server: Server = server_of(config, self._held.directory, log_file, first_gpu)
         self._client: SglangClient | None = None
@@ -64,12 +68,9 @@ class SglangEngine:
         self._version = -1
         self._loads = 0
         self._serving = asyncio.Event()
-        self._doubted = asyncio.Event()
-        """Set when a request found the server unreachable: it is looked at now, and new requests wait."""
         self._changing = asyncio.Lock()
         """Held while weights are loaded, and while memory is released or taken back."""
-        self._looking = asyncio.Lock()
-        """Held while its health is looked at, which generates a token."""
+        self._health = HealthChecks(config, self._server, self._connected, busy=self._busy, well=self._open)
         self._released = False
         self._in_progress = RequestsInProgress(self._connected)
         self._watcher: asyncio.Task[None] | None = None
@@ -113,6 +114,9 @@ class SglangEngine:
         self._facts = await self._client.facts()
         self._loading = Loading(self._held, self._client, self._facts)
         self._loading.check(self._config)
+        if self._served is not None:
+            self._adapters = Adapters(self._client, self._facts, self._served)
+            await self._adapters.take_over()
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         if self._routing is not None and not self._facts.returns_experts:
             raise ConfigError(
@@ -144,6 +148,8 @@ class SglangEngine:
         Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
+            if self._adapters is not None:
+                return await self._take_adapter(self._adapters, state, policy_version)
             if not self._released:
                 load = await self._ready().tensors(self._config, state, policy_version)
                 return await self._swap(load, policy_version)
@@ -168,7 +174,7 @@ class SglangEngine:
 
         Weights that are loaded meanwhile are kept on the host. Raises EngineError when the server fails at
         it: then it is killed, which frees the device too; and for weights that only the learner has."""
-        async with self._changing, self._looking:  # a look at its health generates: the server must be idle
+        async with self._changing, self._health.looking:  # looks generate: the server must be idle
             self._check()
             if self._config.update == "group":
                 raise EngineError("its weights came from the learner: it could not take them back from here")
@@ -192,7 +198,9 @@ class SglangEngine:
         """Return for each sequence the nats of all its tokens but the first. Raises EngineError."""
         self._check()
         client = self._connected()
-        asked = (client.score(tokens, timeout_s=SCORE_TIMEOUT_S) for tokens in sequences)
+        newest = self._adapters.newest if self._adapters else None
+        adapter = newest.name if newest else ""
+        asked = (client.score(one, adapter=adapter, timeout_s=SCORE_TIMEOUT_S) for one in sequences)
         return list(await asyncio.gather(*asked))
 
     async def abort(self, request_id: str) -> None:
@@ -228,11 +236,12 @@ class SglangEngine:
             return NOTHING
         request, timeout_s = flight.request, self._config.request_timeout_s
         salt = f"{self._version}.{self._loads}"
+        flight.adapter = self._adapters.newest if self._adapters else None
         flight.streamed = Streamed(request, self._version) if self._streams else None
         flight.sent = asyncio.create_task(
             self._connected().generate(
                 request, rid=flight.rid, salt=salt, timeout_s=timeout_s, routing=self._routing,
-                streamed=flight.streamed,
+                streamed=flight.streamed, adapter=flight.adapter_name,
             )
         )  # fmt: skip
         try:
@@ -244,10 +253,13 @@ class SglangEngine:
             failed = f"request {request.request_id}: the SGLang server failed: {flight.failure}"
             raise self._interrupted(flight, failed)
         try:
-            generation = flight.sent.result()
-        except RequestRefusedError:
+            generation = flight.answer(flight.sent.result())
+        except RequestRefusedError as error:
             self._in_progress.abandon(flight)  # the other server of a pair may have taken it
-            raise
+            if not flight.lacks_adapter(error):
+                raise
+            await self._fail(f"it has lost an adapter, as a server that was started again: {error}")
+            raise self._interrupted(flight, self.failure) from error
         except EngineError as error:
             self._in_progress.abandon(flight)  # it may have been too slow only, or the connection broke
             if isinstance(error, UnreachableError):
@@ -265,7 +277,7 @@ class SglangEngine:
     async def _looked_at(self) -> None:
         """Doubt the server; return when it serves or has failed: requests learn of that together."""
         self._serving.clear()
-        self._doubted.set()
+        self._health.doubt()
         await self._serving.wait()  # the health checks' own timeouts bound this, and those of updates
 
     @property
@@ -285,25 +297,36 @@ class SglangEngine:
 
     async def _paused(self, load: Load) -> tuple[int, float]:
         """Run `load` while nothing is generated; return what it does, and how many seconds that took."""
-        client, facts, config = self._connected(), self._facts, self._config
-        assert facts is not None, "set together with the client"
         self._serving.clear()
-        end_s = time.monotonic() + config.update_timeout_s  # of all that follows together
-        if config.pause == "drain":
-            await self._in_progress.drained(config.update_timeout_s)
+        assert self._facts is not None, "set together with the client"
+        return await load_paused(load, self._connected(), self._facts, self._config, self._in_progress)
+
+    async def _take_adapter(
+        self, adapters: Adapters, state: Mapping[str, torch.Tensor], policy_version: int
+    ) -> float:
+        """Have the server load a version as an adapter of its own, beside those that requests have.
+
+        Its frozen weights are loaded before where they are new, or the server says that it has others: it was
+        started again. Returns the seconds in which it may have stood still."""
+        end_s = time.monotonic() + self._config.update_timeout_s
+        base, changed = split(state)
+        loading, pause_s = self._ready(), 0.0
+        if base or not await loading.has_what_is_held():
+            load = await loading.tensors(self._config, base, policy_version)
+            _, pause_s = await self._or_fail(self._paused(load), "take the frozen weights")
+            await loading.taken()
+            adapters.forget()
         begun = time.perf_counter()
-        mode = config.pause if config.pause != "drain" and facts.reports_spans else None
-        if mode is None:
-            await self._in_progress.interrupt(left_s(end_s))  # no answer may span the update
-        else:
-            self._in_progress.weights_change()
-            await client.pause(mode)
-        try:
-            version = await load(mode == "retract", end_s)
-        finally:
-            if mode is not None:
-                await client.resume()
-        return version, time.perf_counter() - begun
+
+        async def end(old: LoadedAdapter) -> None:
+            await self._in_progress.interrupt(left_s(end_s), adapter=old)
+
+        taken = adapters.load(changed, policy_version, loading.held, end=end, end_s=end_s)
+        await self._or_fail(taken, f"take policy version {policy_version}")
+        self._version = policy_version
+        self._loads += 1
+        self._serving.set()
+        return pause_s + time.perf_counter() - begun
 
     async def _retake(self) -> None:
         """The server's weights are arbitrary at first, and its caches empty."""
@@ -325,7 +348,7 @@ class SglangEngine:
     # The server's life.
 
     async def _watch(self) -> None:
-        await self._fail(await self._until_it_fails())
+        await self._fail(await self._health.until_it_fails())
 
     def _watching_ended(self, watcher: asyncio.Task[None]) -> None:
         if not watcher.cancelled() and (error := watcher.exception()):
@@ -338,38 +361,13 @@ class SglangEngine:
         self._stop_for_good(reason)
         await self._server.kill()
 
-    async def _until_it_fails(self) -> str:
-        failed = 0
-        while failed < FAILED_LOOKS:
-            if reason := await self._ended_or_doubted():
-                return reason
-            async with self._looking:
-                if self._busy:
-                    continue
-                healthy = await self._connected().healthy(self._config.health_timeout_s)
-            if healthy:
-                failed = 0
-                self._open()
-            elif not self._busy:
-                failed += 1
-        return f"it did not generate within {self._config.health_timeout_s:g} s, {FAILED_LOOKS} times"
-
-    async def _ended_or_doubted(self) -> str:
-        """Wait for the next look at the server: why it ended, or an empty string."""
-        ended = await unless(self._doubted, self._server.ended(within_s=self._config.health_every_s))
-        if ended is not None:
-            return ended
-        self._doubted.clear()
-        return await self._server.ended(within_s=DYING_S)
-
-    @property
     def _busy(self) -> bool:
         """Return whether it cannot generate now, and must not be asked to."""
         return self._released or self._changing.locked()
 
     def _open(self) -> None:
         """Let requests through, if there are weights to serve them with."""
-        if self._version >= 0 and not self._busy:
+        if self._version >= 0 and not self._busy():
             self._serving.set()
 
     def _stop_for_good(self, reason: str) -> None:

@@ -28,7 +28,8 @@ class Loading:
     """Makes weights ready while the server generates; what it returns then makes the server take them."""
 
     def __init__(self, held: HeldWeights, client: SglangClient, facts: ServerFacts) -> None:
-        self._held = held
+        self.held = held
+        """Weights that this host has for the server."""
         self._client = client
         self._facts = facts
         self._group = LearnerGroup(client, facts)
@@ -66,7 +67,7 @@ class Loading:
         """Return tensors from this host; without any the smallest again, for versions come with tensors
         only."""
         self._published = None
-        state = state or self._held.smallest()
+        state = state or self.held.smallest()
         return await self._kept(config, state, policy_version)
 
     async def published(self, config: SglangEngineConfig, published: Published) -> Load:
@@ -94,13 +95,13 @@ class Loading:
 
     def hold(self, state: State, policy_version: int) -> None:
         """Tensors from this host that the server is to take later, with all others: see `again`."""
-        self._held.keep(state, policy_version)
+        self.held.keep(state, policy_version)
 
     async def again(self, config: SglangEngineConfig, end_s: float) -> None:
         """Have the server take all weights that this host holds, if it holds any, until `end_s`."""
-        if self._held.policy_version >= 0:
+        if self.held.policy_version >= 0:
             self._in_server = None
-            load = await self._kept(config, self._held.tensors, self._held.policy_version)
+            load = await self._kept(config, self.held.tensors, self.held.policy_version)
             await load(False, end_s)
             await self.taken()
 
@@ -108,7 +109,7 @@ class Loading:
         """The server has read what it was given: the files go, and their pages back to the system.
 
         They alone, though a caller that is cancelled may have the next written meanwhile."""
-        await asyncio.to_thread(self._held.drop, self._held.files)
+        await asyncio.to_thread(self.held.drop, self.held.files)
 
     async def close(self) -> None:
         """Leave the learner's group."""
@@ -117,16 +118,16 @@ class Loading:
 
     async def _kept(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
         """Take tensors that the server is to have; where it may have others than those held, it gets all."""
-        certain = await self._has_what_is_held()
+        certain = await self.has_what_is_held()
         changed = None
         if not certain:
-            state = {**self._held.tensors, **state}
+            state = {**self.held.tensors, **state}
         if config.in_files:  # all outside the pause
             if certain and self._takes_changes:
-                changed = await asyncio.to_thread(self._held.write_changes, state)
+                changed = await asyncio.to_thread(self.held.write_changes, state)
             if changed is None and self._reads_files(config):
-                await asyncio.to_thread(self._held.write, state)
-        self._held.keep(state, policy_version)
+                await asyncio.to_thread(self.held.write, state)
+        self.held.keep(state, policy_version)
 
         async def load(flush: bool, end_s: float) -> int:
             self._in_server = None
@@ -148,7 +149,7 @@ class Loading:
                 remedy = "actors.engine.update=tensor gives it whole tensors"
                 raise EngineError(f"{error}. It was to write in what changed: {remedy}") from error
         elif self._reads_files(config):
-            directory = self._held.directory
+            directory = self.held.directory
             await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
         else:
             parts = buckets(state)
@@ -159,10 +160,10 @@ class Loading:
         too."""
         return config.in_files and not self._facts.has_own_draft
 
-    async def _has_what_is_held(self) -> bool:
+    async def has_what_is_held(self) -> bool:
         """Return whether the server says that it has the version it was given: it may have been started
         again."""
-        if self._in_server != self._held.policy_version:
+        if self._in_server != self.held.policy_version:
             return False
         try:
             return await self._client.weight_version() == str(self._in_server)
@@ -181,7 +182,7 @@ class Loading:
         except (EngineError, BusError) as error:
             await self._group.leave(published, str(error))
         else:
-            self._held.forget()  # they are older, if there are any
+            self.held.forget()  # they are older, if there are any
             return offer[0].policy_version
         try:
             async with bounded(left_s(end_s), "the transport did not bring them"):

@@ -100,7 +100,7 @@ class PairClient(SglangClient):
 
     async def generate(
         self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
-        routing: Routing | None = None, streamed: Streamed | None = None,
+        routing: Routing | None = None, streamed: Streamed | None = None, adapter: str = "",
     ) -> Generation:  # fmt: skip
         """Continue a prompt, as `SglangClient.generate`.
 
@@ -108,7 +108,7 @@ class PairClient(SglangClient):
         are of no certain version from some point on ends there."""
         if self._paused:
             return NOTHING
-        body = request_body(request, rid=rid, salt=salt) | self._room()
+        body = request_body(request, rid=rid, salt=salt, adapter=adapter) | self._room()
         updates = self._updates
         asked = self._asked[rid] = _Asked(
             rid,

@@ -14,8 +14,8 @@ def probe_body() -> Json:
     return request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
 
 
-def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
-    """Return what /generate wants for a request."""
+def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: str = "") -> Json:
+    """Return what /generate wants for a request, which an adapter of that name is to answer, if any."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
@@ -34,5 +34,6 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
         },
         "return_logprob": True,
         "extra_key": salt,
+        **({"lora_path": adapter} if adapter else {}),
         **(routed if request.experts_from is not None else {}),
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.sglang.adapters import LoadedAdapter
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.client import SglangClient
 from bus.errors import EngineError, RequestRefusedError
@@ -31,6 +32,8 @@ class RequestInProgress:
     streamed: Streamed | None = None
     """Its tokens so far, of a server that hands them out."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    adapter: LoadedAdapter | None = None
+    """What draws its tokens, at a server that adds adapters itself."""
     interrupted: bool = False
     """Whether it was ended, with all others, for the sake of new weights."""
     failure: str = ""
@@ -44,6 +47,19 @@ class RequestInProgress:
         """Return whether it was interrupted before its first token, and nobody wants it ended."""
         none = generation.finish_reason == "abort" and not len(generation.token_ids)
         return none and self.interrupted and not self.aborted.is_set()
+
+    @property
+    def adapter_name(self) -> str:
+        """Return what the server calls its adapter; empty for none."""
+        return self.adapter.name if self.adapter else ""
+
+    def answer(self, generation: Generation) -> Generation:
+        """Return what the server drew, with its policy versions. Raises `EngineError` for other weights."""
+        return self.adapter.drew(generation) if self.adapter else generation
+
+    def lacks_adapter(self, error: RequestRefusedError) -> bool:
+        """Return whether it was refused for want of its adapter, which such an answer names."""
+        return bool(self.adapter_name) and self.adapter_name in str(error)
 
     def left(self) -> Generation:
         """Return the tokens that are left of it when it ends before its time."""
@@ -135,18 +151,27 @@ class RequestsInProgress:
             if flight.streamed is not None:
                 flight.streamed.weights_change()
 
-    async def interrupt(self, timeout_s: float) -> None:
-        """Have the server end all, and hand out what it has drawn. Raises `EngineError` as `drained` does."""
+    async def interrupt(self, timeout_s: float, *, adapter: LoadedAdapter | None = None) -> None:
+        """Have the server end all, or those that have an adapter, and hand out what it has drawn.
+
+        Raises `EngineError` as `drained` does."""
         end_s = time.monotonic() + timeout_s
         while under_way := {
-            flight: flight.sent for flight in self if flight.sent is not None and not flight.sent.done()
+            flight: flight.sent
+            for flight in self
+            if flight.sent is not None
+            and not flight.sent.done()
+            and (adapter is None or flight.adapter is adapter)
         }:
             if time.monotonic() > end_s:
                 raise EngineError(f"{len(under_way)} requests did not end within {timeout_s:g} s of an abort")
             for flight in under_way:
                 flight.interrupted = True
             with suppress(EngineError):  # the requests hear of it too
-                await self._connected().abort_all()
+                if adapter is None:
+                    await self._connected().abort_all()
+                else:
+                    await asyncio.gather(*(self._connected().abort(flight.rid) for flight in under_way))
             await asyncio.wait(under_way.values(), timeout=INTERRUPT_AGAIN_S)
 
     def _rid(self, request: GenerationRequest) -> str:

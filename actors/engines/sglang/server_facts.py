@@ -33,6 +33,8 @@ class ServerFacts:
     """`prefill` or `decode` for half of a pair."""
     tells_loads: bool = False
     """It says how full its cache is."""
+    loads_adapters: bool = False
+    """It has an endpoint that takes the tensors of adapters."""
     architectures: tuple[str, ...] = ()
     """Classes of its model; empty where it does not say."""
     longest_prompt: int | None = None

@@ -1,5 +1,7 @@
-"""Tensors on their way into files, from which a server reads them."""
+"""Tensors on their way to a server: into files that it reads, and into the bodies of requests."""
 
+import base64
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,3 +34,13 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def bytes_of(state: State) -> int:
     """Return the size of all tensors in bytes."""
     return sum(tensor.nbytes for tensor in state.values())
+
+
+def on_host(state: State) -> dict[str, torch.Tensor]:
+    """Return copies, without what else lies in the memory of each."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def pickled(tensors: list[tuple[str, torch.Tensor]] | dict[str, torch.Tensor]) -> str:
+    """Return the form SGLang wants in bodies; its own reader lets nothing but tensors through."""
+    return base64.b64encode(pickle.dumps(tensors)).decode()

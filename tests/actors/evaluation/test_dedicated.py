@@ -234,3 +234,10 @@ def test_own_servers_have_the_settings_of_the_rollouts_and_take_any_version():
         actors.model_copy(update={"evaluation": evaluating(urls=["http://a:1"]).evaluation})
     )
     assert (elsewhere.update, elsewhere.attached, elsewhere.settings) == ("tensor", ("http://a:1",), {})
+
+
+def test_engines_that_only_evaluate_take_whole_weights_where_others_load_adapters():
+    engine = {"type": "sglang", "adapter": "loaded"}
+    actors = ActorsConfig.model_validate({"engine": engine, "evaluation": {"servers": 1}})
+    assert own_servers(actors).adapter == "merged"
+    assert exact_engine(actors.engine).adapter == "merged"

@@ -284,6 +284,8 @@ def test_an_opponent_has_a_server_of_its_own():
         opponent_engine("past", OpponentConfig(version=0), attached)
     found = opponent_engine("past", OpponentConfig(version=0, url="http://two:2"), attached)
     assert (found.attached, found.update) == (("http://two:2",), "tensor")
+    loading = SglangEngineConfig(adapter="loaded")
+    assert opponent_engine("past", OpponentConfig(version=0), loading).adapter == "merged"
     own = opponent_engine("past", OpponentConfig(version=0), SglangEngineConfig(update="group"))
     assert (own.attached, own.update) == ((), "disk")
     embedded = opponent_engine("past", OpponentConfig(version=0, engine="embedded"), attached)

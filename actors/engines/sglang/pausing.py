@@ -1,0 +1,37 @@
+"""The pause in which an SGLang server takes weights, and what becomes of its requests meanwhile."""
+
+import time
+
+from actors.engines.config import SglangEngineConfig
+from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.loading import Load
+from actors.engines.sglang.requests_in_progress import RequestsInProgress
+from actors.engines.sglang.server_facts import ServerFacts
+from bus.waiting import left_s
+
+
+async def load_paused(
+    load: Load, client: SglangClient, facts: ServerFacts, config: SglangEngineConfig,
+    in_progress: RequestsInProgress,
+) -> tuple[int, float]:  # fmt: skip
+    """Run `load` while nothing is generated; return the version that it loads, and the seconds it took.
+
+    No request may be sent meanwhile. Raises `EngineError`, as `load` does."""
+    end_s = time.monotonic() + config.update_timeout_s  # of all that follows together
+    if config.pause == "drain":
+        await in_progress.drained(config.update_timeout_s)
+    begun = time.perf_counter()
+    mode = config.pause if config.pause != "drain" and facts.reports_spans else None
+    if config.adapter == "loaded":
+        mode = None  # its frozen weights change: a request is of one version
+    if mode is None:
+        await in_progress.interrupt(left_s(end_s))  # no answer may span the update
+    else:
+        in_progress.weights_change()
+        await client.pause(mode)
+    try:
+        version = await load(mode == "retract", end_s)
+    finally:
+        if mode is not None:
+            await client.resume()
+    return version, time.perf_counter() - begun

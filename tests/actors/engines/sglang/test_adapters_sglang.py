@@ -1,0 +1,68 @@
+"""A real SGLang server that adds the policy's adapters itself, each version as one of its own."""
+
+from itertools import groupby
+
+import numpy as np
+import pytest
+import torch
+
+from actors.engines.base import InterruptedGenerationError
+from actors.engines.config import SglangEngineConfig
+from actors.engines.sglang.engine import SglangEngine
+from tests.actors.adapters import adapter_of, served, with_adapter
+from tests.actors.engines.sglang.test_episodes_sglang import MOST_NATS
+from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, in_flight, started
+from tests.actors.tiny import recomputed
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]
+ADAPTERS = [adapter_of(FIRST, seed) for seed in range(4)]
+POLICIES = [with_adapter(FIRST, adapter) for adapter in ADAPTERS]
+
+
+def check(generation, *versions, prompt=PROMPT):
+    """All tokens are of these versions, in order, and have the log-probs of transformers under them."""
+    assert [version for version, _ in groupby(generation.policy_versions.tolist())] == [*versions]
+    [version] = versions
+    expected = recomputed(POLICIES[version], prompt, generation)
+    np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=MOST_NATS)
+
+
+async def test_each_version_is_an_adapter_of_its_own_and_requests_end_with_theirs(tmp_path):
+    FIRST.config.save_pretrained(tmp_path / "model")
+    config = SglangEngineConfig(**CONFIG, adapter="loaded")
+    engine = SglangEngine(tmp_path / "model", config, tmp_path / "engine.log", served=served(2))
+    try:
+        await engine.start()
+        await engine.load_weights(FIRST.state_dict() | ADAPTERS[0], 0)
+        long, medium = started(engine, "long", new=3000), started(engine, "medium", new=200)
+        await in_flight(engine, long, medium)
+        await engine.load_weights(ADAPTERS[1], 1)
+        assert not long.done()
+        assert not medium.done()
+        later, short = started(engine, "later", new=300), started(engine, "short", new=20)
+        check(await short, 1)
+        check(await medium, 0)
+        checksums = await engine.checksums()
+        assert not long.done()
+        await engine.load_weights(ADAPTERS[2], 2)  # one more than the server may have
+        partial = await long
+        assert partial.finish_reason == "abort"
+        assert len(partial.token_ids) > 200
+        check(partial, 0)
+        last = started(engine, "last", new=20)
+        check(await last, 2)
+        [scores] = await engine.score([PROMPT])
+        with torch.inference_mode():
+            logprobs = POLICIES[2](torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+        wanted = logprobs[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+        np.testing.assert_allclose(scores, wanted, rtol=0, atol=MOST_NATS)
+        await engine.load_weights(ADAPTERS[3], 3)
+        check(await later, 1)
+        assert await engine.checksums() == checksums, "the frozen weights stay as they are"
+        names = [name for name in await engine._client.adapters() if name.startswith("sluice-")]
+        assert [name.split("-")[3] for name in names] == ["v2", "v3"]
+        await engine._client.unload_adapter(names[-1], 30.0)
+        with pytest.raises(InterruptedGenerationError, match=f"has lost an adapter, .*{names[-1]}"):
+            await started(engine, "lost", new=20)
+    finally:
+        await engine.close()

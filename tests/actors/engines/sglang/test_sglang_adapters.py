@@ -1,0 +1,254 @@
+"""Adapters in a stand-in of an SGLang server: what is loaded, what is ended, what is refused and lost."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from actors.engines.base import InterruptedGenerationError
+from actors.engines.config import SglangEngineConfig
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
+from actors.engines.sglang.adapters import serving, with_partners
+from actors.engines.sglang.engine import SglangEngine
+from bus.errors import ConfigError, EngineError
+from tests.actors.adapters import MODULES, RANK, SCALE, served
+from tests.actors.engines.sglang.test_sglang_attached import TIMEOUT_S, has_failed
+from tests.actors.sglang_stand_in import StandIn
+from tests.actors.tiny import request
+
+BLOCK = "model.layers.0.self_attn"
+BASE = {f"{BLOCK}.{name}.weight": torch.ones(rows, 6) for name, rows in zip("qkv", (8, 4, 4), strict=True)}
+BASE = {name.replace(".weight", "_proj.weight"): tensor for name, tensor in BASE.items()}
+A, B = (f"base_model.model.{BLOCK}.q_proj.lora_{which}.weight" for which in "AB")
+LORA = {
+    "enable_lora": True,
+    "max_lora_rank": RANK,
+    "lora_target_modules": [*MODULES],
+    "max_loras_per_batch": 3,
+    "max_loaded_loras": None,
+}
+
+
+def adapter(value: float) -> dict[str, torch.Tensor]:
+    return {A: torch.full((RANK, 6), value), B: torch.full((8, RANK), value)}
+
+
+@pytest.fixture
+async def server():
+    server = StandIn()
+    server.lora.settings = dict(LORA)
+    await server.start()
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+async def attach(server, tmp_path):
+    model, made = tmp_path / "model", []
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+
+    def attached(**settings):
+        config = SglangEngineConfig(
+            url=server.url, weights_directory=tmp_path / "weights", adapter="loaded", stream_interval=0,
+            **settings,
+        )  # fmt: skip
+        made.append(SglangEngine(model, config, tmp_path / "unused.log", served=served(2)))
+        return made[-1]
+
+    yield attached
+    for engine in made:
+        await engine.close()
+
+
+async def asked(server, count):
+    async with asyncio.timeout(TIMEOUT_S):
+        while len([body for body in server.asked if body.get("lora_path")]) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def begun(engine, name):
+    return asyncio.create_task(engine.generate(request(name, [1], new=4)))
+
+
+@pytest.mark.parametrize("update", ["disk", "tensor"])
+async def test_frozen_weights_come_once_and_each_version_as_an_adapter_of_its_own(server, attach, update):
+    engine = attach(update=update)
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 7)
+    await engine.load_weights({A: torch.full((RANK, 6), 5.0)}, 8)
+    assert server.weights.keys() == BASE.keys()
+    assert server.versions == ["7"]
+    assert "pause_generation" not in server.said
+    first, second = server.lora.loaded.values()
+    assert first["lora_name"].split("-")[3] == "v7"
+    assert first["lora_name"].split("-")[4] != second["lora_name"].split("-")[4], "the digest is another"
+    assert second["config_dict"] == {
+        "peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK,
+        "target_modules": ["k_proj", "q_proj", "v_proj"],
+    }  # fmt: skip
+    assert torch.equal(second["tensors"][A], torch.full((RANK, 6), 5.0))
+    assert torch.equal(second["tensors"][B], torch.zeros(8, RANK))
+    found = await begun(engine, "one")
+    assert found.policy_versions.tolist() == [8] * 4
+    assert server.asked[-1]["lora_path"] == second["lora_name"]
+
+
+async def test_requests_end_under_the_adapter_they_began_with_until_it_is_too_old(server, attach):
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.running.clear()
+    oldest = begun(engine, "oldest")
+    await asked(server, 1)
+    await engine.load_weights(adapter(1.0), 1)
+    older = begun(engine, "older")
+    await asked(server, 2)
+    assert not oldest.done()
+    assert len(server.lora.loaded) == 2
+    await asyncio.wait_for(engine.load_weights(adapter(2.0), 2), TIMEOUT_S)
+    ended = await asyncio.wait_for(oldest, TIMEOUT_S)
+    assert (ended.finish_reason, ended.policy_versions.tolist()) == ("abort", [0, 0])
+    assert not older.done()
+    assert [name.split("-")[3] for name in server.lora.loaded] == ["v1", "v2"]
+    server.running.set()
+    assert (await older).policy_versions.tolist() == [1] * 4
+    assert (await begun(engine, "new")).policy_versions.tolist() == [2] * 4
+
+
+async def test_a_version_in_which_nothing_changed_has_a_name_of_its_own(server, attach):
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    await engine.load_weights({}, 1)
+    assert len(server.lora.loaded) == 2
+    assert (await begun(engine, "one")).policy_versions.tolist() == [1] * 4
+
+
+async def test_a_server_that_was_started_again_gets_its_frozen_weights_and_the_newest_adapter(server, attach):
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.weights, server.version, server.lora.loaded = {}, "default", {}
+    await engine.load_weights({A: torch.ones(RANK, 6)}, 1)
+    assert server.weights.keys() == BASE.keys()
+    [loaded] = server.lora.loaded.values()
+    assert torch.equal(loaded["tensors"][A], torch.ones(RANK, 6))
+    assert torch.equal(loaded["tensors"][B], torch.zeros(8, RANK))
+    assert (await begun(engine, "one")).policy_versions.tolist() == [1] * 4
+
+
+async def test_an_adapter_that_the_server_lost_fails_the_engine_and_the_next_one_loads_it(server, attach):
+    async def build():
+        return attach()
+
+    fleet = Fleet({"one": build}, FleetConfig(backoff_s=0.01))
+    await fleet.start()
+    await fleet.load_weights(BASE | adapter(0.0), 0)
+    await fleet.load_weights(adapter(3.0), 1)
+    server.weights, server.version, server.lora.loaded = {}, "default", {}
+    found = await asyncio.wait_for(begun(fleet, "one"), TIMEOUT_S)
+    assert found.policy_versions.tolist() == [1] * 4
+    assert server.weights.keys() == BASE.keys()
+    [loaded] = server.lora.loaded.values()
+    assert torch.equal(loaded["tensors"][A], torch.full((RANK, 6), 3.0))
+    assert fleet.engines["one"]["restarts"] == 1
+    await fleet.close()
+
+
+async def test_an_adapter_that_is_refused_fails_the_engine(server, attach):
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.lora.refuses = True
+    with pytest.raises(EngineError, match=r"did not take policy version 1: .*out of memory"):
+        await engine.load_weights(adapter(1.0), 1)
+    assert engine.policy_version == 0
+    await has_failed(engine)
+
+
+async def test_tokens_that_other_frozen_weights_drew_are_of_no_version(server, attach):
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 3)
+    server.version = "9"
+    with pytest.raises(InterruptedGenerationError, match=r"weights of version 9, and those of .* version 3"):
+        await begun(engine, "one")
+
+
+async def test_adapters_of_an_actor_that_died_are_unloaded_and_those_of_others_stay(server, attach):
+    server.lora.loaded = {"sluice-abc-0-v7-d": {}, "my-adapter": {}}
+    await attach().start()
+    assert server.lora.loaded.keys() == {"my-adapter"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"enable_lora": None}, "was started without --enable-lora"),
+        ({"max_lora_rank": 2}, "has max_lora_rank=2, and 4 are needed"),
+        ({"max_loras_per_batch": 2}, "has max_loras_per_batch=2, and 3 are needed"),
+        ({"max_loaded_loras": 2}, "has max_loaded_loras=2, and 3 are needed"),
+        ({"lora_target_modules": ["q_proj"]}, r"has lora_target_modules=\['q_proj'\] without down_proj, o_"),
+    ],
+)
+async def test_a_server_that_cannot_have_the_adapters_is_refused_with_the_flags(
+    server, attach, setting, reason
+):
+    server.lora.settings |= setting
+    with pytest.raises(ConfigError, match=reason) as raised:
+        await attach().start()
+    wanted = (
+        "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj o_proj q_proj up_proj "
+        "--max-loras-per-batch 3 --max-loaded-loras 3"
+    )
+    assert wanted in str(raised.value)
+
+
+async def test_replicas_and_servers_without_the_endpoint_are_refused(server, attach):
+    server.replicas = 2
+    with pytest.raises(ConfigError, match=r"has 2 replicas \(dp_size times pp_size\)"):
+        await attach().start()
+    server.replicas, server.lora.settings = 1, {}
+    with pytest.raises(ConfigError, match=r"has no /load_lora_adapter_from_tensors \(SGLang 0\.5\.23\)"):
+        await attach().start()
+
+
+async def test_adapters_of_another_rank_are_refused(server, attach):
+    engine = attach()
+    await engine.start()
+    with pytest.raises(EngineError, match="is of rank 2, and the server was started for rank 4"):
+        await engine.load_weights(BASE | {A: torch.ones(2, 6), B: torch.ones(8, 2)}, 0)
+
+
+async def test_whole_weights_where_adapters_should_be_are_refused(server, attach):
+    engine = attach()
+    await engine.start()
+    with pytest.raises(EngineError, match=r"learner publishes whole weights now \(learner\.lora\.publish\)"):
+        await engine.load_weights(BASE, 0)
+
+
+def test_layers_that_sglang_computes_together_have_an_adapter_each():
+    found = with_partners(adapter(1.0), BASE)
+    assert len(found) == 6
+    for name in ("k_proj", "v_proj"):
+        assert torch.equal(found[A.replace("q_proj", name)], torch.zeros(RANK, 6))
+        assert torch.equal(found[B.replace("q_proj", name)], torch.zeros(4, RANK))
+
+
+def test_a_server_of_our_own_is_started_for_the_adapters_unless_the_user_says_otherwise():
+    config = SglangEngineConfig(adapter="loaded", server={"max-lora-rank": 64, "device": "cpu"})
+    assert serving(config, served(6)).settings == {
+        "enable_lora": True,
+        "max_lora_rank": 64,
+        "lora_target_modules": MODULES,
+        "max_loras_per_batch": 7,
+        "max_loaded_loras": 7,
+        "lora_backend": "torch_native",
+        "device": "cpu",
+    }
+    assert serving(config, None) is config
+    on_gpu = SglangEngineConfig(adapter="loaded", server={"device": "cuda"})
+    assert "lora_backend" not in serving(on_gpu, served(6)).settings
