@@ -39,3 +39,27 @@ def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
     assert (drawn_by[1], drawn_by[5]) == ((1, 1), (5, 5)), "nothing was published while the learner waited"
     [log] = (run / "logs").glob("engine-*.log")
     assert "POST /generate" in log.read_text()
+
+
+@pytest.mark.nightly
+def test_a_run_whose_server_adds_the_adapters_itself_trains_on_what_the_learner_computes(tmp_path: Path):
+    local = Command(
+        tmp_path, "local", *SMALL, "--run", "adapted", "--actors.engine.type", "sglang",
+        "--actors.engine.adapter", "loaded", "--learner.lora.rank", "4", "--learner.optimizer.lr", "1e-3",
+        "--learner.lora.targets", "q_proj", "--learner.lora.targets", "down_proj",
+    )  # fmt: skip
+    try:
+        assert local.wait(540.0) == 0, local.said()
+    finally:
+        local.kill()
+    run = tmp_path / "runs/adapted"
+    assert json.loads((run / "summary.json").read_text())["accounted"]
+    rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    mismatches = [row["policy/mismatch_nats"] for row in rows if "policy/mismatch_nats" in row]
+    assert mismatches, "some tokens were drawn by the weights they were trained at"
+    assert max(mismatches) < 1e-5
+    [log] = (run / "logs").glob("engine-*.log")
+    assert log.read_text().count("POST /load_lora_adapter_from_tensors") >= 4
+    said = "".join(path.read_text() for path in (run / "logs").glob("actors*.log"))
+    assert "sglang_ready" in said
+    assert "engine_differs_from_learner" not in said, "it scores the probe as the learner, at every version"
