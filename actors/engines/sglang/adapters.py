@@ -4,21 +4,19 @@ SGLang 0.5.23 loads an adapter between two batches, without a pause, and unloads
 more; meanwhile it loads no other. So an adapter is unloaded only after all requests that have it were ended.
 It keys cached prefixes by adapter, and refuses requests for adapters that it does not have."""
 
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
-import structlog
 import torch
 from xxhash import xxh3_64
 
 from actors.engines.base import Generation
 from actors.engines.config import SglangEngineConfig
 from actors.engines.served_adapters import ServedAdapters
-from actors.engines.sglang.client import LOAD_ADAPTER, SHORT_S, Json, SglangClient
+from actors.engines.sglang.client import LOAD_ADAPTER, Json, SglangClient
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import device_of
 from actors.engines.sglang.tensor_files import State, on_host, pickled, raw
@@ -27,7 +25,6 @@ from bus.errors import ConfigError, EngineError
 from bus.waiting import left_s
 from storage.weights.adapter_names import PREFIX, WEIGHT, adapter_names
 
-log = structlog.get_logger()
 OURS = "sluice-"
 """Begins the names of all adapters that an actor loads."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -59,6 +56,10 @@ class LoadedAdapter:
         return replace(generation, policy_versions=versions)
 
 
+End = Callable[[LoadedAdapter], Awaitable[None]]
+"""Ends the requests that have an adapter: they go on with the newest."""
+
+
 class Adapters:
     """The newest adapter of the policy on this host, and those that the server has."""
 
@@ -74,23 +75,21 @@ class Adapters:
         engine = uuid.uuid4().hex[:8]
         self._names = (f"{OURS}{engine}-{number}" for number in count())
 
-    async def take_over(self) -> None:
-        """Free the server of adapters that an actor before this one left there. Raises `ConfigError` for a
-        server that cannot have those of the policy."""
+    def check(self) -> None:
+        """Raise `ConfigError` for a server that cannot have the adapters of the policy."""
         refuse_unfit(self._client.url, self._facts, self._served)
-        for name in await self._client.adapters():
-            if name.startswith(OURS):
-                log.info("adapter_of_another_actor_unloaded", url=self._client.url, adapter=name)
-                await self._client.unload_adapter(name, SHORT_S)
 
-    def forget(self) -> None:
-        """The server was started again, or has other weights: it has none of them."""
+    async def clear(self, end_s: float) -> None:
+        """Free the server of all that this engine, or an actor before it, loaded there."""
         self._loaded.clear()
         self.newest = None
+        for name in await self._client.adapters():
+            if name.startswith(OURS):
+                await self._client.unload_adapter(name, left_s(end_s))
 
     async def load(
         self, changed: State, policy_version: int, base: HeldWeights, *,
-        end: Callable[[LoadedAdapter], Awaitable[None]], end_s: float,
+        end: End, end_s: float,
     ) -> None:  # fmt: skip
         """Load a version, until `end_s` of the monotonic clock.
 
@@ -98,16 +97,14 @@ class Adapters:
             changed: A and B by peft's names, the first time all of them.
             policy_version: what requests from now on have.
             base: the frozen weights that the server has.
-            end: ends the requests that have an adapter which is too old; they go on with the newest.
+            end: is called with an adapter that is too old.
             end_s: by when, of the monotonic clock.
 
         Raises `EngineError`; then it is not certain what the server has."""
         self._tensors.update(changed)
         self._refuse_others()
         while len(self._loaded) >= self._served.versions:
-            await end(self._loaded[0])
-            await self._client.unload_adapter(self._loaded[0].name, left_s(end_s))
-            del self._loaded[0]
+            await self._unload(self._loaded[0], end, end_s)
         name = f"{next(self._names)}-v{policy_version}-{_digest(self._tensors)}"
         tensors = with_partners(self._tensors, base.tensors)
         body = {
@@ -115,11 +112,17 @@ class Adapters:
             "config_dict": _config(self._served, tensors),
             "serialized_named_tensors": [pickled(on_host(tensors))] * self._facts.tensor_ranks,
         }
-        began = time.perf_counter()
+        loaded = LoadedAdapter(name, policy_version, base.policy_version)
+        self._loaded.append(loaded)  # before: a caller that is cancelled does not know whether it got there
         await self._client.load_adapter(body, left_s(end_s))
-        log.debug("adapter_loaded", adapter=name, seconds=round(time.perf_counter() - began, 4))
-        self.newest = LoadedAdapter(name, policy_version, base.policy_version)
-        self._loaded.append(self.newest)
+        self.newest = loaded
+
+    async def _unload(self, old: LoadedAdapter, end: End, end_s: float) -> None:
+        """End the requests that have an adapter, and unload it where the server has it."""
+        await end(old)
+        if old.name in await self._client.adapters():
+            await self._client.unload_adapter(old.name, left_s(end_s))
+        self._loaded.remove(old)
 
     def _refuse_others(self) -> None:
         """Raise `EngineError` unless all tensors are of the adapters that the server was started for."""

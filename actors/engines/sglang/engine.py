@@ -116,7 +116,7 @@ class SglangEngine:
         self._loading.check(self._config)
         if self._served is not None:
             self._adapters = Adapters(self._client, self._facts, self._served)
-            await self._adapters.take_over()
+            self._adapters.check()
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         if self._routing is not None and not self._facts.returns_experts:
             raise ConfigError(
@@ -315,7 +315,7 @@ class SglangEngine:
             load = await loading.tensors(self._config, base, policy_version)
             _, pause_s = await self._or_fail(self._paused(load), "take the frozen weights")
             await loading.taken()
-            adapters.forget()
+            await self._or_fail(adapters.clear(end_s), "unload adapters of other weights")
         begun = time.perf_counter()
 
         async def end(old: LoadedAdapter) -> None:
@@ -367,7 +367,8 @@ class SglangEngine:
 
     def _open(self) -> None:
         """Let requests through, if there are weights to serve them with."""
-        if self._version >= 0 and not self._busy():
+        bare = self._adapters is not None and self._adapters.newest is None
+        if self._version >= 0 and not self._busy() and not bare:
             self._serving.set()
 
     def _stop_for_good(self, reason: str) -> None:

@@ -180,8 +180,63 @@ async def test_tokens_that_other_frozen_weights_drew_are_of_no_version(server, a
 
 async def test_adapters_of_an_actor_that_died_are_unloaded_and_those_of_others_stay(server, attach):
     server.lora.loaded = {"sluice-abc-0-v7-d": {}, "my-adapter": {}}
-    await attach().start()
-    assert server.lora.loaded.keys() == {"my-adapter"}
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    theirs, ours = server.lora.loaded
+    assert (theirs, ours.split("-")[3]) == ("my-adapter", "v0")
+
+
+async def test_frozen_weights_without_their_adapter_answer_no_request(server, attach, monkeypatch):
+    engine, reached = attach(), asyncio.Event()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.version, server.lora.loaded = "default", {}
+
+    async def never(body, timeout_s):
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine._client, "load_adapter", never)
+    loading = asyncio.create_task(engine.load_weights({}, 1))
+    await asyncio.wait_for(reached.wait(), TIMEOUT_S)
+    loading.cancel()
+    await asyncio.wait([loading], timeout=TIMEOUT_S)
+    monkeypatch.undo()
+    engine._open()  # as a health check that went well does
+    waiting = begun(engine, "one")
+    async with asyncio.timeout(TIMEOUT_S):
+        while engine.waiting == 0:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+    assert engine.running == 0
+    await engine.load_weights({}, 1)
+    assert (await waiting).policy_versions.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+async def test_a_load_that_is_cancelled_leaves_no_adapter_behind(server, attach, arrived, monkeypatch):
+    engine, reached = attach(), asyncio.Event()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    load = engine._client.load_adapter
+
+    async def never(body, timeout_s):
+        if arrived:
+            await load(body, timeout_s)
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine._client, "load_adapter", never)
+    loading = asyncio.create_task(engine.load_weights(adapter(1.0), 1))
+    await asyncio.wait_for(reached.wait(), TIMEOUT_S)
+    loading.cancel()
+    await asyncio.wait([loading], timeout=TIMEOUT_S)
+    monkeypatch.undo()
+    assert (await begun(engine, "old")).policy_versions.tolist() == [0] * 4
+    for version in (2, 3):
+        await engine.load_weights({}, version)
+    assert [name.split("-")[3] for name in server.lora.loaded] == ["v2", "v3"]
+    assert all(torch.equal(one["tensors"][A], adapter(1.0)[A]) for one in server.lora.loaded.values())
 
 
 @pytest.mark.parametrize(
