@@ -24,13 +24,14 @@ from actors.engines.base import Engine, GenerationRequest, Sampling
 from actors.engines.build import build_engine
 from actors.engines.config import EngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.engines.sglang.settings import interpreter
 from actors.weights.follow import PolicyFollower
 from actors.weights.received import Receiver
 from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.messages import PolicyManifest
+from bus.messages import BlobRef, PolicyManifest
 from bus.process_tuning import few_collections
 from bus.server import NatsServer
 from bus.topology import ensure
@@ -40,7 +41,7 @@ from launch.benchmarks.weights_learner import Learning, medium, named
 from launch.config import Layer, RunConfig, validate
 from learner.backends.factory import close_world, init_world
 from learner.publication.broadcast import Broadcaster
-from learner.publication.publisher import WeightPublisher, publishing_threads
+from learner.publication.publisher import AdapterBase, WeightPublisher, publishing_threads
 from learner.world.process_group import device
 from storage.weights.blob_sources import BlobSource, blob_source
 from storage.weights.blob_stores import BlobStore, blob_store
@@ -158,15 +159,19 @@ async def _bench(
     model = directory / "model"
     workload.model.save_pretrained(model)
     preparing = asyncio.wrap_future(thread.submit(Learning, workload, config.learner, thread))
+    served = None
     if config.actors.engine.type == "embedded":  # made in this process: it sets torch's defaults meanwhile
         await preparing
+    elif config.actors.engine.adapter == "loaded":
+        served = _served(config, (await preparing).adapter_base)
     async with (
         _on_a_bus(directory) as bus,
         blob_source(bus, config.actors.weights) as blobs,
-        _serving(model, config.actors.engine, directory) as engine,
+        _serving(model, config.actors.engine, directory, served) as engine,
     ):
+        learning = await preparing
         store = blob_store(bus, publication.transport, directory / "weights")
-        publisher = WeightPublisher(bus, store, publication, incarnation="bench")
+        publisher = WeightPublisher(bus, store, publication, incarnation="bench", base=learning.adapter_base)
         await publisher.start(model)
         broadcaster = Broadcaster(
             bus, publisher.announced, incarnation="bench",
@@ -174,9 +179,9 @@ async def _bench(
             device_bytes=publication.broadcast_device_bytes,
         )  # fmt: skip
         await broadcaster.start()
-        learning = await preparing
         log.info("learner_ready", weights=weights(workload.model))
-        serving, stop = PolicyFollower(bus, engine, blobs, from_learner=by_group), asyncio.Event()
+        serving = PolicyFollower(bus, engine, blobs, from_learner=by_group, merges=served is None)
+        stop = asyncio.Event()
         following = asyncio.create_task(serving.run(stop))
         with few_collections():  # as a learner and actors are
             measured = await _train_and_publish(
@@ -274,19 +279,28 @@ async def _on_a_bus(directory: Path) -> AsyncIterator[Bus]:
 
 
 @asynccontextmanager
-async def _serving(model: Path, config: EngineConfig, directory: Path) -> AsyncIterator[Engine]:
+async def _serving(
+    model: Path, config: EngineConfig, directory: Path, served: ServedAdapters | None
+) -> AsyncIterator[Engine]:
     if config.type == "embedded":  # on the learner's device
         policy = Qwen3ForCausalLM._from_config(
             AutoConfig.from_pretrained(model), dtype=getattr(torch, config.dtype)
         )
         engine: Engine = EmbeddedEngine(policy.to(device()), config)
     else:
-        engine = build_engine(config, model, directory / "engine.log")
+        engine = build_engine(config, model, directory / "engine.log", served=served)
     try:
         await engine.start()
         yield engine
     finally:
         await engine.close()
+
+
+def _served(config: RunConfig, base: AdapterBase | None) -> ServedAdapters | None:
+    """Return the adapters that the engine adds itself, before any are published."""
+    nowhere = BlobRef(subject="", chunks=0, size_bytes=0, digest="")
+    adapted = None if base is None else base.described(nowhere)
+    return served_adapters(config.actors.engine, adapted, max_staleness=config.admission.max_staleness)
 
 
 def _by_group(config: EngineConfig) -> bool:

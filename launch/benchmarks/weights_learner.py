@@ -20,6 +20,7 @@ from learner.config.learner import LearnerConfig
 from learner.config.loss import ReinforceLoss
 from learner.data.packing import pack
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
+from learner.publication.publisher import AdapterBase
 from learner.world.process_group import device
 
 T = TypeVar("T")
@@ -50,8 +51,9 @@ class Learning:
         state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
         del model
         self._trainer = Trainer(
-            workload.model, state, config.optimizer, dtype=workload.dtype, parallel=config.parallel
-        )
+            workload.model, state, config.optimizer, dtype=workload.dtype, parallel=config.parallel,
+            lora=config.lora,
+        )  # fmt: skip
         self._samples, self._micro_batch = workload.samples(), workload.micro_batch
         self._seed = np.random.default_rng(1)
         self._host, self._thread = HostCopy(torch.bfloat16), thread
@@ -76,6 +78,11 @@ class Learning:
         return await copy_weights(self._host, self._trainer, self._thread)
 
     @property
+    def adapter_base(self) -> AdapterBase | None:
+        """Return what published adapters belong to; None where whole weights are published."""
+        return self._host.adapter_base(self._trainer.adapters)
+
+    @property
     def copy_s(self) -> float:
         """Return the seconds of the latest copy."""
         return self._host.seconds
@@ -83,7 +90,9 @@ class Learning:
     def bare_copy_s(self) -> float:
         """Return the seconds that as many bytes take from the device to the host when nothing else is
         done."""
-        weights = [p.detach() for chunk in self._trainer.chunks for p in chunk.parameters()]
+        weights = [
+            p.detach() for chunk in self._trainer.chunks for p in chunk.parameters() if p.requires_grad
+        ]
         if not self._bare:
             self._bare = [torch.zeros(w.shape, dtype=w.dtype, pin_memory=w.is_cuda) for w in weights]
         _wait()

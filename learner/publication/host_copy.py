@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends.base import Adapters, Backend, Exported
+from learner.publication.publisher import AdapterBase
 from learner.publication.transfer import host_memory
 from learner.world.process_group import device
 from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor, Weights
@@ -74,6 +76,12 @@ class HostCopy:
             done = _recorded() if on_gpu else None
         self.seconds = time.perf_counter() - began
         return Copied(buffers.words, done)
+
+    def adapter_base(self, adapters: Adapters | None) -> AdapterBase | None:
+        """Return what published adapters belong to; None where whole weights are published."""
+        if adapters is None or adapters.config.publish == "merged":
+            return None
+        return AdapterBase(adapters.described, partial(self.as_published, adapters))
 
     def as_published(self, adapters: Adapters) -> Weights:
         """Return the frozen weights of adapters in the dtypes to publish. It is called on any thread."""

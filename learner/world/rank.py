@@ -228,10 +228,7 @@ class Rank:
     @property
     def adapter_base(self) -> AdapterBase | None:
         """Return what published adapters belong to; None where whole weights are published."""
-        adapters = self._backend.adapters
-        if adapters is None or adapters.config.publish == "merged":
-            return None
-        return AdapterBase(adapters.described, partial(self._host.as_published, adapters))
+        return self._host.adapter_base(self._backend.adapters)
 
     @property
     def copy_s(self) -> float:

@@ -18,12 +18,11 @@ async def load_paused(
 
     No request may be sent meanwhile. Raises `EngineError`, as `load` does."""
     end_s = time.monotonic() + config.update_timeout_s  # of all that follows together
-    if config.pause == "drain":
+    interrupts = config.adapter == "loaded"  # frozen weights change: requests are of one version each
+    if config.pause == "drain" and not interrupts:
         await in_progress.drained(config.update_timeout_s)
     begun = time.perf_counter()
-    mode = config.pause if config.pause != "drain" and facts.reports_spans else None
-    if config.adapter == "loaded":
-        mode = None  # its frozen weights change: a request is of one version
+    mode = config.pause if config.pause != "drain" and facts.reports_spans and not interrupts else None
     if mode is None:
         await in_progress.interrupt(left_s(end_s))  # no answer may span the update
     else:
