@@ -19,6 +19,7 @@ from bus.requests import Done, EngineChange
 from bus.roles import pids_of
 from launch.config import validate
 from launch.operations.engines import change_engine, list_engines
+from tests.actors.adapters import served
 from tests.actors.engines.sglang.test_sglang_attached import STATE
 from tests.actors.sglang_stand_in import TOKEN, StandIn
 from tests.actors.tiny import request
@@ -103,6 +104,24 @@ async def test_a_server_that_joins_takes_the_newest_weights_and_its_share_and_le
     await asked(bus, "leave", server.url)
     assert list(fleet.engines) == ["engine-0"]
     assert (await fleet.generate(request("after", [9], new=4))).token_ids.tolist() == [1, 2, 3, 4]
+
+
+async def test_a_server_that_cannot_have_the_adapters_of_the_policy_does_not_join(
+    bus, servers, model, tmp_path
+):
+    fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
+    admin = EngineAdmin(
+        bus, fleet, settings(tmp_path, adapter="loaded"), model, EngineClaims(bus, ACTOR), actor=ACTOR,
+        colocated=False, served=served(6),
+    )  # fmt: skip
+    serving = asyncio.create_task(admin.run(stop))
+    servers[0].lora.settings = {"enable_lora": True, "max_lora_rank": 2}
+    with pytest.raises(BusError, match=f"{servers[0].url} has max_lora_rank=2, and 4 are needed"):
+        await asked(bus, "join", servers[0].url)
+    assert not fleet.engines
+    stop.set()
+    await serving
+    await fleet.close()
 
 
 async def test_a_server_that_another_actor_uses_is_refused_by_that_actors_name(

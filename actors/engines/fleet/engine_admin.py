@@ -82,7 +82,7 @@ class EngineAdmin:
             )
         if url in self._fleet.engines:
             raise EngineError(f"{url} is one of this actor's engines already")
-        await _look_at(url)
+        await _look_at(url, self._served)
         await self._claims.claim(url)
         try:
             self._fleet.join(url, _build(self._config.attached_to(url), self._model, self._served))
@@ -108,15 +108,19 @@ def _build(config: SglangEngineConfig, model: Path, served: ServedAdapters | Non
     return partial(asyncio.to_thread, build)
 
 
-async def _look_at(url: str) -> None:
-    """Raise EngineError unless an SGLang server answers there."""
+async def _look_at(url: str, served: ServedAdapters | None) -> None:
+    """Raise EngineError unless an SGLang server answers there, and ConfigError where it cannot have these
+    adapters."""
+    from actors.engines.sglang.adapters import refuse_unfit
     from actors.engines.sglang.client import SglangClient
 
     client = SglangClient.connect(url)
     try:
         async with asyncio.timeout(LOOK_S):
-            await client.facts()
+            facts = await client.facts()
     except TimeoutError as error:
         raise EngineError(f"{url} did not answer within {LOOK_S:g} s") from error
     finally:
         await client.close()
+    if served is not None:
+        refuse_unfit(url, facts, served)

@@ -74,3 +74,18 @@ async def test_a_server_of_another_actors_policy_is_refused_to_a_further_policy_
         with pytest.raises(ConfigError, match=rf"{URL}: actor-a uses this server"):
             async with EngineClaims.open(other, "actor-b", own):
                 pytest.fail("two policies on one server")
+
+
+async def test_a_further_policy_whose_learner_publishes_whole_weights_has_no_adapters_to_load(
+    bus, rival, directory, tmp_path
+):
+    further = FurtherSettings(rival, SglangEngineConfig(adapter="loaded"), ())
+    async with AsyncExitStack() as opened:
+        claims = EngineClaims(bus, "actor-a")
+        opener = PolicyOpener(
+            ActorsConfig(), {"rival": further}, opened, directory, claims, shards=1, logs=tmp_path
+        )
+        with pytest.raises(
+            ConfigError, match=r"publishes whole weights: .*set actors\.engine\.adapter=merged"
+        ):
+            await opener.open("rival", asyncio.Event())
