@@ -4,6 +4,7 @@ SGLang 0.5.23 loads an adapter between two batches, without a pause, and unloads
 more; meanwhile it loads no other. So an adapter is unloaded only after all requests that have it were ended.
 It keys cached prefixes by adapter, and refuses requests for adapters that it does not have."""
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -104,18 +105,21 @@ class Adapters:
         self._tensors.update(changed)
         self._refuse_others()
         while len(self._loaded) >= self._served.versions:
-            await self._unload(self._loaded[0], end, end_s)
-        name = f"{next(self._names)}-v{policy_version}-{_digest(self._tensors)}"
-        tensors = with_partners(self._tensors, base.tensors)
-        body = {
-            "lora_name": name,
-            "config_dict": _config(self._served, tensors),
-            "serialized_named_tensors": [pickled(on_host(tensors))] * self._facts.tensor_ranks,
-        }
-        loaded = LoadedAdapter(name, policy_version, base.policy_version)
+            await self._unload(next(one for one in self._loaded if one is not self.newest), end, end_s)
+        body = await asyncio.to_thread(self._body, f"{next(self._names)}-v{policy_version}", base.tensors)
+        loaded = LoadedAdapter(body["lora_name"], policy_version, base.policy_version)
         self._loaded.append(loaded)  # before: a caller that is cancelled does not know whether it got there
         await self._client.load_adapter(body, left_s(end_s))
         self.newest = loaded
+
+    def _body(self, name: str, base: State) -> Json:
+        """Return the request that loads them, by a name to which their digest is added."""
+        tensors = with_partners(self._tensors, base)
+        return {
+            "lora_name": f"{name}-{_digest(self._tensors)}",
+            "config_dict": _config(self._served, tensors),
+            "serialized_named_tensors": [pickled(on_host(tensors))] * self._facts.tensor_ranks,
+        }
 
     async def _unload(self, old: LoadedAdapter, end: End, end_s: float) -> None:
         """End the requests that have an adapter, and unload it where the server has it."""
