@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launch.benchmarks.learner import small
+from launch.benchmarks.learner import small, weights
 from launch.benchmarks.weights import LIMITED_BY, LIMITS, bench_weights, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
@@ -24,6 +24,16 @@ def test_every_figure_is_measured_and_little_travels():
     assert all(figure > 0 for figure in report["ratios"].values())
     assert report["ratios"]["wire_over_full"] < 0.05
     assert report["absolute"]["delta_bytes"] < report["absolute"]["full_bytes"] / 10
+
+
+def test_adapters_alone_travel_where_they_are_trained():
+    threads = torch.get_num_threads()
+    workload = replace(small(), dtype=torch.bfloat16, sequence=32, micro_batch=32, micro_batches=1)
+    report = bench_weights(workload, settings({"learner": {"lora": {"rank": 2}}}), versions=1)
+    torch.set_num_threads(threads)
+    assert report["absolute"]["full_bytes"] < weights(workload.model) / 10, "A and B are all that is sent"
+    assert report["ratios"].keys() == LIMITS.keys()
+    assert all(figure > 0 for figure in report["ratios"].values())
 
 
 @pytest.mark.timeout(120)

@@ -11,6 +11,7 @@ from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from tests.actors.adapters import adapter_of, served, with_adapter
 from tests.actors.engines.sglang.test_episodes_sglang import MOST_NATS
+from tests.actors.engines.sglang.test_sglang_ranks import EACH_ON_A_CORE
 from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, in_flight, started
 from tests.actors.tiny import recomputed
 
@@ -64,5 +65,22 @@ async def test_each_version_is_an_adapter_of_its_own_and_requests_end_with_their
         await engine._client.unload_adapter(names[-1], 30.0)
         with pytest.raises(InterruptedGenerationError, match=f"has lost an adapter, .*{names[-1]}"):
             await started(engine, "lost", new=20)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.nightly
+async def test_both_ranks_of_a_server_add_their_part_of_an_adapter(tmp_path):
+    FIRST.config.save_pretrained(tmp_path / "model")
+    config = SglangEngineConfig(**CONFIG, adapter="loaded", server={"tp_size": 2}, environment=EACH_ON_A_CORE)
+    engine = SglangEngine(tmp_path / "model", config, tmp_path / "engine.log", served=served(2))
+    try:
+        await engine.start()
+        await engine.load_weights(FIRST.state_dict() | ADAPTERS[0], 0)
+        earlier = started(engine, "earlier", new=200)
+        await in_flight(engine, earlier)
+        await engine.load_weights(ADAPTERS[1], 1)
+        check(await started(engine, "later", new=20), 1)
+        check(await earlier, 0)
     finally:
         await engine.close()
