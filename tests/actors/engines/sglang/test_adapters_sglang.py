@@ -1,10 +1,13 @@
 """A real SGLang server that adds the policy's adapters itself, each version as one of its own."""
 
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.engines.base import InterruptedGenerationError
 from actors.engines.config import SglangEngineConfig
@@ -84,3 +87,25 @@ async def test_both_ranks_of_a_server_add_their_part_of_an_adapter(tmp_path):
         check(await earlier, 0)
     finally:
         await engine.close()
+
+
+@pytest.mark.nightly
+async def test_a_mixture_of_experts_has_adapters_in_its_attention(tmp_path):
+    torch.manual_seed(0)
+    sizes = FIRST.config.to_diff_dict() | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    del sizes["model_type"]
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=64)).float().eval()
+    model.save_pretrained(tmp_path / "model")  # under the names of files, as the learner publishes
+    state = load_file(tmp_path / "model/model.safetensors")
+    attention = {name: t for name, t in adapter_of(model, 0).items() if "self_attn" in name}
+    only = replace(served(2), modules=("o_proj", "q_proj"))
+    config = SglangEngineConfig(**CONFIG, adapter="loaded")
+    engine = SglangEngine(tmp_path / "model", config, tmp_path / "engine.log", served=only)
+    try:
+        await engine.start()
+        await engine.load_weights(state | attention, 0)
+        found = await started(engine, "one", new=32)
+    finally:
+        await engine.close()
+    expected = recomputed(with_adapter(model, attention), PROMPT, found)
+    np.testing.assert_allclose(found.logprobs, expected, rtol=0, atol=MOST_NATS)
