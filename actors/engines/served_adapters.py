@@ -27,7 +27,8 @@ class ServedAdapters:
 
     @property
     def slots(self) -> int:
-        """Return how many adapters a batch of the server may have; requests without any count as one."""
+        """Return how many adapters the server may have, in a batch too: the next comes before the oldest
+        goes."""
         return self.versions + 1
 
 

@@ -104,13 +104,13 @@ class Adapters:
         Raises `EngineError`; then it is not certain what the server has."""
         self._tensors.update(changed)
         self._refuse_others()
-        while len(self._loaded) >= self._served.versions:
-            await self._unload(next(one for one in self._loaded if one is not self.newest), end, end_s)
+        await self._unload_old(end, end_s)  # more than one too many only where loads were cancelled
         body = await asyncio.to_thread(self._body, f"{next(self._names)}-v{policy_version}", base.tensors)
         loaded = LoadedAdapter(body["lora_name"], policy_version, base.policy_version)
         self._loaded.append(loaded)  # before: a caller that is cancelled does not know whether it got there
         await self._client.load_adapter(body, left_s(end_s))
         self.newest = loaded
+        await self._unload_old(end, end_s)
 
     def _body(self, name: str, base: State) -> Json:
         """Return the request that loads them, by a name to which their digest is added."""
@@ -121,12 +121,14 @@ class Adapters:
             "serialized_named_tensors": [pickled(on_host(tensors))] * self._facts.tensor_ranks,
         }
 
-    async def _unload(self, old: LoadedAdapter, end: End, end_s: float) -> None:
-        """End the requests that have an adapter, and unload it where the server has it."""
-        await end(old)
-        if old.name in await self._client.adapters():
-            await self._client.unload_adapter(old.name, left_s(end_s))
-        self._loaded.remove(old)
+    async def _unload_old(self, end: End, end_s: float) -> None:
+        """Leave the server as many as it may have, after the requests that have others were ended."""
+        while len(self._loaded) > self._served.versions:
+            old = next(one for one in self._loaded if one is not self.newest)
+            await end(old)
+            if old.name in await self._client.adapters():
+                await self._client.unload_adapter(old.name, left_s(end_s))
+            self._loaded.remove(old)
 
     def _refuse_others(self) -> None:
         """Raise `EngineError` unless all tensors are of the adapters that the server was started for."""

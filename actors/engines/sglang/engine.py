@@ -235,9 +235,10 @@ class SglangEngine:
         if flight.aborted.is_set():
             return NOTHING
         request, timeout_s = flight.request, self._config.request_timeout_s
-        salt = f"{self._version}.{self._loads}"
         flight.adapter = self._adapters.newest if self._adapters else None
-        flight.streamed = Streamed(request, self._version) if self._streams else None
+        version = flight.adapter.policy_version if flight.adapter else self._version
+        salt = f"{version}.{self._loads}"
+        flight.streamed = Streamed(request, version) if self._streams else None
         flight.sent = asyncio.create_task(
             self._connected().generate(
                 request, rid=flight.rid, salt=salt, timeout_s=timeout_s, routing=self._routing,

@@ -118,6 +118,29 @@ async def test_requests_end_under_the_adapter_they_began_with_until_it_is_too_ol
     assert (await begun(engine, "new")).policy_versions.tolist() == [2] * 4
 
 
+async def test_a_request_whose_adapter_is_too_old_goes_on_with_the_newest_each_token_of_its_own(
+    server, attach
+):
+    async def build():
+        return attach()
+
+    fleet = Fleet({"one": build}, FleetConfig())
+    await fleet.start()
+    await fleet.load_weights(BASE | adapter(0.0), 0)
+    server.running.clear()
+    oldest = asyncio.create_task(fleet.generate(request("oldest", [1], new=5)))
+    await asked(server, 1)
+    for version in (1, 2):
+        await fleet.load_weights(adapter(float(version)), version)
+    server.running.set()
+    found = await asyncio.wait_for(oldest, TIMEOUT_S)
+    assert (found.finish_reason, found.policy_versions.tolist()) == ("length", [0, 0, 2, 2, 2])
+    [first, second] = server.asked[-2:]
+    assert len(second["input_ids"]) == len(first["input_ids"]) + 2
+    assert [one["lora_path"].split("-")[3] for one in (first, second)] == ["v0", "v2"]
+    await fleet.close()
+
+
 async def test_a_version_in_which_nothing_changed_has_a_name_of_its_own(server, attach):
     engine = attach()
     await engine.start()
