@@ -15,11 +15,12 @@ from learner.data.packing import Sample
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-SPARSE = ("glm4_moe", "qwen2_moe", "qwen3_moe", "mixtral")
+SPARSE = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe", "mixtral")
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
-    "glm4_moe": "Glm4Moe", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+    "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "llama": "Llama", "mistral": "Mistral",
+    "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
 }  # fmt: skip
 _OWN = {
     "mistral": {"sliding_window": None},
@@ -31,6 +32,12 @@ _OWN = {
     "qwen2_moe": {
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8, "v_head_dim": 20, "num_mtp_layers": 0,
     },
     "glm4_moe": {
         "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
@@ -60,6 +67,10 @@ ROPES = {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32
     },
     "yarn": {"factor": 8.0, "original_max_position_embeddings": 32},
+    "mscale": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
 }  # fmt: skip
 """Rotary embeddings scaled so that sequences of tens of tokens are turned by other angles."""
 

@@ -36,7 +36,7 @@ with megatron_import_warnings_silenced():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.module import MegatronModule, param_is_not_shared
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -97,6 +97,7 @@ if not torch.cuda.is_available():
     allow_uneven_slices(tensor_parallel.mappings)
 
 __all__ = [
+    "Attention",
     "CheckpointingConfig",
     "CheckpointingException",
     "DistributedDataParallel",

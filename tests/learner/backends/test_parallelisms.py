@@ -53,6 +53,8 @@ WINDOW = (("family", "mistral"), ("sliding_window", 8))
 MOE = (("family", "qwen3_moe"),)
 SHARED = (("family", "qwen2_moe"), ("num_hidden_layers", 3), ("decoder_sparse_step", 2))
 GLM = (("family", "glm4_moe"), ("num_hidden_layers", 3))
+DEEPSEEK = (("family", "deepseek_v3"), ("num_hidden_layers", 4), ("rope", "mscale"))
+WHOLE_QUERIES = (*DEEPSEEK, ("q_lora_rank", None))
 MIXTRAL = (("family", "mixtral"),)
 PLAIN = {"distributed_optimizer": False}
 CASES = {
@@ -90,6 +92,12 @@ CASES = {
     "tp2 sp shared expert": Case(2, {"tensor": 2, "sequence": True}, SHARED),
     "tp2 sp ep2 glm": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, GLM),
     "cp2 glm": Case(2, {"context": 2}, GLM),
+    "dp2 deepseek overlapped": Case(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, DEEPSEEK),
+    "tp2 sp deepseek": Case(2, {"tensor": 2, "sequence": True}, DEEPSEEK),
+    "tp2 sp ep2 deepseek": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, WHOLE_QUERIES),
+    "cp2 deepseek": Case(2, {"context": 2, "recompute": "selective"}, DEEPSEEK),
+    "ep2 deepseek": Case(2, {"expert": 2, "recompute": "full"}, DEEPSEEK),
+    "pp2 vpp2 deepseek": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, DEEPSEEK),
     "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
     "tp2 sp ep2 plain": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, MIXTRAL),

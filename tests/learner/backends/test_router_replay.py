@@ -111,7 +111,8 @@ def assert_trained_like(found, weights, family, changes):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", SHARED), ("glm4_moe", {})]
+    ("family", "changes"),
+    [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", SHARED), ("glm4_moe", {}), ("deepseek_v3", {})],
 )
 def test_steps_with_given_experts_are_those_of_transformers(family, changes):
     found, weights = train(family, changes, {})
@@ -150,12 +151,19 @@ def assert_noted_as_transformers_chooses(found, family, changes):
     model = tiny_model(family, **changes)
     for tokens, lengths, experts in found:
         for sequence, own in zip(tokens.split(lengths), experts.split(lengths), strict=True):
-            assert own.tolist() == chosen_experts(model, sequence.tolist(), dense=OWN_CHOICE).tolist()
+            expected = chosen_experts(model, sequence.tolist(), dense=OWN_CHOICE)
+            # which of its experts a token has first says nothing: transformers leaves it open
+            assert own.sort().values.tolist() == expected.sort().values.tolist()
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "share_prefixes"),
-    [("qwen3_moe", {}, False), ("mixtral", {}, True), ("qwen2_moe", SHARED, False)],
+    [
+        ("qwen3_moe", {}, False),
+        ("mixtral", {}, True),
+        ("qwen2_moe", SHARED, False),
+        ("deepseek_v3", {}, True),
+    ],
 )
 def test_a_pass_notes_where_it_sends_tokens(family, changes, share_prefixes):
     found = noted(family, changes, {}, share_prefixes=share_prefixes)

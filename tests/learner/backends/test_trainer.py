@@ -31,7 +31,14 @@ def trainer_of(request):
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False), ("glm4_moe", False)],
+    [
+        ("qwen3", False),
+        ("qwen3", True),
+        ("qwen3_moe", False),
+        ("mixtral", False),
+        ("glm4_moe", False),
+        ("deepseek_v3", False),
+    ],
 )
 @pytest.mark.parametrize(
     ("loss", "config", "temperatures"), [("sft", SFTLoss(), 1.0), ("tis", TIS, (0.5, 0.8, 2.0))]

@@ -15,12 +15,14 @@ from learner.backends.megatron.model.windows import windows_of
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     """Return all hyperparameters that decide which weights fit, as they read back from JSON."""
     shape = vars(shape_of(hf_config)).copy()
-    experts = shape.pop("experts")
+    experts, latent = shape.pop("experts"), shape.pop("latent")
     routing = {} if experts is None else {"experts": _of_experts(experts)}
+    attention = {} if latent is None else {"latent": vars(latent)}
     windows = windows_of(hf_config)
     sight = {"windows": list[JsonValue](windows)} if any(windows) else {}
     return {
-        "model_type": hf_config.model_type, **rope_settings(hf_config), **shape, **routing, **sight
+        "model_type": hf_config.model_type,
+        **rope_settings(hf_config), **shape, **routing, **attention, **sight,
     }  # fmt: skip
 
 

@@ -37,6 +37,28 @@ class Experts:
     choice_bias: bool = False
     """Says whether there is a bias of each expert by which experts are chosen, and not weighed. It is
     float32, and stays as it is."""
+    groups: int = 1
+    """Number of groups of as many consecutive experts each."""
+    chosen_groups: int = 1
+    """Number of groups among whose experts those of a token are chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of attention whose keys and values are made of one narrow vector a token (arXiv:2405.04434)."""
+
+    query_rank: int | None
+    """Width of the vector that queries are made of; `None` where they are made of the hidden state."""
+    rank: int
+    """Width of the vector that keys without a position, and values, are made of."""
+    plain: int
+    """Width of the part of a query or key without a position, which comes first."""
+    rotated: int
+    """Width of the part that the rotary embedding turns; that of a key is the same in all heads."""
+    value: int
+    """Width of a value."""
+    interleaved: bool
+    """Says whether the rotary embedding pairs neighbours, and not the halves of that part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +74,8 @@ class Shape:
     vocab: int
     tied: bool
     experts: Experts | None = None
+    latent: LatentSizes | None = None
+    """Sizes of attention of this kind; `None` where queries, keys and values are made of hidden states."""
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> "Shape":
@@ -141,15 +165,16 @@ def layer_rule(megatron: str, parts: Sequence[str], layout: Layout = SAME) -> Ru
     )
 
 
+QKV_WEIGHT = layer_rule(
+    "self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v")], QKV
+)
 SHARED_LAYER = (
     layer_rule("input_layernorm.weight", ["input_layernorm.weight"]),
-    layer_rule(
-        "self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v")], QKV
-    ),
+    QKV_WEIGHT,
     layer_rule("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"]),
     layer_rule("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
 )
-"""Rules of a layer that every family shares."""
+"""Rules of a layer that families share whose queries, keys and values are made of hidden states."""
 
 
 def replaced(rules: Sequence[Rule], others: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -207,6 +232,10 @@ class Family:
     """Rules of sparse layers, once per expert."""
     experts: Callable[[PretrainedConfig], Experts] | None = None
     """Reads the experts from a configuration; `None` for families without."""
+    latent: LatentSizes | None = None
+    """Sizes of latent attention; `None` for families without."""
+    attention_scale: float | None = None
+    """Factor of the scores of attention; `None` is one over the root of the width of a head."""
     requirements: tuple[Requirement, ...] = ()
     """Requirements in addition to those of every family."""
     qkv_bias: bool = False
@@ -219,7 +248,7 @@ class Family:
     def shape(self, hf_config: PretrainedConfig) -> Shape:
         """Read the shape from a transformers configuration."""
         experts = self.experts(hf_config) if self.experts is not None else None
-        return replace(Shape.of(hf_config), experts=experts)
+        return replace(Shape.of(hf_config), experts=experts, latent=self.latent)
 
     def rules(self, shape: Shape) -> Iterator[Rule]:
         """Yield the rules of a whole model, layers and experts written out."""

@@ -1,7 +1,6 @@
 """GLM-4.5, GLM-4.5-Air and GLM-4.6, without their heads for several next tokens."""
 
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,20 +8,24 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
-    CHOICE_BIAS,
     QKV,
     SAME,
     SHARED_LAYER,
-    Experts,
     Family,
     Layout,
     Rule,
     Shape,
     layer_rule,
     replaced,
-    shared_expert_rules,
 )
-from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT, QWEN_ROUTER
+from learner.backends.megatron.conversion.deepseek_v3 import (
+    DEEPSEEK_ROUTER,
+    DEEPSEEK_ROUTING,
+    DEEPSEEK_SHARED_EXPERT,
+    deepseek_experts,
+    is_behind,
+)
+from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
 
 
 def _rotated_in_halves(heads: Tensor, dimension: int) -> Tensor:
@@ -64,7 +67,6 @@ HALF_ROTATED = Layout(
     part_shapes=SAME.part_shapes,
 )
 PROJECTIONS = ("q", "k", "v")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def _attention_rules(hf_config: PretrainedConfig) -> tuple[Rule, ...]:
@@ -85,49 +87,16 @@ def _attention_rules(hf_config: PretrainedConfig) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _is_behind(layers: int, heads: int, name: str) -> bool:
-    """Tell weights of a head for several next tokens, which files have as layers behind the model's."""
-    place = _LAYER.match(name)
-    return place is not None and layers <= int(place[1]) < layers + heads
-
-
-def _experts(hf_config: PretrainedConfig) -> Experts:
-    return Experts(
-        count=hf_config.n_routed_experts,
-        per_token=hf_config.num_experts_per_tok,
-        intermediate=hf_config.moe_intermediate_size,
-        sparse_layers=tuple(
-            layer >= hf_config.first_k_dense_replace for layer in range(hf_config.num_hidden_layers)
-        ),
-        renormalize=hf_config.norm_topk_prob,
-        shared=hf_config.n_shared_experts * hf_config.moe_intermediate_size or None,
-        shared_gate=False,
-        score="sigmoid",
-        scale=hf_config.routed_scaling_factor,
-        choice_bias=True,
-    )
-
-
-ROUTER = (
-    *QWEN_ROUTER,
-    layer_rule(CHOICE_BIAS, ["mlp.gate.e_score_correction_bias"]),
-)
-SHARED_EXPERT = shared_expert_rules("mlp.shared_experts")
-
-
 def glm4_moe(hf_config: PretrainedConfig) -> Family:
     """Return the family as a configuration has it: with or without norms of queries and keys, and biases."""
     return Family(
         layer_rules=replaced(SHARED_LAYER, _attention_rules(hf_config)),
-        router_rules=(*ROUTER, *(SHARED_EXPERT if hf_config.n_shared_experts else ())),
+        router_rules=(*DEEPSEEK_ROUTER, *(DEEPSEEK_SHARED_EXPERT if hf_config.n_shared_experts else ())),
         expert_rules=QWEN_EXPERT,
-        experts=_experts,
-        requirements=(
-            ("n_group", lambda groups, _: groups == 1, "experts in groups are not supported"),
-            ("norm_topk_prob", lambda wanted, _: wanted, "weights of experts must be normalised"),
-        ),
+        experts=deepseek_experts,
+        requirements=DEEPSEEK_ROUTING,
         qkv_bias=hf_config.attention_bias,
         qk_norm=hf_config.use_qk_norm,
         rotated_parts=(0.5, 1.0),
-        left_out=partial(_is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
+        left_out=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
     )

@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.core import (
+    Attention,
     MegatronModule,
     PackedSeqParams,
     ProcessGroupCollection,
@@ -135,14 +137,28 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
                 eps=self.config.layernorm_epsilon,
             ),
         )
-        recomputed = self.checkpoint_core_attention and self.training
-        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
-        attended = attend(query, key, value, None, packed_seq_params=packed_seq_params)
-        return self.linear_proj(attended.flatten(1)[:, None])  # type: ignore[no-any-return]
+        return attended(self, query, key, value, packed_seq_params)
+
+
+def attended(
+    layer: Attention, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a layer makes of its queries, keys and values [T, heads, d]: [T, 1, H], and no bias."""
+    recomputed = layer.checkpoint_core_attention and layer.training
+    attend = layer._checkpointed_attention_forward if recomputed else layer.core_attention
+    found = attend(query, key, value, None, packed_seq_params=layout)
+    return layer.linear_proj(found.flatten(1)[:, None])  # type: ignore[no-any-return]
+
+
+def of_one_width(*heads: Tensor) -> list[Tensor]:
+    """Return queries, keys and values of the width of the widest, as kernels want them; zeros change no
+    score."""
+    widest = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in heads]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
-    """Core attention of `PackedSelfAttention`."""
+    """Core attention of all layers; values may be of another width than queries and keys."""
 
     def __init__(
         self,
@@ -169,10 +185,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         packed_seq_params: PackedLayout,
         **_: Any,
     ) -> Tensor:
-        """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d].
+        """Attend within each sequence: [T, heads, d], [T, groups, d] and [T, groups, v] to [T, heads, v].
 
         Raises `ConfigError` for sequences that share a prefix and are longer than the window."""
-        layout = packed_seq_params
+        width = value.shape[-1]
+        query, key, value = of_one_width(query, key, value)
+        return self._attend(query, key, value, packed_seq_params)[..., :width]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
         if layout.tree is not None:
             refuse_shared_window(self.window, layout.max_seqlen_q)
             if layout.tree.line is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import Experts
+from learner.backends.megatron.conversion.base import Experts, LatentSizes
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import (
     GPTModel,
@@ -28,6 +28,7 @@ from learner.backends.megatron.model.attention import (
     PackedSelfAttention,
     pack_layout,
 )
+from learner.backends.megatron.model.latent_attention import LatentAttention
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.rope import rope_of
@@ -61,7 +62,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             position_embedding_type="none",  # PackedSelfAttention applies the rotary embedding
             vp_stage=stage,
         )
-        self.rope = rope_of(hf_config, config.kv_channels, device())
+        latent = shape_of(hf_config).latent
+        self.rope = rope_of(hf_config, config.kv_channels if latent is None else latent.rotated, device())
         self.real_vocab_size = hf_config.vocab_size
         _mark_cut_weights(self)
 
@@ -180,27 +182,33 @@ def _block_spec(
     """Return megatron-core's own layers, except for attention over packed sequences and the norms."""
     first = get_transformer_layer_offset(config, vp_stage=stage)
     here = slice(first, first + get_num_layers_to_build(config, vp_stage=stage))
-    experts = shape_of(hf_config).experts
+    shape = shape_of(hf_config)
     layers = [
-        _layer_spec(config, window, experts if sparse else None)
+        _layer_spec(config, window, shape.experts if sparse else None, shape.latent)
         for sparse, window in zip(config.moe_layer_freq[here], windows_of(hf_config)[here], strict=True)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: TransformerConfig, window: int | None, experts: Experts | None) -> Any:
+def _layer_spec(
+    config: TransformerConfig, window: int | None, experts: Experts | None, latent: LatentSizes | None
+) -> Any:
     num_experts = None if experts is None else experts.count
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     if experts is not None:
         layer.module = ReplayedLayer
-        layer.params = {"has_choice_bias": experts.choice_bias}
+        layer.params = {"experts": experts}
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if experts is None:
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
-    layer.submodules.self_attention.module = PackedSelfAttention
-    attention = layer.submodules.self_attention.submodules
+    self_attention = layer.submodules.self_attention
+    self_attention.module = PackedSelfAttention
+    if latent is not None:
+        self_attention.module = LatentAttention
+        self_attention.params["sizes"] = latent
+    attention = self_attention.submodules
     attention.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -211,15 +219,16 @@ def _transformer_config(
     hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig
 ) -> TransformerConfig:
     family = family_of(hf_config)
-    experts = family.shape(hf_config).experts
-    heads = hf_config.num_attention_heads
+    shape = family.shape(hf_config)
+    experts = shape.experts
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         ffn_hidden_size=hf_config.intermediate_size,
-        num_attention_heads=heads,
-        num_query_groups=hf_config.num_key_value_heads or heads,
-        kv_channels=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim if shape.latent is None else shape.latent.value,
+        softmax_scale=family.attention_scale,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import TrainingError
+from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.core import TransformerConfig, TransformerLayer, parallel_state
 from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.world.process_group import device
@@ -25,7 +26,9 @@ from learner.world.process_group import device
 class GivenExperts:
     """The experts of a layer for the pass that it is in, as megatron-core's router asks for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1, chosen_groups: int = 1) -> None:
+        """Let the router choose experts of the best `chosen_groups` of `groups` only."""
+        self._groups = groups, chosen_groups
         self.experts: Tensor | None = None
         """int [T, k], `OWN_CHOICE` where the router chooses; None where it does for all tokens."""
         self.noted: list[Tensor] | None = None
@@ -45,7 +48,8 @@ class GivenExperts:
         """Return the scores [T, k] of the experts that tokens go to, and the experts.
 
         `scores` are of all experts, [T, E]; `choose` is what the router itself does."""
-        values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        allowed = of_best_groups(scores, *self._groups)
+        values, chosen = choose(allowed, topk, num_groups=num_groups, group_topk=group_topk)
         if self.experts is not None:
             chosen = self._given(chosen, scores.shape[1])
             values = scores.gather(1, chosen)
@@ -66,16 +70,27 @@ class GivenExperts:
         return torch.where(known[:, None], given, chosen)
 
 
+def of_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
+    """Return scores of experts [T, E] with those of all but the `chosen` best groups at minus infinity.
+
+    A group's score is the sum of its two largest (arXiv:2412.19437, section 2.1.2). Megatron-core's own
+    groups add up as many as a group gives experts on average, which is another number in some models."""
+    if chosen == groups:
+        return scores
+    grouped = scores.view(len(scores), groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+    return grouped.masked_fill(out[..., None], -torch.inf).flatten(1)
+
+
 class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
     """A layer with experts, whose router takes those that the pack gives."""
 
-    def __init__(
-        self, config: TransformerConfig, *args: Any, has_choice_bias: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, experts: Experts, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         router = self.mlp.router
-        self.given = router.router_replay = GivenExperts()
-        if has_choice_bias:
+        self.given = router.router_replay = GivenExperts(experts.groups, experts.chosen_groups)
+        if experts.choice_bias:
             # Megatron-core's own is a buffer, which it moves after each step. As a parameter without a
             # gradient the bias is loaded, exported and saved as all weights are.
             del router.expert_bias

@@ -142,7 +142,7 @@ def test_an_unknown_family_is_refused(tmp_path):
     source = written(tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    refused(source, tmp_path / "out", "model_type='gpt2' is unknown; known are glm4_moe, llama")
+    refused(source, tmp_path / "out", "model_type='gpt2' is unknown; known are deepseek_v3, glm4_moe, llama")
 
 
 def test_a_torn_shard_is_refused(tmp_path):

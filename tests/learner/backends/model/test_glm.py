@@ -26,6 +26,7 @@ def built_from(reference, state=None, dtype=torch.float32):
         {"n_shared_experts": 2, "routed_scaling_factor": 1.0},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
         {"first_k_dense_replace": 0},
+        {"n_group": 3, "topk_group": 2},
     ],
 )
 @torch.no_grad()
@@ -68,7 +69,7 @@ def test_heads_for_several_next_tokens_are_left_out():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"n_group": 2}, "n_group=2: experts in groups are not supported"),
+        ({"n_group": 4}, "n_group=4: groups must divide n_routed_experts"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False: weights of experts must be normalised"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},

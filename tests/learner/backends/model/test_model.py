@@ -36,7 +36,8 @@ def test_packed_logits_equal_those_of_transformers_sequence_by_sequence(family, 
 
 
 @pytest.mark.parametrize(
-    ("family", "rope"), [*(("llama", rope) for rope in ROPES), ("qwen2", "yarn"), ("qwen3", "yarn")]
+    ("family", "rope"),
+    [*(("llama", rope) for rope in ROPES), ("qwen2", "yarn"), ("qwen3", "yarn"), ("deepseek_v3", "mscale")],
 )
 @torch.no_grad()
 def test_scaled_angles_are_those_of_transformers(family, rope):
@@ -85,7 +86,7 @@ def test_gradients_through_the_router_equal_those_of_transformers(family, change
                 parameter.copy_(parameter.grad)
     found = export_hf_weights([ours], reference.config)
     routers = [name for name in found if name.endswith(".gate.weight")]
-    assert len(routers) == (1 if family == "glm4_moe" else 2)
+    assert len(routers) == (1 if family in ("deepseek_v3", "glm4_moe") else 2)
     assert all(expected[name].abs().max() > 1e-3 for name in routers)
     for name in found.keys() & expected.keys():  # biases by which experts are chosen have none
         assert torch.allclose(found[name], expected[name], atol=1e-4, rtol=1e-4), name
@@ -217,6 +218,6 @@ def test_an_unknown_family_is_refused_with_those_known():
     config = tiny_config("llama")
     config.model_type = "mamba"
     with pytest.raises(
-        ConfigError, match="'mamba' is unknown; known are glm4_moe, llama, mistral, mixtral, qwen2, "
+        ConfigError, match="'mamba' is unknown; known are deepseek_v3, glm4_moe, llama, mistral, "
     ):
         build_model(config, dtype=torch.float32)

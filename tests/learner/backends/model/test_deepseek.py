@@ -1,0 +1,141 @@
+"""DeepSeek-V3: keys and values made of one narrow vector, experts chosen in groups."""
+
+import pytest
+import torch
+
+from bus.errors import ConfigError
+from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.model.model import build_model
+from learner.backends.megatron.model.router_replay import of_best_groups
+from learner.data.packing import pack
+from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+LENGTHS = [5, 60, 1, 32, 9]
+
+
+def built_from(reference, state=None, dtype=torch.float32):
+    model = build_model(reference.config, dtype=dtype)
+    load_hf_weights([model], reference.config, state or hf_state(reference))
+    return model
+
+
+@torch.no_grad()
+def logits_of_both(changes):
+    reference = tiny_model("deepseek_v3", **changes)
+    samples = random_samples(LENGTHS)
+    [batch] = pack(samples, 1000)
+    return built_from(reference).logits(batch), reference_logits(reference, samples)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_lora_rank": None},
+        {"q_lora_rank": None, "rope": "mscale", "n_group": 1, "topk_group": 1},
+        {"rope": "yarn"},
+        {"rope_interleave": False},
+        {"v_head_dim": 48},
+        {"v_head_dim": 32, "n_shared_experts": 2},
+        {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
+        {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5},
+    ],
+)
+def test_logits_are_those_of_transformers_as_the_configuration_says(changes):
+    found, expected = logits_of_both(changes)
+    assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"n_group": 1, "topk_group": 1}, {"rope": "mscale"}, {"rope_interleave": False}, {"rms_norm_eps": 0.1}],
+)
+@torch.no_grad()
+def test_each_of_these_settings_matters(changes):
+    """What the tests above compare is not the same whatever the configuration says."""
+    found, _ = logits_of_both(changes)
+    other, _ = logits_of_both({})
+    assert (found - other).abs().max() > 1e-2
+
+
+def test_norms_of_narrow_vectors_have_a_constant_of_their_own():
+    found, expected = logits_of_both({"rms_norm_eps": 0.1})
+    assert (found - expected).abs().max() < 1e-5
+
+
+def test_experts_of_all_but_the_best_groups_are_out():
+    scores = torch.tensor([[0.9, 0.0, 0.0, 0.5, 0.5, 0.4, 0.1, 0.3, 0.8]])
+    inf = torch.inf
+    two, one = of_best_groups(scores, 3, 2), of_best_groups(scores, 3, 1)
+    # 0.9 alone is less than 0.5 and 0.5, or 0.3 and 0.8
+    assert two.equal(torch.tensor([[-inf, -inf, -inf, 0.5, 0.5, 0.4, 0.1, 0.3, 0.8]]))
+    assert one.equal(torch.tensor([[-inf, -inf, -inf, -inf, -inf, -inf, 0.1, 0.3, 0.8]]))
+    assert of_best_groups(scores, 3, 3).equal(scores)
+
+
+@torch.no_grad()
+def test_the_bias_chooses_experts_and_stays_exact_in_bfloat16():
+    reference = tiny_model("deepseek_v3")
+    state = hf_state(reference)
+    model = built_from(reference, dtype=torch.bfloat16)
+    assert export_hf_weights([model], reference.config)[BIAS].equal(state[BIAS])
+    [batch] = pack(random_samples([30]), 1000)
+    unbiased = built_from(reference, {**state, BIAS: torch.zeros_like(state[BIAS])})
+    assert (built_from(reference).logits(batch) - unbiased.logits(batch)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("query_rank", [40, None])
+def test_names_and_bits_of_weights_are_those_of_transformers(query_rank):
+    reference = tiny_model("deepseek_v3", q_lora_rank=query_rank)
+    state = hf_state(reference)
+    exported = export_hf_weights([built_from(reference)], reference.config)
+    assert exported.keys() == state.keys()
+    assert ("model.layers.0.self_attn.q_a_proj.weight" in exported) is (query_rank is not None)
+    assert all(tensor.equal(state[name]) for name, tensor in exported.items())
+
+
+def test_heads_for_several_next_tokens_are_left_out():
+    reference = tiny_model("deepseek_v3", num_mtp_layers=1)
+    state = hf_state(reference)
+    more = {
+        "model.layers.2.eh_proj.weight": torch.zeros(64, 128),
+        "model.layers.2.shared_head.head.weight": torch.zeros(58, 64),
+    }
+    exported = export_hf_weights([built_from(reference, {**state, **more})], reference.config)
+    assert exported.keys() == state.keys()
+    with pytest.raises(ConfigError, match=r"unexpected model\.layers\.3\.mlp\.gate\.weight"):
+        built_from(reference, {**state, "model.layers.3.mlp.gate.weight": torch.zeros(8, 64)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_lora_rank": None}, {"kv_lora_rank": 16}, {"v_head_dim": 16}, {"qk_nope_head_dim": 16},
+        {"rope_interleave": False}, {"n_group": 2}, {"topk_group": 3}, {"rope": "mscale"},
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_other_sizes_is_told_apart(changes):
+    ours, other = (fingerprint(tiny_config("deepseek_v3", **each)) for each in ({}, changes))
+    assert ours != other
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n_group": 3}, "n_group=3: groups must divide n_routed_experts"),
+        ({"n_group": 8}, "n_group=8: groups must divide n_routed_experts into two or more"),
+        ({"topk_group": 5}, "n_group=4: groups must divide"),
+        ({"topk_group": 1}, "n_group=4: groups must divide"),
+        ({"n_group": None}, "n_group=None: groups must divide"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False: weights of experts must be normalised"),
+        ({"n_shared_experts": 0}, "n_shared_experts=0: there must be at least 1"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2: must be num_attention_heads"),
+        ({"head_dim": 16}, "head_dim=16: must be qk_rope_head_dim"),
+        ({"attention_bias": True}, "attention_bias=True: this bias is not supported"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(changes, says):
+    with pytest.raises(ConfigError) as error:
+        build_model(tiny_config("deepseek_v3", **changes), dtype=torch.float32)
+    assert says in str(error.value)
