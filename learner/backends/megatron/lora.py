@@ -22,14 +22,18 @@ from learner.backends.megatron.conversion.weights import (
     global_name,
     stream_hf_weights,
 )
-from learner.backends.megatron.model.adapter import COLUMN, ROW, AdaptedLayer, Adapter
+from learner.backends.megatron.model.adapter import COLUMN, ROW, WHOLE, AdaptedLayer, Adapter
 from learner.backends.megatron.model.model import PolicyModel
 from learner.config.lora import LoraConfig
 from learner.lazy_weights import SomeWeights, State
 from storage.weights.adapter_names import WEIGHT, adapter_names
 
-LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight$")
-CUTS = {"linear_qkv": COLUMN, "linear_fc1": COLUMN, "linear_proj": ROW, "linear_fc2": ROW}
+CUTS = {
+    "linear_qkv": COLUMN, "linear_fc1": COLUMN, "linear_proj": ROW, "linear_fc2": ROW,
+    "linear_q_proj": COLUMN, "linear_q_down_proj": WHOLE, "linear_q_up_proj": COLUMN,
+    "linear_kv_down_proj": WHOLE, "linear_kv_up_proj": COLUMN,
+}  # fmt: skip
+LINEAR = re.compile(rf"\.({'|'.join(CUTS)})\.weight$")
 
 
 def _modules(rule: Rule) -> list[str]:

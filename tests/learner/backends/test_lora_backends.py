@@ -92,6 +92,14 @@ def test_adapters_of_heads_that_are_rotated_in_part_lie_as_transformers_has_them
     assert_same(trained("megatron", attention, **glm), trained("fsdp", attention, **glm))
 
 
+@pytest.mark.parametrize("query_rank", [40, None])
+def test_adapters_of_latent_attention_are_those_of_its_linear_layers(query_rank):
+    queries = ("q_proj",) if query_rank is None else ("q_a_proj", "q_b_proj")
+    lora = LoraConfig(rank=4, targets=(*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+    model = {"family": "deepseek_v3", "q_lora_rank": query_rank}
+    assert_same(trained("megatron", lora, **model), trained("fsdp", lora, **model))
+
+
 FOUR_LAYERS = {"num_hidden_layers": 4}
 MOE = {"family": "qwen3_moe"}
 LAYOUTS = {
@@ -100,6 +108,7 @@ LAYOUTS = {
     "dp2 overlapped": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, LORA, {}),
     "tp2": (2, {"tensor": 2}, LORA, {}),
     "tp2 sp glm": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "glm4_moe"}),
+    "tp2 sp deepseek": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "deepseek_v3"}),
     "tp2 sp some": (2, {"tensor": 2, "sequence": True}, SOME, {}),
     "tp2 sp merged recomputed": (
         2, {"tensor": 2, "sequence": True, "recompute": "full"},

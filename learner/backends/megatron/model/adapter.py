@@ -21,16 +21,19 @@ from learner.backends.megatron.core import (
 )
 from learner.world.process_group import device
 
-COLUMN, ROW = 0, 1
-"""Dimension along which ranks share the weight of a layer; A is cut with its columns, B with its rows."""
+COLUMN, ROW, WHOLE = 0, 1, None
+"""Dimension along which ranks share the weight of a layer: A is cut with its columns, B with its rows. Of a
+layer that each rank has whole they are whole too."""
+DIVIDED = {COLUMN: "lora_B", ROW: "lora_A", WHOLE: None}
+"""Which of A and B ranks share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedLayer:
     """The layer that has adapters, on this rank."""
 
-    cut: int
-    """`COLUMN` where ranks share the outputs, `ROW` where they share the inputs."""
+    cut: int | None
+    """`COLUMN` where ranks share the outputs, `ROW` where they share the inputs, `WHOLE` where neither."""
     layout: Layout
     """How the outputs of Hugging Face's layers lie in those of this one."""
     shape: Shape
@@ -43,23 +46,30 @@ class LowRankPair(torch.nn.Module):
     """A and B of one Hugging Face layer."""
 
     def __init__(
-        self, a: Tensor, outputs: int, *, cut: int, sequence: bool, group: torch.distributed.ProcessGroup
-    ) -> None:
+        self, a: Tensor, outputs: int, *, cut: int | None, sequence: bool,
+        group: torch.distributed.ProcessGroup,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._cut, self._sequence, self._group = cut, sequence, group
         self.lora_A = torch.nn.Parameter(a.contiguous())
         self.lora_B = torch.nn.Parameter(a.new_zeros(outputs, len(a)))
-        divided, whole = (self.lora_B, self.lora_A) if cut == COLUMN else (self.lora_A, self.lora_B)
-        tensor_parallel.set_tensor_model_parallel_attributes(divided, True, cut, 1)
-        tensor_parallel.set_tensor_model_parallel_attributes(whole, False, -1, 1)
-        if sequence:  # each rank has the gradient of its own tokens
-            whole.sequence_parallel = True  # type: ignore[attr-defined]
+        for name, parameter in self.named_parameters():
+            divided = name == DIVIDED[cut]
+            tensor_parallel.set_tensor_model_parallel_attributes(
+                parameter, divided, cut if divided else -1, 1
+            )
+            if sequence and not divided:  # each rank has the gradient of its own tokens
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return B A x. A module is called, and not read: hooks of the data-parallel wrapper wait there for
         parameters that are still being gathered."""
         low = F.linear(inputs, self.lora_A)
-        return F.linear(self._for_all_tokens(low) if self._cut == COLUMN else self._sum(low), self.lora_B)
+        if self._cut == COLUMN:
+            low = self._for_all_tokens(low)
+        elif self._cut == ROW:
+            low = self._sum(low)
+        return F.linear(low, self.lora_B)
 
     def _for_all_tokens(self, low: Tensor) -> Tensor:
         """Return it for all tokens; its gradient comes from the outputs of all ranks."""
@@ -109,9 +119,9 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return A and B as they lie in a checkpoint that any layout of ranks loads."""
-        divided = "lora_B" if self._layer.cut == COLUMN else "lora_A"
+        cut = self._layer.cut
         state = self.state_dict(prefix="", keep_vars=True)
-        cuts = {name: self._layer.cut for name in state if name.endswith(divided)}
+        cuts = {name: cut for name in state if name.rsplit(".", 1)[-1] == DIVIDED[cut]}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, cuts, sharded_offsets,
             tp_group=self._group, dp_cp_group=(metadata or {})["dp_cp_group"],
