@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    PretrainedConfig,
+)
 
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
@@ -20,23 +25,40 @@ SMALL = (
 )  # fmt: skip
 
 
-def glm(directory: Path) -> Path:
-    """A random GLM of two layers, with the tokenizer of the sort preset."""
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    "num_mtp_layers": 0, "first_k_dense_replace": 1,
+}  # fmt: skip
+MODELS = {
+    "glm": Glm4MoeConfig(
+        **SIZES, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True
+    ),
+    "deepseek": DeepseekV3Config(
+        **SIZES, num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=12, n_group=4, topk_group=2,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+def written(config: PretrainedConfig, directory: Path) -> Path:
+    """A random model, with the tokenizer of the sort preset."""
     tokenizer = build_model_directory(directory, ScratchModel(), seed=0)
-    vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    config.vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)
-    config = Glm4MoeConfig(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=96, moe_intermediate_size=48,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8,
-        num_experts_per_tok=2, attention_bias=True, use_qk_norm=True, max_position_embeddings=64,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, num_mtp_layers=0,
-    )  # fmt: skip
-    Glm4MoeForCausalLM._from_config(config, dtype=torch.float32).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return directory
 
 
-def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path):
-    run = Command(tmp_path, "local", *SMALL, "--model.path", str(glm(tmp_path / "glm")))
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path, model: str):
+    path = written(MODELS[model], tmp_path / "model")
+    run = Command(tmp_path, "local", *SMALL, "--model.path", str(path))
     try:
         assert run.wait(240) == 0, run.said()
     finally:

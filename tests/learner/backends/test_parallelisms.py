@@ -255,6 +255,7 @@ def load_and_export(layout: dict[str, object], family: str, missing: str | None)
         (2, {"tensor": 2}, "qwen2"),
         (2, {"tensor": 2, "sequence": True, "expert": 2}, "qwen2_moe"),
         (2, {"tensor": 2, "sequence": True, "expert": 2}, "qwen3_moe"),
+        (2, {"tensor": 2, "sequence": True, "expert": 2}, "deepseek_v3"),
         (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}, "mixtral"),
         (4, {"tensor": 2, "pipeline": 2}, "qwen3"),
     ],

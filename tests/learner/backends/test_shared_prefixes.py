@@ -268,6 +268,7 @@ LAYOUTS = {
     "cp2": Case(2, {"context": 2}),
     "cp2 recomputed": Case(2, {"context": 2, "recompute": "selective"}),
     "cp2 ep2": Case(2, {"context": 2, "expert": 2}, MOE),
+    "cp2 deepseek": Case(2, {"context": 2}, (("family", "deepseek_v3"),)),
     "ep2": Case(2, {"expert": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2, "recompute": "full"}, MOE),
 }

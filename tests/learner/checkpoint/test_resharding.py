@@ -40,6 +40,8 @@ DENSE = {"num_hidden_layers": 4, "vocab_size": 59}
 EVEN = {"num_hidden_layers": 4}
 TIED = DENSE | {"tied": True}
 MOE = {"family": "qwen3_moe"}
+DEEPSEEK = {"family": "deepseek_v3"}
+"""The first of its two layers, and of two stages of a pipeline, has no experts."""
 CHANGES = [
     ("dp2", "dp2", DENSE),
     ("dp2", "tp2 pp2", DENSE),
@@ -54,6 +56,8 @@ CHANGES = [
     ("one rank", "ep2", MOE),
     ("tp2 sp ep2", "ep2", MOE),
     ("one rank plain", "tp2 plain", DENSE),
+    ("tp2 sp ep2", "pp2", DEEPSEEK),
+    ("pp2", "one rank", DEEPSEEK),
 ]
 FURTHER_CHANGES = [
     ("pp2", "tp2", TIED),

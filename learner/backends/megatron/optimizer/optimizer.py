@@ -6,6 +6,8 @@ communication): `_keep_gaps_on_save`.
 
 Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.AdamW`, and then
 - its state dict asserts that every parameter has been stepped: `_prime` makes a fresh state look so;
+- saving asserts that there is a parameter at all, which the experts' part has none of on a stage of a
+  pipeline whose layers are dense: `_count_as_others` lends it the count of the others;
 - loading raises KeyError 'step', which checkpoints hold once and not per parameter: `_keep_step_on_load`;
 - a state in lower precision needs Transformer Engine: `BFloat16StateAdamW` does without;
 - loading gives all parameters one shared `step` tensor, so that each update would count many times and the
@@ -65,6 +67,7 @@ def build_optimizer(
         if config.state_dtype == "bfloat16":
             part.optimizer.__class__ = BFloat16StateAdamW
         _prime(part.optimizer)
+    _count_as_others(optimizer)
     return optimizer
 
 
@@ -132,6 +135,20 @@ def _prime(optimizer: torch.optim.Optimizer) -> None:
                 "exp_avg": torch.zeros_like(parameter, dtype=dtype),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
             }
+
+
+def _count_as_others(optimizer: MegatronOptimizer) -> None:
+    """Have parts without parameters save the step of one that has some: all count alike."""
+    parts = optimizer.chained_optimizers
+    stepped = next((part.optimizer.state for part in parts if part.optimizer.state), None)
+
+    def lend(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        assert stepped is not None  # a rank without anything to train is refused
+        return {**saved, "state": {0: {"step": next(iter(stepped.values()))["step"]}}}
+
+    for part in parts:
+        if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
+            part.optimizer.register_state_dict_post_hook(lend)
 
 
 def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:
