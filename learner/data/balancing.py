@@ -33,14 +33,14 @@ def forward_flops(config: PretrainedConfig, length: int) -> float:
     """Return the FLOPs of one forward pass over a sequence; training takes three times that.
 
     It counts matrix products (two operations a multiply-add) and causal attention, and understands grouped
-    queries and mixtures of experts by the names that Hugging Face configurations use.
+    queries, latent attention and mixtures of experts by the names that Hugging Face configurations use.
     """
     layers = _read(config, "num_hidden_layers")
     linear: int = layers * _attention_parameters(config) + _mlp_parameters(config)
     linear += _read(config, "hidden_size") * _read(config, "vocab_size")
-    heads, size = _heads(config)
+    heads = _read(config, "num_attention_heads")
     pairs = length * (length + 1) / 2
-    return 2.0 * linear * length + 2.0 * layers * heads * 2 * size * pairs
+    return 2.0 * linear * length + 2.0 * layers * heads * sum(_widths(config)) * pairs
 
 
 def group_flops(config: PretrainedConfig, tokens: int, samples: int) -> float:
@@ -48,17 +48,26 @@ def group_flops(config: PretrainedConfig, tokens: int, samples: int) -> float:
     return samples * forward_flops(config, round(tokens / samples))
 
 
-def _heads(config: PretrainedConfig) -> tuple[int, int]:
-    """Return the number of query heads, and the size of a head."""
-    heads = _read(config, "num_attention_heads")
-    return heads, _read(config, "head_dim") or _read(config, "hidden_size") // heads
+def _widths(config: PretrainedConfig) -> tuple[int, int]:
+    """Return the width of a query or key, and that of a value, of one head."""
+    if _read(config, "kv_lora_rank"):
+        width = _read(config, "qk_nope_head_dim") + _read(config, "qk_rope_head_dim")
+        return width, _read(config, "v_head_dim")
+    size = _read(config, "head_dim") or _read(config, "hidden_size") // _read(config, "num_attention_heads")
+    return size, size
 
 
 def _attention_parameters(config: PretrainedConfig) -> int:
     """Count the parameters of one layer's projections."""
-    heads, size = _heads(config)
-    groups = _read(config, "num_key_value_heads") or heads
-    return 2 * _read(config, "hidden_size") * size * (heads + groups)
+    hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
+    width, value = _widths(config)
+    if not (rank := _read(config, "kv_lora_rank")):
+        return 2 * hidden * width * (heads + (_read(config, "num_key_value_heads") or heads))
+    plain, rotated = _read(config, "qk_nope_head_dim"), _read(config, "qk_rope_head_dim")
+    narrow = _read(config, "q_lora_rank")
+    queries = narrow * (hidden + heads * width) if narrow else hidden * heads * width
+    keys_and_values = hidden * (rank + rotated) + rank * heads * (plain + value)
+    return queries + keys_and_values + heads * value * hidden
 
 
 def _mlp_parameters(config: PretrainedConfig) -> int:
@@ -70,13 +79,15 @@ def _mlp_parameters(config: PretrainedConfig) -> int:
         return layers * dense
     width = _read(config, "moe_intermediate_size") or _read(config, "intermediate_size")
     experts = _read(config, "num_experts") or _read(config, "num_local_experts")
-    sparse = 3 * hidden * width * chosen + hidden * experts
+    sparse = 3 * hidden * width * (chosen + _read(config, "n_shared_experts")) + hidden * experts
     mixtures = sum(_is_mixture(config, layer) for layer in range(layers))
     return mixtures * sparse + (layers - mixtures) * dense
 
 
 def _is_mixture(config: PretrainedConfig, layer: int) -> bool:
     if layer in (getattr(config, "mlp_only_layers", None) or ()):
+        return False
+    if layer < _read(config, "first_k_dense_replace"):
         return False
     return (layer + 1) % (_read(config, "decoder_sparse_step") or 1) == 0
 
