@@ -41,8 +41,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 class HFWeights(LazyWeights):
     """The safetensors files of a directory, one or an index of several."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read the headers. Raises `ConfigError` when files are missing or torn."""
+    def __init__(self, directory: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
+        """Read the headers. Raises `ConfigError` when files are missing or torn. `dtypes` are those that the
+        reader of these weights understands."""
+        self._dtypes = dtypes
         self._file_of: dict[str, Path] = {}
         self._kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shapes and names of dtypes: to open a file for each costs as long as its header."""
@@ -76,9 +78,10 @@ class HFWeights(LazyWeights):
     def spec(self, name: str) -> Spec:
         """Return shape and dtype; raises `ConfigError` for a dtype that weights do not have."""
         shape, dtype = self._kinds[name]
-        if dtype not in DTYPES:
-            raise ConfigError(f"{self._file_of[name]}: {name} is {dtype}, not one of {', '.join(DTYPES)}")
-        return Spec(shape, DTYPES[dtype])
+        if dtype not in self._dtypes:
+            known = ", ".join(self._dtypes)
+            raise ConfigError(f"{self._file_of[name]}: {name} is {dtype}, not one of {known}")
+        return Spec(shape, self._dtypes[dtype])
 
 
 def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:

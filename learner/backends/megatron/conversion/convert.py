@@ -16,6 +16,7 @@ from bus.work_progress import Advance, long_work, tracked, uncounted
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.published import BlockScaledWeights, load_published
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
@@ -35,7 +36,6 @@ from learner.model_directory import (
     copy_tokenizer,
     has_tokenizer,
     load_hf_config,
-    load_hf_directory,
     load_tokenizer,
     refuse_other_vocabulary,
     save_hf_directory,
@@ -51,9 +51,13 @@ class Converted:
     directory: Path
     tensors: int
     size_bytes: int
+    left_out: int = 0
+    """Tensors of the source that are no part of what is trained."""
 
     def __str__(self) -> str:
-        return f"wrote {self.directory}: {self.tensors} tensors, {self.size_bytes / 1e9:.3f} GB, verified"
+        without = f", {self.left_out} of heads for several next tokens left out" if self.left_out else ""
+        written = f"{self.tensors} tensors, {self.size_bytes / 1e9:.3f} GB, verified"
+        return f"wrote {self.directory}: {written}{without}"
 
 
 def hf_to_megatron(source: Path, target: Path) -> Converted:
@@ -63,9 +67,9 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     then, and after any other failure, there is no `target`.
     """
     _refuse_existing(target)
-    hf_config, state = load_hf_directory(source)
+    hf_config, state = load_published(source)
     _refuse_unsupported(hf_config)
-    if not isinstance(state, HFWeights):
+    if not isinstance(state, (HFWeights, BlockScaledWeights)):
         raise ConfigError(f"{source} is a checkpoint of megatron-core already")
     if has_tokenizer(source):
         refuse_other_vocabulary(hf_config, load_tokenizer(source), source)
@@ -88,7 +92,8 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
         copy_tokenizer(source, temporary)
         size_bytes = _verify(MegatronWeights(temporary, list(rules.values()), shape), seen.digests)
         write_manifest(temporary, model=fingerprint(hf_config), training=None, extra={}, digests={})
-    return Converted(target, len(seen.digests), size_bytes)
+    left_out = sum(map(family_of(hf_config).left_out, state))
+    return Converted(target, len(seen.digests), size_bytes, left_out)
 
 
 def megatron_to_hf(

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Se
 from dataclasses import dataclass, replace
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,8 @@ from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import parallel_state
 from learner.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered
+
+log = structlog.get_logger()
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -37,6 +40,9 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     rules = list(family.rules(shape))
     slices = _slices(chunks)
     wanted = {name for name in state if not family.left_out(name)}
+    if len(wanted) < len(state) and dist.get_rank() == 0:
+        why = "heads for several next tokens are neither trained nor exported"
+        log.info("weights_left_out", tensors=len(state) - len(wanted), why=why)
     problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted)))
     if problems:
         raise ConfigError("these weights do not fit the model:\n" + "\n".join(f"- {p}" for p in problems))

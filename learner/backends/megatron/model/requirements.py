@@ -52,7 +52,12 @@ REQUIREMENTS: list[Requirement] = [
     ("attention_bias", lambda bias, c: not bias or family_of(c).qkv_bias, "this bias is not supported"),
     ("mlp_bias", lambda bias, _: not bias, "this bias is not supported"),
     ("attention_dropout", lambda rate, _: not rate, "dropout is not supported: set it to 0"),
-    ("quantization_config", lambda quantized, _: quantized is None, "load the unquantized model"),
+    (
+        "quantization_config",
+        lambda quantized, _: quantized is None,
+        "load the unquantized model; fp8 with weight_block_size becomes bfloat16 by launch convert "
+        "hf-to-megatron, whose directory --model.path takes",
+    ),
     (
         "num_key_value_heads",
         lambda groups, c: c.num_attention_heads % (groups or c.num_attention_heads) == 0,
