@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Kimi-K2 and Moonlight, without their heads for several next tokens."""
+"""DeepSeek-V3 and R1, and Kimi-K2, without their heads for several next tokens."""
 
 import math
 import re

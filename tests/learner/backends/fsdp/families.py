@@ -1,4 +1,4 @@
-"""Tiny random models of families that only FSDP trains, by their names."""
+"""Tiny random models of families that FSDP trains as transformers computes them, by their names."""
 
 import torch
 import transformers

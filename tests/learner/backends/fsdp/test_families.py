@@ -1,4 +1,4 @@
-"""Families that only this backend trains, against plain transformers and AdamW."""
+"""Families as transformers computes them, against plain transformers and AdamW."""
 
 import asyncio
 
