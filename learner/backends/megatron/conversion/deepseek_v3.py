@@ -125,6 +125,9 @@ def deepseek_v3(hf_config: PretrainedConfig) -> Family:
         requirements=(
             *DEEPSEEK_ROUTING,
             ("n_shared_experts", lambda count, _: bool(count), "there must be at least 1"),
+            ("scoring_func", lambda score, _: score in (None, "sigmoid"), "only sigmoid is supported"),
+            ("topk_method", lambda way, _: way in (None, "noaux_tc"), "only noaux_tc is supported"),
+            ("moe_layer_freq", lambda step, _: step in (None, 1), "all layers but the first have experts"),
             (
                 "num_key_value_heads",
                 lambda heads, c: heads == c.num_attention_heads,

@@ -1,18 +1,35 @@
 """DeepSeek-V3: keys and values made of one narrow vector, experts chosen in groups."""
 
+import math
+
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from bus.errors import ConfigError
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.layout import layout_problems
 from learner.backends.megatron.model.model import build_model
+from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.router_replay import of_best_groups
+from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 LENGTHS = [5, 60, 1, 32, 9]
+PUBLISHED = {
+    "aux_loss_alpha": 0.001, "ep_size": 1, "max_position_embeddings": 163840, "moe_layer_freq": 1,
+    "scoring_func": "sigmoid", "seq_aux": True, "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
+"""What config.json of DeepSeek-V3 says besides the defaults of transformers, which are its sizes."""
 
 
 def built_from(reference, state=None, dtype=torch.float32):
@@ -120,6 +137,19 @@ def test_a_checkpoint_of_other_sizes_is_told_apart(changes):
     assert ours != other
 
 
+def test_the_published_configuration_is_taken():
+    config = DeepseekV3Config(**PUBLISHED)
+    assert unsupported(config) == []
+    layout = ParallelConfig(tensor=8, sequence=True, expert=64)
+    assert layout_problems(layout, shape_of(config)) == []
+    family = family_of(config)
+    assert family.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert family.left_out("model.layers.61.shared_head.norm.weight")
+    assert not family.left_out("model.layers.60.mlp.gate.weight")
+    names = [part for rule in family.rules(family.shape(config)) for part in rule.parts]
+    assert len(names) == 3 + 61 * 9 + 3 * 3 + 58 * (2 + 3 + 3 * 256)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -132,6 +162,9 @@ def test_a_checkpoint_of_other_sizes_is_told_apart(changes):
         ({"n_shared_experts": 0}, "n_shared_experts=0: there must be at least 1"),
         ({"num_key_value_heads": 2}, "num_key_value_heads=2: must be num_attention_heads"),
         ({"head_dim": 16}, "head_dim=16: must be qk_rope_head_dim"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax': only sigmoid is supported"),
+        ({"topk_method": "greedy"}, "topk_method='greedy': only noaux_tc is supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2: all layers but the first have experts"),
         ({"attention_bias": True}, "attention_bias=True: this bias is not supported"),
     ],
 )
