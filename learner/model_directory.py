@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -34,6 +35,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+UNREADABLE = (OSError, ValueError, KeyError, StrictDataclassError)
+"""What transformers raises for a configuration that it cannot read."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """torch's dtypes of weights by their names in safetensors files."""
 
@@ -100,7 +103,7 @@ def load_hf_config(path: Path) -> PretrainedConfig:
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"cannot read {path / 'config.json'}: {_first_line(error)}") from error
 
 

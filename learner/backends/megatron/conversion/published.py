@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.lazy_weights import LazyWeights, Spec, State
-from learner.model_directory import DTYPES, HFWeights, load_hf_directory
+from learner.model_directory import DTYPES, UNREADABLE, HFWeights, load_hf_directory
 
 SCALE = "_scale_inv"
 """Ends the name of the scales of a weight's blocks, behind the weight's own."""
@@ -32,7 +32,10 @@ def load_published(directory: Path) -> tuple[PretrainedConfig, State]:
     kind = ALIASES.get(str(model_type), str(model_type))
     left_out = ("auto_map", *(("quantization_config",) if block else ()))
     known = {name: value for name, value in raw.items() if name not in left_out}
-    hf_config = CONFIG_MAPPING[kind].from_dict({**known, "model_type": kind})
+    try:
+        hf_config = CONFIG_MAPPING[kind].from_dict({**known, "model_type": kind})
+    except UNREADABLE as error:
+        raise ConfigError(f"cannot read {directory / 'config.json'}: {error!r}") from error
     return hf_config, HFWeights(directory) if block is None else BlockScaledWeights(directory, block)
 
 

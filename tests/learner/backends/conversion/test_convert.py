@@ -145,6 +145,13 @@ def test_an_unknown_family_is_refused(tmp_path):
     refused(source, tmp_path / "out", "model_type='gpt2' is unknown; known are deepseek_v3, glm4_moe, llama")
 
 
+def test_a_hyperparameter_of_another_type_is_refused(tmp_path):
+    source = written(tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    refused(source, tmp_path / "out", r"cannot read .*config\.json: .*'hidden_size'")
+
+
 def test_a_torn_shard_is_refused(tmp_path):
     source = written(tmp_path / "hf")
     file = source / "model.safetensors"

@@ -70,6 +70,15 @@ def test_scales_of_other_blocks_are_refused(tmp_path):
         hf_to_megatron(tmp_path / "fp8", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"), [({"model_type": "gpt9"}, "gpt9"), ({"kv_lora_rank": "narrow"}, "kv_lora_rank")]
+)
+def test_a_configuration_that_cannot_be_read_is_refused(tmp_path, changes, says):
+    published(tmp_path / "fp8", **changes)
+    with pytest.raises(ConfigError, match=rf"cannot read .*config\.json: .*{says}"):
+        hf_to_megatron(tmp_path / "fp8", tmp_path / "out")
+
+
 def test_other_quantization_and_training_from_fp8_are_refused_with_the_remedy(tmp_path):
     published(tmp_path / "fp8")
     with pytest.raises(ConfigError, match="becomes bfloat16 by launch convert hf-to-megatron"):
