@@ -7,8 +7,9 @@ from bus.errors import ConfigError
 from bus.messages import AdaptedBase
 
 KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Layers for which SGLang has adapters, by the last parts of their names."""
+"""Layers whose adapters are loaded into SGLang, by the last parts of their names."""
 SHARED_EXPERT = "shared_expert"
+"""Where one of these is in an expert of all tokens: SGLang computes some of them with the other experts."""
 BESIDE_NEWEST = 1
 """The learner is a version ahead of the steps whose rollouts are under way."""
 
@@ -54,10 +55,10 @@ def served_adapters(
         )
     for module in adapted.modules:
         parent, _, name = module.rpartition(".")
-        if name not in KNOWN or parent.endswith(SHARED_EXPERT):
+        if name not in KNOWN or SHARED_EXPERT in parent:
             raise ConfigError(
-                f"{setting}: SGLang serves no adapter of {module}: leave it out of learner.lora.targets in a "
-                "new run, or set actors.engine.adapter=merged"
+                f"{setting}: no adapter of {module} is loaded into SGLang: start a run without it in "
+                "learner.lora.targets, or set actors.engine.adapter=merged"
             )
     return ServedAdapters(
         rank=adapted.rank,
