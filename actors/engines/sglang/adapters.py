@@ -30,6 +30,8 @@ OURS = "sluice-"
 """Begins the names of all adapters that an actor loads."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang computes as one: it takes adapters of all of them, or of none."""
+WITH_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Layers by whose names SGLang takes those of experts, too."""
 ALL_MODULES = "all"
 
 
@@ -76,9 +78,16 @@ class Adapters:
         engine = uuid.uuid4().hex[:8]
         self._names = (f"{OURS}{engine}-{number}" for number in count())
 
-    def check(self) -> None:
-        """Raise `ConfigError` for a server that cannot have the adapters of the policy."""
+    def check(self, *, has_experts: bool) -> None:
+        """Raise `ConfigError` for a server, or a mixture of experts, that cannot have the adapters."""
         refuse_unfit(self._client.url, self._facts, self._served)
+        dense = sorted({*self._served.modules} & {*WITH_EXPERTS})
+        if has_experts and dense:
+            raise ConfigError(
+                f'actors.engine.adapter="loaded": the policy is a mixture of experts with adapters of '
+                f"{', '.join(dense)}, and SGLang would look for those of its experts: name layers of the "
+                "attention alone in learner.lora.targets, or set actors.engine.adapter=merged"
+            )
 
     async def clear(self, end_s: float) -> None:
         """Free the server of all that this engine, or an actor before it, loaded there."""

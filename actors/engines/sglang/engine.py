@@ -116,7 +116,7 @@ class SglangEngine:
         self._loading.check(self._config)
         if self._served is not None:
             self._adapters = Adapters(self._client, self._facts, self._served)
-            self._adapters.check()
+            self._adapters.check(has_experts=self._held.has_experts)
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         if self._routing is not None and not self._facts.returns_experts:
             raise ConfigError(

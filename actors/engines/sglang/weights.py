@@ -20,6 +20,8 @@ from storage.weights.tensors import spare_threads
 IN_MEMORY = Path("/dev/shm")
 PREFIX = "sluice-weights-"
 SETTLED_S = 60.0
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What config.json calls their number."""
 BUCKET_BYTES = 256 << 20
 """Bytes of tensors in the body of one request."""
 FILE_BYTES = 1 << 30
@@ -42,7 +44,10 @@ class HeldWeights:
         assert locked  # nobody else knows this new directory
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
-        self.model_type = str(json.loads((model_dir / "config.json").read_text()).get("model_type", ""))
+        config = json.loads((model_dir / "config.json").read_text())
+        self.model_type = str(config.get("model_type", ""))
+        self.has_experts = any(config.get(name) for name in EXPERTS)
+        """Whether it is a mixture of experts."""
         self.policy_version = -1
         """Version of the tensors; -1 when there are none yet."""
         self._tensors: dict[str, torch.Tensor] = {}

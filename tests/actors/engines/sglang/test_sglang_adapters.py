@@ -296,6 +296,13 @@ async def test_replicas_and_servers_without_the_endpoint_are_refused(server, att
         await attach().start()
 
 
+async def test_a_mixture_of_experts_with_adapters_outside_its_attention_is_refused(attach, tmp_path):
+    config = {"architectures": ["Qwen3ForCausalLM"], "num_experts": 4}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="mixture of experts with adapters of down_proj, up_proj, and SGLa"):
+        await attach().start()
+
+
 async def test_adapters_of_another_rank_are_refused(server, attach):
     engine = attach()
     await engine.start()
