@@ -36,12 +36,18 @@ def padded_vocabulary(vocab: int, tensor: int) -> int:
     return -(-vocab // tensor) * tensor
 
 
+def layers_of_last_stage(layers: int, stages: int) -> int:
+    """Return how many layers the last stage of a pipeline has, which has the output layer besides: as many as
+    the others, or fewer where the layers do not divide."""
+    return layers - -(-layers // stages) * (stages - 1)
+
+
 def _divisions(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, int, str, int]]:
-    stages = parallel.pipeline * parallel.virtual_pipeline
-    name = "pipeline" if parallel.virtual_pipeline == 1 else "pipeline * virtual_pipeline"
     yield "num_attention_heads", shape.heads, "tensor", parallel.tensor
     yield "num_key_value_heads", shape.groups, "tensor", parallel.tensor
-    yield "num_hidden_layers", shape.layers, name, stages
+    if parallel.virtual_pipeline > 1:
+        pieces = parallel.pipeline * parallel.virtual_pipeline
+        yield "num_hidden_layers", shape.layers, "pipeline * virtual_pipeline", pieces
     if shape.experts is None or not all(shape.experts.sparse_layers):
         yield "intermediate_size", shape.intermediate, "tensor", parallel.tensor
     if shape.experts is not None:
@@ -55,6 +61,11 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
     tensor, vocab = parallel.tensor, shape.vocab
     if padded_vocabulary(vocab, tensor) // tensor * (tensor - 1) >= vocab:
         yield f"vocab_size={vocab} leaves the last of tensor={tensor} ranks without a token: choose a smaller"
+    if parallel.virtual_pipeline == 1 and layers_of_last_stage(shape.layers, parallel.pipeline) < 1:
+        yield (
+            f"num_hidden_layers={shape.layers} leaves the last of pipeline={parallel.pipeline} stages "
+            "without a layer: choose fewer"
+        )
     if shape.experts is None and parallel.expert * parallel.expert_tensor > 1:
         yield (
             f"expert={parallel.expert} and expert_tensor={parallel.expert_tensor}: "
@@ -73,7 +84,7 @@ def _has_stage_without_experts(parallel: ParallelConfig, shape: Shape) -> bool:
     """Tell whether a stage of the pipeline has dense layers alone, where others have experts."""
     if shape.experts is None or not any(shape.experts.sparse_layers):
         return False
-    piece = max(1, shape.layers // (parallel.pipeline * parallel.virtual_pipeline))
+    piece = -(-shape.layers // (parallel.pipeline * parallel.virtual_pipeline))
     with_experts = {
         layer // piece % parallel.pipeline
         for layer, sparse in enumerate(shape.experts.sparse_layers)

@@ -74,6 +74,7 @@ CASES = {
     "pp2": Case(2, {"pipeline": 2}),
     "pp2 plain": Case(2, PLAIN | {"pipeline": 2}),
     "pp2 tied": Case(2, {"pipeline": 2}, TIED),
+    "pp2 uneven deepseek": Case(2, {"pipeline": 2}, (("family", "deepseek_v3"), ("num_hidden_layers", 3))),
     "pp2 vpp2": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, FOUR_LAYERS),
     "pp2 vpp2 plain tied": Case(2, PLAIN | {"pipeline": 2, "virtual_pipeline": 2}, FOUR_LAYERS + TIED),
     "cp2": Case(2, {"context": 2}),

@@ -58,6 +58,7 @@ CHANGES = [
     ("one rank plain", "tp2 plain", DENSE),
     ("tp2 sp ep2", "pp2", DEEPSEEK),
     ("pp2", "one rank", DEEPSEEK),
+    ("pp2", "ep2", DEEPSEEK | {"num_hidden_layers": 3}),
 ]
 FURTHER_CHANGES = [
     ("pp2", "tp2", TIED),

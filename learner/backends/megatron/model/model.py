@@ -22,7 +22,7 @@ from learner.backends.megatron.core import (
     parallel_state,
     tensor_parallel,
 )
-from learner.backends.megatron.layout import layout_problems, padded_vocabulary
+from learner.backends.megatron.layout import layers_of_last_stage, layout_problems, padded_vocabulary
 from learner.backends.megatron.model.attention import (
     PackedAttention,
     PackedSelfAttention,
@@ -220,9 +220,11 @@ def _transformer_config(
 ) -> TransformerConfig:
     family = family_of(hf_config)
     shape = family.shape(hf_config)
-    experts = shape.experts
+    experts, stages = shape.experts, parallel.pipeline
+    uneven = layers_of_last_stage(shape.layers, stages) if shape.layers % stages else None
     return TransformerConfig(
-        num_layers=hf_config.num_hidden_layers,
+        num_layers=shape.layers,
+        num_layers_in_last_pipeline_stage=uneven,
         hidden_size=hf_config.hidden_size,
         ffn_hidden_size=hf_config.intermediate_size,
         num_attention_heads=shape.heads,

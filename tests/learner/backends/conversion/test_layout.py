@@ -7,7 +7,12 @@ from pydantic import ValidationError
 from bus.errors import ConfigError
 from learner.backends.factory import init_world
 from learner.backends.megatron.conversion.families import shape_of
-from learner.backends.megatron.layout import layout_problems, padded_vocabulary, refuse_world
+from learner.backends.megatron.layout import (
+    layers_of_last_stage,
+    layout_problems,
+    padded_vocabulary,
+    refuse_world,
+)
 from learner.backends.megatron.model.model import build_chunks
 from learner.config.parallel import ParallelConfig
 from tests.learner.tiny import tiny_config
@@ -68,7 +73,11 @@ def test_a_world_is_refused_before_it_waits_for_the_others(monkeypatch):
                 "intermediate_size=96 does not divide by tensor=5",
             ],
         ),
-        ({"pipeline": 3}, "qwen3", ["num_hidden_layers=2 does not divide by pipeline=3"]),
+        (
+            {"pipeline": 3},
+            "qwen3",
+            ["num_hidden_layers=2 leaves the last of pipeline=3 stages without a layer"],
+        ),
         (
             {"pipeline": 2, "virtual_pipeline": 2},
             "llama",
@@ -102,6 +111,13 @@ def test_a_stage_has_experts_if_one_of_its_pieces_has_some():
     assert layout_problems(two_pieces, shape_of(config)) == []
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "last"), [(8, 4, 2), (61, 1, 61), (61, 4, 13), (61, 16, 1), (10, 7, -2)]
+)
+def test_the_last_stage_has_fewer_layers_where_they_do_not_divide(layers, stages, last):
+    assert layers_of_last_stage(layers, stages) == last
+
+
 def test_a_vocabulary_too_small_for_its_ranks_is_refused():
     config = tiny_config(vocab_size=9, num_attention_heads=8, num_key_value_heads=8, head_dim=8)
     [problem] = layout_problems(ParallelConfig(tensor=8), shape_of(config))
@@ -113,5 +129,5 @@ def test_a_vocabulary_is_padded_no_further_than_needed():
 
 
 def test_a_model_is_refused_before_it_is_built():
-    with pytest.raises(ConfigError, match="choose a divisor of 2"):
+    with pytest.raises(ConfigError, match="choose fewer"):
         build_chunks(tiny_config(), dtype=torch.float32, parallel=ParallelConfig(pipeline=3))
