@@ -11,7 +11,10 @@ from learner.backends.base import CriticSource
 from learner.config.critic import CriticConfig
 from tests.learner.tiny import hf_state, tiny_model
 
-CLASSES = {"qwen3": "Qwen3ForTokenClassification", "llama": "LlamaForTokenClassification"}
+CLASSES = {
+    "deepseek_v3": "DeepseekV3ForTokenClassification", "llama": "LlamaForTokenClassification",
+    "qwen3": "Qwen3ForTokenClassification",
+}  # fmt: skip
 
 
 def tiny_critic(

@@ -84,8 +84,12 @@ def reference_update(critic, optimizer, samples, config: CriticConfig, lr: float
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("qwen3", {"tied": True}), ("llama", {"hidden_size": 32, "num_hidden_layers": 1})]
-)
+    ("family", "changes"),
+    [
+        ("qwen3", {"tied": True}), ("llama", {"hidden_size": 32, "num_hidden_layers": 1}),
+        ("deepseek_v3", {}),
+    ],
+)  # fmt: skip
 def test_updates_are_those_of_transformers_with_torch_adamw(family, changes):
     config = CriticConfig(train="always", value_clip=0.3, loss_coef=0.7, optimizer=CRITIC_OPTIMIZER)
     reference = tiny_critic(family, **changes)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import DeepseekV3Config
 
 from bus.errors import ConfigError
@@ -119,8 +120,10 @@ def test_heads_for_several_next_tokens_are_left_out():
         "model.layers.2.eh_proj.weight": torch.zeros(64, 128),
         "model.layers.2.shared_head.head.weight": torch.zeros(58, 64),
     }
-    exported = export_hf_weights([built_from(reference, {**state, **more})], reference.config)
-    assert exported.keys() == state.keys()
+    with capture_logs() as said:
+        built = built_from(reference, {**state, **more})
+    assert [(each["event"], each["tensors"]) for each in said] == [("weights_left_out", 2)]
+    assert export_hf_weights([built], reference.config).keys() == state.keys()
     with pytest.raises(ConfigError, match=r"unexpected model\.layers\.3\.mlp\.gate\.weight"):
         built_from(reference, {**state, "model.layers.3.mlp.gate.weight": torch.zeros(8, 64)})
 
