@@ -30,7 +30,7 @@ test-nightly: install sglang
 	$(BIN)/pytest -m nightly
 
 test-sglang: install sglang
-	$(BIN)/pytest -m "sglang and not nightly"
+	$(BIN)/pytest -m "sglang and not nightly" --numprocesses 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
