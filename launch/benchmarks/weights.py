@@ -40,8 +40,9 @@ from launch.benchmarks.random_models import refuse_several
 from launch.benchmarks.weights_learner import Learning, medium, named
 from launch.config import Layer, RunConfig, validate
 from learner.backends.factory import close_world, init_world
+from learner.publication.announcement import AdapterBase
 from learner.publication.broadcast import Broadcaster
-from learner.publication.publisher import AdapterBase, WeightPublisher, publishing_threads
+from learner.publication.publisher import WeightPublisher, publishing_threads
 from learner.world.process_group import device
 from storage.weights.blob_sources import BlobSource, blob_source
 from storage.weights.blob_stores import BlobStore, blob_store

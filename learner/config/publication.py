@@ -1,6 +1,6 @@
 """Settings of how policy versions reach the actors. Loads without torch."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,11 @@ class PublicationConfig(Config):
     keep_versions: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Versions that can be fetched as long as the run goes on, for opponents that are one of them
     (`actors.opponents`). Each is a snapshot, by the transport and in the run's directory."""
+
+    quantisation: Literal["none", "fp8_block", "fp8_ue8m0", "fp8_tensor"] = "none"
+    """Format in which the linear layers of attention, of MLPs and of experts are published; training does not
+    use it. `fp8_block`: e4m3 with a float32 scale for each block of 128 x 128. `fp8_ue8m0`: the same with
+    powers of two as scales. `fp8_tensor`: one scale for each tensor, for the embedded engine only."""
 
     probe: bool = True
     """Whether a few fixed sequences are scored at each version, so that actors can tell whether their engines

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends.base import Adapters, Backend, Exported
-from learner.publication.publisher import AdapterBase
+from learner.publication.announcement import AdapterBase
 from learner.publication.transfer import host_memory
 from learner.world.process_group import device
 from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor, Weights

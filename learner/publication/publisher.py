@@ -3,11 +3,9 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
@@ -28,11 +26,13 @@ from bus.messages import (
 from bus.publish import Publisher
 from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
+from learner.publication.announcement import AdapterBase, Announcement, blobs_of
 from learner.publication.kept_versions import KeptVersions
 from storage.disk.atomic_files import Content
 from storage.weights.blob_stores import BlobStore, on_bus
 from storage.weights.deltas import Delta, encode_delta
-from storage.weights.model_files import bundle
+from storage.weights.model_files import bundle, with_quantisation
+from storage.weights.quantisation import FORMATS, Fp8Format, quantisation_config, quantised
 from storage.weights.tensors import HostTensor, Weights, snapshot_content, spare_threads
 
 log = structlog.get_logger()
@@ -57,16 +57,6 @@ def publishing_threads(config: PublicationConfig) -> int:
     return config.threads or spare_threads()
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterBase:
-    """What published adapters belong to."""
-
-    described: Callable[[BlobRef], AdaptedBase]
-    """Says what adapters they are, of frozen weights that lie there."""
-    weights: Callable[[], Weights]
-    """Reads the frozen weights as they are published; called when they are to be stored."""
-
-
 class WeightPublisher:
     """Announces versions, each after its bytes, and frees those that nobody needs any more.
 
@@ -89,6 +79,8 @@ class WeightPublisher:
         self._bus = bus
         self._store = store
         self._config = config
+        self._format = FORMATS.get(config.quantisation)
+        """Format in which weights are published; None for their own."""
         self._publisher = Publisher(bus)
         self._incarnation = incarnation
         self._files: ModelFiles | None = None
@@ -121,7 +113,8 @@ class WeightPublisher:
         found = await self._bus.get("policy", PolicyManifest)
         self._revision = found[1] if found else 0
         self._files = await asyncio.to_thread(bundle, model)
-        await self._put_model()
+        if self._format is None:  # else it is known with the first weights what engines are told
+            await self._put_model()
         await self._bus.listen(self._bus.subject("notice", "snapshot"), SnapshotWanted, self._on_wanted)
 
     async def publish(
@@ -136,7 +129,8 @@ class WeightPublisher:
         """
         async with self._one:
             began = time.perf_counter()
-            announcement = _Announcement(policy_version, stage, trains_from, probe, is_trained, ess_fraction)
+            tensors = await self._in_format(tensors)
+            announcement = Announcement(policy_version, stage, trains_from, probe, is_trained, ess_fraction)
             manifest = await self._as_delta(tensors, announcement) if await self._mended() else None
             if manifest is None:
                 manifest = await self._as_snapshot(tensors, announcement)
@@ -210,7 +204,7 @@ class WeightPublisher:
 
     # --- one publication ---
 
-    async def _as_delta(self, tensors: Tensors, announcement: "_Announcement") -> PolicyManifest | None:
+    async def _as_delta(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest | None:
         """Publish what changed since the version before; `None` where that is nearly everything."""
         base, before = self._weights, self.latest
         if base is None or before is None:
@@ -233,7 +227,7 @@ class WeightPublisher:
         self._note(delta.weights, 0 if again else len(delta.data), delta.sent_words)
         return await self._announce(delta.weights, announcement, before.snapshot, before.snapshot_at, deltas)
 
-    async def _as_snapshot(self, tensors: Tensors, announcement: "_Announcement") -> PolicyManifest:
+    async def _as_snapshot(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest:
         """Publish all weights."""
         weights = await asyncio.to_thread(self._hashed, announcement.policy_version, tensors)
         snapshot = await self._put_snapshot(weights)
@@ -246,14 +240,14 @@ class WeightPublisher:
         if weights is None:
             raise RuntimeError("nothing was published")
         snapshot = await self._put_snapshot(weights)
-        announcement = _Announcement(
+        announcement = Announcement(
             manifest.policy_version, manifest.stage, manifest.trains_from, manifest.probe,
             ess_fraction=manifest.ess_fraction,
         )  # fmt: skip
         return await self._announce(weights, announcement, snapshot, manifest.policy_version, deltas)
 
     async def _announce(
-        self, weights: Weights, announcement: "_Announcement", snapshot: BlobRef, snapshot_version: int,
+        self, weights: Weights, announcement: Announcement, snapshot: BlobRef, snapshot_version: int,
         deltas: tuple[DeltaRef, ...] = (),
     ) -> PolicyManifest:  # fmt: skip
         """Make it the run's policy: a key for those who come later, a notice for those here."""
@@ -309,7 +303,7 @@ class WeightPublisher:
         due."""
         if self._model is not None and not await on_bus(self._bus, [self._model]):
             await self._put_model()
-        intact = self.latest is None or await self._store.holds(_blobs(self.latest))
+        intact = self.latest is None or await self._store.holds(blobs_of(self.latest))
         if self.latest is not None and not intact:
             log.warning("published_weights_are_gone", policy_version=self.latest.policy_version)
             self._kept.forget_published()
@@ -322,7 +316,7 @@ class WeightPublisher:
         old = list(self._held)[: -self._config.keep]
         for version in (v for v in old if v not in self._pinned):
             del self._held[version]
-        needed = {blob for manifest in self._held.values() for blob in _blobs(manifest)}
+        needed = {blob for manifest in self._held.values() for blob in blobs_of(manifest)}
         for blob in self._stored - needed:
             try:
                 await self._store.delete(blob)
@@ -337,6 +331,22 @@ class WeightPublisher:
             self._wanted = wanted
 
     # --- bytes ---
+
+    async def _in_format(self, tensors: Tensors) -> Tensors:
+        """Return the weights as they are published; the first time the model's config is, too.
+
+        They are quantised as whole tensors, so how ranks share the model makes no difference."""
+        if self._format is None or self._files is None:
+            return tensors
+        if self._model is None:
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            self._files = with_quantisation(self._files, quantisation_config(self._format, shapes))
+            await self._put_model()
+        return await asyncio.to_thread(self._quantised, tensors, self._format)
+
+    def _quantised(self, tensors: Tensors, found: Fp8Format) -> Tensors:
+        with ThreadPoolExecutor(publishing_threads(self._config), "quantise") as threads:
+            return quantised(tensors, found, threads)
 
     def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta:
         with ThreadPoolExecutor(publishing_threads(self._config), "encode") as threads:
@@ -380,20 +390,3 @@ class WeightPublisher:
             "weights/full_bytes": (self._adapted.weights if self._adapted else weights).size_bytes,
             "weights/sent_fraction": sent_words / max(1, weights.words),
         }
-
-
-class _Announcement(NamedTuple):
-    """Says what a manifest says besides where the weights lie."""
-
-    policy_version: int
-    stage: str
-    trains_from: int
-    probe: Probe | None = None
-    is_trained: bool = True
-    ess_fraction: float | None = None
-
-
-def _blobs(manifest: PolicyManifest) -> set[BlobRef]:
-    kept = (version.snapshot for version in manifest.kept)
-    base = () if manifest.adapted is None else (manifest.adapted.weights,)
-    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas), *kept, *base}

@@ -27,9 +27,9 @@ from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
 from learner.model_directory import stream_hf_directory
 from learner.progress import kept_steps
+from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import NONE_EXACT, Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
-from learner.publication.publisher import AdapterBase
 from learner.scoring.recorded_logprobs import recorded_logprobs
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.settings import LearnerSettings

@@ -1,11 +1,16 @@
 """Packs the small files of a model directory (config, tokenizer, chat template) into one message."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from bus.codec import Json
 from bus.errors import StorageError
 from bus.messages import ModelFiles
 
+CONFIG = "config.json"
+QUANTISATION = "quantization_config"
+"""Key of config.json that says how the weights are quantised."""
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
@@ -22,12 +27,26 @@ def unbundle(files: ModelFiles, directory: Path) -> None:
         (directory / Path(name).name).write_bytes(content)
 
 
+def with_quantisation(files: ModelFiles, quantisation: Mapping[str, Json]) -> ModelFiles:
+    """Return the files with a config.json by which engines load quantised weights."""
+    place = files.names.index(CONFIG)
+    config = {**json.loads(files.contents[place]), QUANTISATION: dict(quantisation)}
+    contents = list(files.contents)
+    contents[place] = (json.dumps(config, indent=2) + "\n").encode()
+    return ModelFiles(names=files.names, contents=tuple(contents))
+
+
+def is_quantised_model(directory: Path) -> bool:
+    """Tell whether the weights of a model directory are quantised, by its config.json."""
+    return bool(json.loads((directory / CONFIG).read_text()).get(QUANTISATION))
+
+
 def vocabulary_size(files: ModelFiles) -> int | None:
     """Return the rows of the model's embedding by its config.json; token ids are smaller. None if not said.
 
     Raises `StorageError` for a config.json that is no JSON object."""
     try:
-        config = json.loads(files.contents[files.names.index("config.json")])
+        config = json.loads(files.contents[files.names.index(CONFIG)])
         found = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     except (ValueError, AttributeError) as error:  # ValueError also when it is not among them
         raise StorageError(f"the model's config.json is no configuration: {error!r}") from error

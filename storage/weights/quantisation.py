@@ -108,7 +108,8 @@ def quantisation_config(found: Fp8Format, shapes: Shapes) -> dict[str, Json]:
         config["weight_block_size"] = [BLOCK, BLOCK]
     if found.powers_of_two:
         config["scale_fmt"] = "ue8m0"
-    return config | {"modules_to_not_convert": list(_kept_modules(shapes))}
+    config["modules_to_not_convert"] = [*sorted(_kept_modules(shapes))]
+    return config
 
 
 def _kept_modules(shapes: Shapes) -> Iterable[str]:

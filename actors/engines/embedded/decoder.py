@@ -15,6 +15,7 @@ from actors.engines.embedded.fused_experts import fuse_experts
 from actors.engines.embedded.kv_cache import Rows, SlotCache
 from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
+from actors.weights.quantised import without_quantisation
 from bus.errors import EngineError, RequestRefusedError
 
 Finished = list[tuple[GenerationRequest, Generation]]
@@ -249,11 +250,11 @@ def prepare_weights(
 
     Args:
         model: its parameters and persistent buffers give names and shapes; tied ones may be named either way.
-        state: HF names, as in model files; experts may be one tensor each or fused.
+        state: HF names, as in model files; experts may be one tensor each or fused, weights in fp8.
         complete: whether every tensor must be there.
     Raises EngineError for names or shapes that are not the model's, and for missing tensors."""
     held = model.state_dict(keep_vars=True)
-    state = fuse_experts(state, held, complete=complete)
+    state = fuse_experts(without_quantisation(state), held, complete=complete)
     if unknown := sorted(set(state) - set(held)):
         raise EngineError(
             f"the model has no tensors named {_some(unknown)}: these are another model's weights"

@@ -24,8 +24,9 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.data.packing import pack
 from learner.model_directory import HFWeights
+from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights, host_tensors
-from learner.publication.publisher import AdapterBase, WeightPublisher
+from learner.publication.publisher import WeightPublisher
 from storage.weights.adapter_names import adapter_names
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs

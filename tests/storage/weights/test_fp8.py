@@ -178,7 +178,7 @@ def test_the_config_names_the_format_and_every_layer_that_stays():
         "model.embed_tokens.weight": (9, 8), "model.layers.0.mlp.gate.weight": (4, 8),
         "model.layers.0.mlp.experts.0.up_proj.weight": (16, 8), "model.norm.weight": (8,),
     }  # fmt: skip
-    kept = ["model.layers.0.mlp.gate", "lm_head"]
+    kept = ["lm_head", "model.layers.0.mlp.gate"]
     common = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     by_block = common | {"weight_block_size": [128, 128], "modules_to_not_convert": kept}
     assert quantisation_config(BLOCK, shapes) == by_block

@@ -1,0 +1,36 @@
+"""What is announced of a version, and which stored bytes an announcement needs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bus.messages import AdaptedBase, BlobRef, PolicyManifest, Probe
+from storage.weights.tensors import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """What published adapters belong to."""
+
+    described: Callable[[BlobRef], AdaptedBase]
+    """Says what adapters they are, of frozen weights that lie there."""
+    weights: Callable[[], Weights]
+    """Reads the frozen weights as they are published; called when they are to be stored."""
+
+
+class Announcement(NamedTuple):
+    """Says what a manifest says besides where the weights lie."""
+
+    policy_version: int
+    stage: str
+    trains_from: int
+    probe: Probe | None = None
+    is_trained: bool = True
+    ess_fraction: float | None = None
+
+
+def blobs_of(manifest: PolicyManifest) -> set[BlobRef]:
+    """Return all blobs from which somebody makes the version of a manifest, or one that it keeps."""
+    kept = (version.snapshot for version in manifest.kept)
+    base = () if manifest.adapted is None else (manifest.adapted.weights,)
+    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas), *kept, *base}
