@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from actors.config import PluginEnvironmentConfig
-from actors.engines.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig, refuse_quantised
 from actors.environments.agent_config import AgentConfig
 from actors.environments.clients_config import ClientsConfig
 from actors.environments.length_config import LengthProfileConfig
@@ -58,6 +58,7 @@ def check_together(config: "RunConfig") -> None:
             "actors.engine.routed_experts=true, or router_replay to none"
         )
     _check_adapters(config)
+    _check_quantisation(config)
     _check_colocation(config)
     _check_opponents(config)
     check_evaluations(config)
@@ -102,6 +103,32 @@ def _check_adapters(config: "RunConfig") -> None:
             "publishes, and its engines take whole weights; set learner.lora.publish=merged, or "
             "actors.engine.update=disk"
         )
+
+
+def _check_quantisation(config: "RunConfig") -> None:
+    """Refuse quantised weights where adapters travel, and engines that could not take them."""
+    chosen, engine = config.learner.publication.quantisation, config.actors.engine
+    if chosen == "none":
+        return
+    where = f"learner.publication.quantisation={chosen}"
+    if config.learner.lora.exists and config.learner.lora.publish == "adapter":
+        raise ConfigError(
+            f"{where} with learner.lora.publish=adapter: adapters alone are published, and never quantised; "
+            "set learner.lora.publish=merged, or quantisation to none"
+        )
+    if not isinstance(engine, SglangEngineConfig):
+        return
+    if chosen == "fp8_tensor":
+        raise ConfigError(
+            f"{where} with actors.engine.type=sglang: SGLang merges the scales of fused layers when it loads "
+            "them, and takes no second version; set quantisation to fp8_block"
+        )
+    if engine.update == "group":
+        raise ConfigError(
+            f"{where} with actors.engine.update=group: the learner broadcasts weights that are not quantised "
+            "only; set actors.engine.update=disk"
+        )
+    refuse_quantised(engine)
 
 
 def _check_client_temperature(config: "RunConfig") -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from bus.errors import ConfigError
 
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 
@@ -282,6 +283,21 @@ class SglangEngineConfig(Config):
     def left_free(self) -> int:
         """Return the tokens of a context that no trajectory takes up: SGLang ends a generation before."""
         return 2
+
+
+def refuse_quantised(engine: SglangEngineConfig) -> None:
+    """Raise `ConfigError` for servers that cannot take quantised weights, as far as settings tell."""
+    if engine.attached:
+        raise ConfigError(
+            f"quantised weights for the running server {engine.attached[0]}: SGLang does not say how its "
+            "model is quantised, and one that is not would serve codes as weights; leave out "
+            "actors.engine.url, or set learner.publication.quantisation=none"
+        )
+    if (chosen := engine.settings.get("quantization")) is not None:
+        raise ConfigError(
+            f"actors.engine.server.quantization={chosen!r} with quantised weights: their config.json says "
+            "how they are; leave it out, or set learner.publication.quantisation=none"
+        )
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]

@@ -61,6 +61,34 @@ def test_router_replay_needs_what_it_replays():
     assert "learner.router_replay=learner: set it to none" in told
 
 
+FP8 = {"learner": {"publication": {"quantisation": "fp8_block"}}}
+
+
+@pytest.mark.parametrize(
+    ("layer", "complaint"),
+    [
+        ({"learner": {"lora": {"rank": 4, "publish": "adapter"}}}, "adapters alone are published"),
+        ({"actors": {"engine": {"type": "sglang", "update": "group"}}}, "set actors.engine.update=disk"),
+        ({"actors": {"engine": {"type": "sglang", "url": "http://h:1"}}}, "the running server http://h:1"),
+        (
+            {"actors": {"engine": {"type": "sglang", "server": {"quantization": "awq"}}}},
+            "actors.engine.server.quantization='awq' with quantised weights",
+        ),
+    ],
+)
+def test_quantised_weights_are_refused_for_engines_that_cannot_take_them(layer, complaint):
+    assert complaint in refusal(layer, FP8)
+    resolve(layer)
+    resolve(FP8)
+    resolve(FP8, {"actors": {"engine": {"type": "sglang"}}})
+
+
+def test_one_scale_for_each_tensor_is_for_the_embedded_engine_alone():
+    by_tensor = {"learner": {"publication": {"quantisation": "fp8_tensor"}}}
+    resolve(by_tensor)
+    assert "set quantisation to fp8_block" in refusal(by_tensor, {"actors": {"engine": {"type": "sglang"}}})
+
+
 def test_later_layers_win_key_by_key():
     config = resolve(
         {"run": "preset", "learner": {"steps": 1, "optimizer": {"lr": 1e-3}}, **SORT},

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.engines.announced_version import Published
-from actors.engines.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig, refuse_quantised
 from actors.engines.sglang.broadcast_group import LearnerGroup, Offer
 from actors.engines.sglang.changes import takes_changes
 from actors.engines.sglang.client import SglangClient, TooSlowError, UnreachableError
@@ -37,13 +37,15 @@ class Loading:
         """What is in the server, where it came by announcement."""
         self._in_server: int | None = None
         """Version of all that is held, when the server was given it; None when that is not certain."""
-        self._takes_changes = all(
+        self._takes_changes = not held.quantised and all(
             takes_changes(server, held.model_type, update_sessions=facts.update_sessions)
             for server in facts.settings
         )
 
     def check(self, config: SglangEngineConfig) -> None:
         """Raise `ConfigError` for a server that weights cannot get into as configured."""
+        if self.held.quantised:
+            refuse_quantised(config)
         if self._facts.speculation == "NGRAM" and not self._facts.update_sessions:
             raise ConfigError(
                 f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "

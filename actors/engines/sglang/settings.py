@@ -16,6 +16,7 @@ from actors.engines.config import SglangEngineConfig, SglangSetting
 from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.engines.sglang.in_server import sluice_changes
 from bus.errors import ConfigError
+from storage.weights.model_files import is_quantised_model
 
 Settings = Mapping[str, SglangSetting]
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
@@ -95,6 +96,11 @@ def server_settings(
     given = chosen(config)
     device = device_of(given)
     refuse_unfit(config, given, device)
+    if device == "cpu" and is_quantised_model(model):
+        raise ConfigError(
+            "SGLang on the CPU packs quantised weights anew as it loads them, and takes no second version: "
+            "set learner.publication.quantisation=none, or give it a GPU"
+        )
     return {
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),

@@ -15,6 +15,7 @@ from actors.engines.sglang.changes import changes
 from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, write_tensors
 from bus.errors import ConfigError, EngineError
 from storage.disk.atomic_files import try_lock
+from storage.weights.model_files import is_quantised_model
 from storage.weights.tensors import spare_threads
 
 IN_MEMORY = Path("/dev/shm")
@@ -48,6 +49,8 @@ class HeldWeights:
         self.model_type = str(config.get("model_type", ""))
         self.has_experts = any(config.get(name) for name in EXPERTS)
         """Whether it is a mixture of experts."""
+        self.quantised = is_quantised_model(model_dir)
+        """Whether they are in a format that a server packs for its kernels when it has loaded them."""
         self.policy_version = -1
         """Version of the tensors; -1 when there are none yet."""
         self._tensors: dict[str, torch.Tensor] = {}

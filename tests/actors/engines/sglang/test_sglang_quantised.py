@@ -1,0 +1,123 @@
+"""Quantised weights on their way into SGLang servers, and servers that cannot take them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from actors.engines.config import SglangEngineConfig
+from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.loading import Loading
+from actors.engines.sglang.server_facts import ServerFacts
+from actors.engines.sglang.settings import APPLY, server_settings
+from actors.engines.sglang.weights import HeldWeights
+from actors.weights.quantised import without_quantisation
+from actors.weights.torch_tensors import torch_tensors
+from bus.errors import ConfigError
+from learner.publication.host_copy import host_tensors
+from storage.weights.quantisation import FORMATS, quantisation_config, quantised, with_partners
+from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
+from tests.actors.tiny import recomputed, request
+
+
+def in_fp8(model, name):
+    """What the learner would publish of a model, and the configuration that engines are told."""
+    state = {key: weight for key, weight in model.state_dict().items() if "rotary" not in key}
+    shapes = {key: tuple(weight.shape) for key, weight in state.items()}
+    tensors = torch_tensors(quantised(host_tensors(state), FORMATS[name]))
+    return tensors, quantisation_config(FORMATS[name], shapes)
+
+
+def directory_of(tmp_path, quantisation=None):
+    path = tmp_path / "model"
+    path.mkdir()
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(config | (quantisation or {})))
+    return path
+
+
+class Taking:
+    """A server that takes files."""
+
+    def __init__(self):
+        self.version = 0
+        self.seen = []
+
+    async def weight_version(self):
+        return str(self.version)
+
+    async def load_files(self, directory, policy_version, **_):
+        self.version = policy_version
+        self.seen += [path.name.split("-")[0] for path in sorted(directory.glob("*.safetensors"))]
+
+    async def load_changes(self, file, policy_version, *_, **__):
+        self.version = policy_version
+        self.seen.append(file.name.split("-")[0])
+
+
+@pytest.mark.parametrize("quantisation", [{}, {"quantization_config": {"quant_method": "fp8"}}])
+async def test_quantised_weights_go_whole_into_a_server_that_would_take_changes_of_others(
+    tmp_path, quantisation
+):
+    held = HeldWeights(directory_of(tmp_path, quantisation), tmp_path / "weights")
+    server = Taking()
+    settings = ({"custom_weight_loader": [APPLY]},)
+    facts = ServerFacts("0.5.23", "m", True, True, False, True, 1, settings)
+    loading = Loading(held, server, facts)
+    weight = torch.arange(5000, dtype=torch.float32)
+    changed = weight.clone()
+    changed[7] = -1
+    for version, state in enumerate(({"a": weight}, {"a": changed})):
+        load = await loading.tensors(SglangEngineConfig(), state, version)
+        assert await load(False, math.inf) == version
+    held.close()
+    assert server.seen == ["model", "model" if quantisation else "changes"]
+
+
+def test_a_server_on_the_cpu_is_refused_before_it_starts(tmp_path):
+    config = SglangEngineConfig(server={"device": "cpu"})
+    model = directory_of(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(ConfigError, match=r"SGLang on the CPU.*learner.publication.quantisation=none"):
+        server_settings(config, model, host="::1", port=7, first_gpu=0)
+
+
+def test_a_running_server_is_refused_for_it_does_not_say_how_it_is_quantised(tmp_path):
+    model = directory_of(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
+    held = HeldWeights(model, tmp_path / "weights")
+    facts = ServerFacts("0.5.23", "m", True, True, False, True, 1, ({},))
+    config = SglangEngineConfig(url="http://host:30000")
+    with pytest.raises(ConfigError, match="running server http://host:30000: SGLang does not say"):
+        Loading(held, Taking(), facts).check(config)
+    held.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_ue8m0"])
+async def test_a_server_computes_with_the_codes_and_scales_of_each_version(tmp_path, name):
+    """The server quantises activations too, so it is near to the weights without quantisation, not equal."""
+    models = [policy(0), policy(1)]
+    models[0].config.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": in_fp8(models[0], name)[1]})
+    )
+    engine = SglangEngine(tmp_path / "model", SglangEngineConfig(server=SERVER), tmp_path / "engine.log")
+    try:
+        await engine.start()
+        before = {}
+        for version, model in enumerate(models):
+            tensors, _ = in_fp8(model, name)
+            changed = {key: t for key, t in tensors.items() if key not in before or not torch.equal(
+                t.view(torch.uint8), before[key].view(torch.uint8))}  # fmt: skip
+            await engine.load_weights(with_partners(changed, tensors), version)
+            before = tensors
+            generation = await engine.generate(request(f"v{version}", PROMPT, new=32))
+            model.load_state_dict(dict(without_quantisation(tensors)))
+            expected = recomputed(model.float(), PROMPT, generation)
+            assert np.abs(generation.logprobs - expected).mean() < 2 * NEAR
+            assert set(generation.policy_versions.tolist()) == {version}
+    finally:
+        await engine.close()
