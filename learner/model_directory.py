@@ -39,6 +39,11 @@ UNREADABLE = (OSError, ValueError, KeyError, StrictDataclassError)
 """What transformers raises for a configuration that it cannot read."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """torch's dtypes of weights by their names in safetensors files."""
+STORED_DTYPES = DTYPES | {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8,
+}  # fmt: skip
+"""The same of all that is copied from file to file."""
 
 
 class HFWeights(LazyWeights):
@@ -156,14 +161,20 @@ def save_hf_directory(
     """
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
+    save_weights(path, state, shard_bytes=shard_bytes)
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, path)
+
+
+def save_weights(path: Path, state: State, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the safetensors files of a directory, and their index where there are several, as
+    `save_hf_directory` does."""
     specs = {name: spec_of(state, name) for name in state}
     shards = _split(specs, shard_bytes)
     for file, names in shards.items():
         _write_safetensors(path / file, {name: specs[name] for name in names}, state)
     if len(shards) > 1:
         _write_index(path, {file: {name: specs[name] for name in names} for file, names in shards.items()})
-    if tokenizer_dir is not None:
-        copy_tokenizer(tokenizer_dir, path)
 
 
 def stream_hf_directory(
@@ -247,7 +258,7 @@ def _split(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, list[str]]:
 
 def _write_safetensors(file: Path, specs: Mapping[str, Spec], state: State) -> None:
     """Write tensor by tensor. The safetensors library would need all tensors in memory at once."""
-    named = {dtype: name for name, dtype in DTYPES.items()}
+    named = {dtype: name for name, dtype in STORED_DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, spec in specs.items():

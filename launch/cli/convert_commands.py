@@ -1,6 +1,7 @@
 """`launch convert ...`: converts models between formats. Loads no torch, so that help is quick."""
 
 from pathlib import Path
+from typing import Literal
 
 from cyclopts import App
 
@@ -8,7 +9,7 @@ from launch.process.log_settings import configure_logging
 
 convert = App(
     name="convert",
-    help="Convert models between Hugging Face directories and checkpoints.",
+    help="Convert models between Hugging Face directories, checkpoints and fp8.",
     help_format="plaintext",
 )
 
@@ -51,3 +52,50 @@ def megatron_to_hf(source: Path, target: Path, *, model: Path | None = None) -> 
 
     configure_logging()
     print(megatron_to_hf(source, target, model))  # noqa: T201 - the user's terminal
+
+
+@convert.command(usage="Usage: launch convert quantise SOURCE TARGET [OPTIONS]")
+def quantise(
+    source: Path, target: Path, *, to: Literal["fp8_block", "fp8_ue8m0", "fp8_tensor"] = "fp8_block"
+) -> None:
+    """Write a Hugging Face directory with its linear layers in fp8, for inference engines.
+
+    The command reads and writes tensor by tensor, so the model may be larger than memory.
+
+    Parameters
+    ----------
+    source
+        Directory with config.json and safetensors files; other files are copied.
+    target
+        Directory to create; it appears when everything is written and verified.
+    to
+        `fp8_block` has a scale for each block of 128 x 128, `fp8_ue8m0` powers of two for these, `fp8_tensor`
+        one for each tensor.
+    """
+    from learner.quantised_directory import quantise
+
+    configure_logging()
+    print(quantise(source, target, to))  # noqa: T201 - the user's terminal
+
+
+@convert.command(usage="Usage: launch convert dequantise SOURCE TARGET [OPTIONS]")
+def dequantise(source: Path, target: Path, *, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
+    """Write a Hugging Face directory in fp8 as one in bfloat16 or float32.
+
+    The command reads and writes tensor by tensor, so the model may be larger than memory.
+
+    Parameters
+    ----------
+    source
+        Directory with config.json and safetensors files; other files are copied.
+    target
+        Directory to create; it appears when everything is written and verified.
+    dtype
+        Type of the weights that were in fp8; the others stay as they are.
+    """
+    import torch
+
+    from learner.quantised_directory import dequantise
+
+    configure_logging()
+    print(dequantise(source, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal

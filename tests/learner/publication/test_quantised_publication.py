@@ -21,35 +21,14 @@ from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
-from storage.weights.quantisation import FORMATS, is_quantised
+from storage.weights.quantisation import FORMATS
+from tests.learner.fp8_reference import served
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.nats
 NAMES = list(FORMATS)
 TIMEOUT_S = 20
 E4M3 = torch.float8_e4m3fn
-
-
-def rounded(weight, name):
-    """What fp8 makes of a weight, computed by torch block by block."""
-    weight, size = weight.float(), 10**9 if name == "fp8_tensor" else 128
-    result = torch.empty_like(weight)
-    for rows in range(0, weight.shape[0], size):
-        for columns in range(0, weight.shape[1], size):
-            place = slice(rows, rows + size), slice(columns, columns + size)
-            scale = weight[place].abs().max() / 448
-            if name == "fp8_ue8m0":
-                scale = torch.exp2(torch.ceil(torch.log2(scale)))
-            result[place] = (weight[place] / scale).to(E4M3).float() * scale
-    return result
-
-
-def served(state, name):
-    """The weights with which an engine of this format computes."""
-    return {
-        key: rounded(weight, name) if is_quantised(key, tuple(weight.shape)) else weight.float()
-        for key, weight in state.items()
-    }
 
 
 class Learning:

@@ -1,0 +1,90 @@
+"""`launch convert quantise` and `dequantise`: model directories in fp8 and back, tensor by tensor."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from bus.codec import Json
+from bus.errors import ConfigError
+from learner.lazy_weights import LazyWeights
+from learner.model_directory import INDEX_FILE, SHARD_BYTES, STORED_DTYPES, HFWeights, save_weights
+from learner.quantised_weights import DequantisedWeights, QuantisedWeights
+from learner.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
+from storage.weights.fp8 import Blocks
+from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
+from storage.weights.quantisation import FORMATS, quantisation_config
+
+
+def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BYTES) -> Converted:
+    """Write a Hugging Face directory with its linear layers in one of `FORMATS`.
+
+    Raises `ConfigError` for a model that is quantised already or has experts in one tensor, `StorageError`
+    for a weight that is not finite; then, and after any other failure, there is no `target`."""
+    refuse_existing(target)
+    config = _config(source)
+    if QUANTISATION in config:
+        raise ConfigError(
+            f"{source} is quantised already, by its {CONFIG}: `launch convert dequantise` undoes that"
+        )
+    weights = HFWeights(source, STORED_DTYPES)
+    shapes = {name: weights.spec(name).shape for name in weights}
+    config[QUANTISATION] = quantisation_config(FORMATS[to], shapes)
+    return _written(source, target, QuantisedWeights(weights, FORMATS[to]), config, shard_bytes)
+
+
+def dequantise(
+    source: Path, target: Path, dtype: torch.dtype, *, shard_bytes: int = SHARD_BYTES
+) -> Converted:
+    """Write a Hugging Face directory in fp8 as one with those weights in `dtype`.
+
+    Raises `ConfigError` for a model that is quantised otherwise or not at all, `StorageError` for weights or
+    scales that are damaged; then, and after any other failure, there is no `target`."""
+    refuse_existing(target)
+    config = _config(source)
+    blocks = _blocks(source, config.pop(QUANTISATION, None))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    weights = DequantisedWeights(HFWeights(source, STORED_DTYPES), blocks, dtype)
+    return _written(source, target, weights, config, shard_bytes)
+
+
+def _written(
+    source: Path, target: Path, weights: LazyWeights, config: dict[str, Json], shard_bytes: int
+) -> Converted:
+    seen = Digesting(weights)
+    with filling(target) as temporary:
+        for file in source.iterdir():
+            if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX_FILE:
+                shutil.copyfile(file, temporary / file.name)
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        with seen.shown(f"converting {source}"):
+            save_weights(temporary, seen, shard_bytes=shard_bytes)
+        size_bytes = verified_size(HFWeights(temporary, STORED_DTYPES), seen.digests)
+    return Converted(target, len(seen.digests), size_bytes)
+
+
+def _config(source: Path) -> dict[str, Json]:
+    """Read `config.json` as it is: a model that transformers does not know can be converted too."""
+    try:
+        config = json.loads((source / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} is not a model directory: cannot read {CONFIG}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{source / CONFIG} is no configuration: it is no JSON object")
+    return config
+
+
+def _blocks(source: Path, found: Json) -> Blocks | None:
+    """Return which elements share a scale; None where a tensor or a row has one."""
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or method != "fp8":
+        how = f"by {method!r}" if method else "by nothing that it names"
+        raise ConfigError(f"{source} is quantised {how} in its {CONFIG}: 'fp8' can be converted")
+    size = found.get("weight_block_size")
+    if size is None:
+        return None
+    if not isinstance(size, list) or [type(n) for n in size] != [int, int]:
+        raise ConfigError(f"{source / CONFIG}: weight_block_size={size!r} is no pair of sizes")
+    rows, columns = (int(str(n)) for n in size)
+    return Blocks(rows, columns)

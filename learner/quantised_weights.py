@@ -1,0 +1,126 @@
+"""Weights that are quantised, or no longer quantised, one at a time as they are read."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from bus.errors import ConfigError, StorageError
+from learner.lazy_weights import LazyWeights, Spec
+from learner.publication.host_copy import host_tensors
+from storage.weights.fp8 import Blocks, dequantised
+from storage.weights.quantisation import Fp8Format, is_quantised, quantised, scale_names
+from storage.weights.tensors import HostTensor
+
+CODES = torch.float8_e4m3fn
+INPUT_SCALE = ".input_scale"
+"""Ends the names of scales of activations, which weights alone do not need."""
+
+
+class QuantisedWeights(LazyWeights):
+    """The weights with codes and scales in the place of those that are quantised."""
+
+    def __init__(self, weights: LazyWeights, found: Fp8Format) -> None:
+        self._weights = weights
+        self._format = found
+        self._scales = {
+            name + found.suffix: name for name in weights if is_quantised(name, weights.spec(name).shape)
+        }
+        """The weight of each scale."""
+        self._last: tuple[str, Mapping[str, HostTensor]] = "", {}
+        """The weight quantised last, whose scales are asked for next."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._scales.get(name, name)
+        if weight + self._format.suffix not in self._scales:
+            return self._weights[name]
+        if self._last[0] != weight:
+            source = host_tensors({weight: self._weights[weight].contiguous()})
+            self._last = weight, quantised(source, self._format)
+        found = self._last[1][name]
+        dtype, kind = self.spec(name).dtype, f"i{found.words.itemsize}"
+        return torch.from_numpy(found.words.view(kind)).view(dtype).reshape(found.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._scales or name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self._weights:
+            yield name
+            if name + self._format.suffix in self._scales:
+                yield name + self._format.suffix
+
+    def __len__(self) -> int:
+        return len(self._weights) + len(self._scales)
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype of a tensor, unread."""
+        weight = self._scales.get(name, name)
+        shape, dtype = self._weights.spec(weight)
+        if weight + self._format.suffix not in self._scales:
+            return Spec(shape, dtype)
+        if name == weight:
+            return Spec(shape, CODES)
+        return Spec(self._format.scales_shape(shape), torch.float32)
+
+
+class DequantisedWeights(LazyWeights):
+    """The weights that codes and scales stand for, in `dtype`; the others are as they are.
+
+    Raises `ConfigError` for codes without scales when it is made."""
+
+    def __init__(self, weights: LazyWeights, blocks: Blocks | None, dtype: torch.dtype) -> None:
+        """Take what is stored; `blocks` are None where each tensor has one scale, or each row has."""
+        self._weights = weights
+        self._blocks = blocks
+        self._dtype = dtype
+        self._scale_of = dict(_scales_of_codes(weights))
+        scales = set(self._scale_of.values())
+        self._names = [name for name in weights if name not in scales and not name.endswith(INPUT_SCALE)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._scale_of:
+            return self._weights[name]
+        codes, scales = self._weights[name], self._weights[self._scale_of[name]].float()
+        rows, columns = codes.shape
+        blocks = self._blocks or Blocks(1, columns)
+        shape = (rows, 1) if self._blocks is None and scales.numel() == rows else tuple(scales.shape)
+        try:
+            values = dequantised(
+                codes.contiguous().view(torch.uint8).numpy(), scales.reshape(shape).numpy(), blocks
+            )
+        except StorageError as error:
+            raise StorageError(f"{name}: {error}") from error
+        found = torch.from_numpy(values)
+        if not found.isfinite().all():
+            raise StorageError(f"{name} has values that are not finite: codes or scales are damaged")
+        return found.to(self._dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype of a tensor, unread."""
+        spec = self._weights.spec(name)
+        return Spec(spec.shape, self._dtype) if name in self._scale_of else spec
+
+
+def _scales_of_codes(weights: LazyWeights) -> Iterator[tuple[str, str]]:
+    """Yield the name of each weight in codes with that of its scales."""
+    for name in weights:
+        spec = weights.spec(name)
+        if spec.dtype != CODES:
+            continue
+        found = [scale for scale in scale_names(name) if scale in weights]
+        if len(spec.shape) != 2 or not found:
+            raise ConfigError(
+                f"{name} is in fp8, of shape {list(spec.shape)}, and has no scales: a matrix with "
+                f"{' or '.join(scale_names(name))} can be converted"
+            )
+        yield name, found[0]
