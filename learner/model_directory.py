@@ -43,7 +43,7 @@ STORED_DTYPES = DTYPES | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8,
 }  # fmt: skip
-"""The same of all that is copied from file to file."""
+"""The same of all that files may hold: codes and scales of quantised weights too, and integers."""
 
 
 class HFWeights(LazyWeights):

@@ -67,14 +67,14 @@ class QuantisedWeights(LazyWeights):
 class DequantisedWeights(LazyWeights):
     """The weights that codes and scales stand for, in `dtype`; the others are as they are.
 
-    Raises `ConfigError` for codes without scales when it is made."""
+    Raises `ConfigError` when it is made for codes without scales, and for scales of other blocks."""
 
     def __init__(self, weights: LazyWeights, blocks: Blocks | None, dtype: torch.dtype) -> None:
         """Take what is stored; `blocks` are None where each tensor has one scale, or each row has."""
         self._weights = weights
         self._blocks = blocks
         self._dtype = dtype
-        self._scale_of = dict(_scales_of_codes(weights))
+        self._scale_of = dict(_scales_of_codes(weights, blocks))
         scales = set(self._scale_of.values())
         self._names = [name for name in weights if name not in scales and not name.endswith(INPUT_SCALE)]
 
@@ -82,16 +82,15 @@ class DequantisedWeights(LazyWeights):
         if name not in self._scale_of:
             return self._weights[name]
         codes, scales = self._weights[name], self._weights[self._scale_of[name]].float()
-        rows, columns = codes.shape
-        blocks = self._blocks or Blocks(1, columns)
-        shape = (rows, 1) if self._blocks is None and scales.numel() == rows else tuple(scales.shape)
-        try:
-            values = dequantised(
-                codes.contiguous().view(torch.uint8).numpy(), scales.reshape(shape).numpy(), blocks
+        of_rows = self._blocks is None and scales.numel() > 1
+        blocks = self._blocks or Blocks(1, codes.shape[1])
+        found = torch.from_numpy(
+            dequantised(
+                codes.contiguous().view(torch.uint8).numpy(),
+                (scales.reshape(-1, 1) if of_rows else scales).numpy(),
+                blocks,
             )
-        except StorageError as error:
-            raise StorageError(f"{name}: {error}") from error
-        found = torch.from_numpy(values)
+        )
         if not found.isfinite().all():
             raise StorageError(f"{name} has values that are not finite: codes or scales are damaged")
         return found.to(self._dtype)
@@ -111,16 +110,20 @@ class DequantisedWeights(LazyWeights):
         return Spec(spec.shape, self._dtype) if name in self._scale_of else spec
 
 
-def _scales_of_codes(weights: LazyWeights) -> Iterator[tuple[str, str]]:
+def _scales_of_codes(weights: LazyWeights, blocks: Blocks | None) -> Iterator[tuple[str, str]]:
     """Yield the name of each weight in codes with that of its scales."""
     for name in weights:
-        spec = weights.spec(name)
-        if spec.dtype != CODES:
+        shape, dtype = weights.spec(name)
+        if dtype != CODES:
             continue
         found = [scale for scale in scale_names(name) if scale in weights]
-        if len(spec.shape) != 2 or not found:
+        if len(shape) != 2 or not found:
             raise ConfigError(
-                f"{name} is in fp8, of shape {list(spec.shape)}, and has no scales: a matrix with "
+                f"{name} is in fp8, of shape {list(shape)}, and has no scales: a matrix with "
                 f"{' or '.join(scale_names(name))} can be converted"
             )
+        counts = (shape[0], 1) if blocks is None else blocks.counts(shape)
+        given = weights.spec(found[0]).shape
+        if given not in (counts, (), (1,), (1, 1)) and not (blocks is None and given == (shape[0],)):
+            raise ConfigError(f"{found[0]} must be {list(counts)}, and is {list(given)}")
         yield name, found[0]

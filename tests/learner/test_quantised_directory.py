@@ -121,8 +121,8 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
         ({}, {UP: codes}, ConfigError, f"{UP} is in fp8.*has no scales"),
         ({}, {UP: nan, f"{UP}_scale": scales}, StorageError, f"{UP} has values that are not finite"),
         (
-            {"weight_block_size": [32, 32]}, {UP: codes, f"{UP}_scale_inv": torch.ones(2, 2)}, StorageError,
-            rf"{UP}: scales of shape \[2, 2\] do not fit.*it needs \[3, 2\]",
+            {"weight_block_size": [32, 32]}, {UP: codes, f"{UP}_scale_inv": torch.ones(2, 2)}, ConfigError,
+            rf"{UP}_scale_inv must be \[3, 2\], and is \[2, 2\]",
         ),
         ({"weight_block_size": "128"}, {UP: codes}, ConfigError, "weight_block_size='128' is no pair"),
     ]):  # fmt: skip
