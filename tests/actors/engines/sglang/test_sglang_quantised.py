@@ -2,16 +2,20 @@
 
 import json
 import math
+import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.loading import Loading
 from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.settings import APPLY, server_settings
+from actors.engines.sglang.settings import APPLY, interpreter, server_settings
 from actors.engines.sglang.weights import HeldWeights
 from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
@@ -91,6 +95,31 @@ def test_a_running_server_is_refused_for_it_does_not_say_how_it_is_quantised(tmp
     with pytest.raises(ConfigError, match="running server http://host:30000: SGLang does not say"):
         Loading(held, Taking(), facts).check(config)
     held.close()
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "scales"), [("fp8_block", "weight_scale_inv"), ("fp8_tensor", "weight_scale")]
+)
+def test_sglangs_own_fused_layer_takes_codes_and_scales_by_their_names(tmp_path, name, scales):
+    sizes = {"q": 256, "k": 128, "v": 128}
+    state = {
+        f"model.layers.0.self_attn.{part}_proj.weight": torch.randn(rows, 256) for part, rows in sizes.items()
+    }
+    shapes = {key: tuple(weight.shape) for key, weight in state.items()}
+    config = quantisation_config(FORMATS[name], shapes)
+    policy(0, layers=1).config.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    tensors = torch_tensors(quantised(host_tensors(state), FORMATS[name]))
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    script = Path(__file__).parents[2] / "fp8_layer_in_sglang.py"
+    done = subprocess.run(
+        [interpreter(SglangEngineConfig()), "-P", script, tmp_path, f"file://{tmp_path}/store"],
+        env=os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-2:] == ["weight True", f"{scales} True"], done.stderr
 
 
 @pytest.mark.gpu
