@@ -35,6 +35,8 @@ ON_CPU: Settings = {
     "mem_fraction_static": 0.2,
 }
 """What runs on any CPU, without SGLang's own kernels."""
+BLACKWELL = 10
+"""Compute capability from which SGLang's kernels want the scales of fp8 packed."""
 BUILT_HERE = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
 """Made by `make sglang`."""
 NEEDS_CUDA = {
@@ -96,11 +98,8 @@ def server_settings(
     given = chosen(config)
     device = device_of(given)
     refuse_unfit(config, given, device)
-    if device == "cpu" and is_quantised_model(model):
-        raise ConfigError(
-            "SGLang on the CPU packs quantised weights anew as it loads them, and takes no second version: "
-            "set learner.publication.quantisation=none, or give it a GPU"
-        )
+    if is_quantised_model(model):
+        refuse_packing(given, device)
     return {
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
@@ -170,6 +169,27 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
                 "accepts what the model would not draw: log-probs would be of others. Set 1",
             )
     _check_replicas(config, given)
+
+
+def refuse_packing(given: Settings, device: str) -> None:
+    """Raise `ConfigError` where SGLang would pack fp8 weights for its kernels, and take no second version.
+
+    Args:
+        given: the `server` table by SGLang's names.
+        device: which the server will use."""
+    if device == "cpu":
+        raise ConfigError(
+            "SGLang on the CPU packs quantised weights as it loads them, and takes no second version: set "
+            "learner.publication.quantisation=none, or give it a GPU"
+        )
+    packs = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= BLACKWELL
+    for name in ("fp8_gemm_backend", "moe_runner_backend"):
+        if packs and given.get(name) != "triton":
+            raise ConfigError(
+                "SGLang packs the scales of quantised weights on this GPU as it loads them, and takes no "
+                f'second version: set actors.engine.server.{name}="triton", whose kernels take them as they '
+                "are"
+            )
 
 
 def added(given: Settings) -> dict[str, SglangSetting]:

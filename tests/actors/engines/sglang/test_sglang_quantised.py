@@ -87,6 +87,27 @@ def test_a_server_on_the_cpu_is_refused_before_it_starts(tmp_path):
         server_settings(config, model, host="::1", port=7, first_gpu=0)
 
 
+@pytest.mark.parametrize(("capability", "refused"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_gpus_on_which_scales_would_be_packed_need_other_kernels(tmp_path, monkeypatch, capability, refused):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    model = directory_of(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
+
+    def settings(**server):
+        return server_settings(
+            SglangEngineConfig(server={"device": "cuda"} | server), model, host="::1", port=7, first_gpu=0
+        )
+
+    triton = {"fp8_gemm_backend": "triton", "moe_runner_backend": "triton"}
+    assert settings(**triton).items() >= triton.items()
+    if not refused:
+        settings()
+        return
+    for name, other in (tuple(triton), tuple(triton)[::-1]):
+        with pytest.raises(ConfigError, match=rf'set actors.engine.server.{name}="triton"'):
+            settings(**{other: "triton"})
+
+
 def test_a_running_server_is_refused_for_it_does_not_say_how_it_is_quantised(tmp_path):
     model = directory_of(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
     held = HeldWeights(model, tmp_path / "weights")
