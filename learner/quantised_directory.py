@@ -8,6 +8,14 @@ import torch
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from learner.int4_weights import (
+    LAYOUT,
+    METHOD,
+    FromInt4Weights,
+    Int4Weights,
+    group_size,
+    int4_config,
+)
 from learner.lazy_weights import LazyWeights
 from learner.model_directory import INDEX_FILE, SHARD_BYTES, STORED_DTYPES, HFWeights, save_weights
 from learner.quantised_weights import DequantisedWeights, QuantisedWeights
@@ -16,9 +24,12 @@ from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.quantisation import FORMATS, quantisation_config
 
+INT4 = "int4"
+"""Name of the format of int4 in settings."""
+
 
 def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BYTES) -> Converted:
-    """Write a Hugging Face directory with its linear layers in one of `FORMATS`.
+    """Write a Hugging Face directory with its linear layers in one of `FORMATS`, or in `INT4`.
 
     Raises `ConfigError` for a model that is quantised already or has experts in one tensor, `StorageError`
     for a weight that is not finite; then, and after any other failure, there is no `target`."""
@@ -30,6 +41,9 @@ def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BY
         )
     weights = HFWeights(source, STORED_DTYPES)
     shapes = {name: weights.spec(name).shape for name in weights}
+    if to == INT4:
+        config[QUANTISATION] = int4_config(shapes)
+        return _written(source, target, Int4Weights(weights), config, shard_bytes)
     config[QUANTISATION] = quantisation_config(FORMATS[to], shapes)
     return _written(source, target, QuantisedWeights(weights, FORMATS[to]), config, shard_bytes)
 
@@ -37,15 +51,15 @@ def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BY
 def dequantise(
     source: Path, target: Path, dtype: torch.dtype, *, shard_bytes: int = SHARD_BYTES
 ) -> Converted:
-    """Write a Hugging Face directory in fp8 as one with those weights in `dtype`.
+    """Write a Hugging Face directory in fp8 or int4 as one with those weights in `dtype`.
 
     Raises `ConfigError` for a model that is quantised otherwise or not at all, `StorageError` for weights or
     scales that are damaged; then, and after any other failure, there is no `target`."""
     refuse_existing(target)
     config = _config(source)
-    blocks = _blocks(source, config.pop(QUANTISATION, None))
+    found = config.pop(QUANTISATION, None)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    weights = DequantisedWeights(HFWeights(source, STORED_DTYPES), blocks, dtype)
+    weights = _undone(source, found, dtype)
     return _written(source, target, weights, config, shard_bytes)
 
 
@@ -75,12 +89,28 @@ def _config(source: Path) -> dict[str, Json]:
     return config
 
 
+def _undone(source: Path, found: Json, dtype: torch.dtype) -> LazyWeights:
+    """Return the weights of a directory with this `quantization_config` as they were before."""
+    stored = HFWeights(source, STORED_DTYPES)
+    if not isinstance(found, dict) or found.get("quant_method") != METHOD:
+        return DequantisedWeights(stored, _blocks(source, found), dtype)
+    size = group_size(found)
+    if size is None:
+        raise ConfigError(
+            f"{source} is quantised by {METHOD} in another way than {LAYOUT} with 4 bits, symmetric, in "
+            "groups of columns: that alone can be converted"
+        )
+    return FromInt4Weights(stored, size, dtype)
+
+
 def _blocks(source: Path, found: Json) -> Blocks | None:
     """Return which elements share a scale; None where a tensor or a row has one."""
     method = found.get("quant_method") if isinstance(found, dict) else None
     if not isinstance(found, dict) or method != "fp8":
         how = f"by {method!r}" if method else "by nothing that it names"
-        raise ConfigError(f"{source} is quantised {how} in its {CONFIG}: 'fp8' can be converted")
+        raise ConfigError(
+            f"{source} is quantised {how} in its {CONFIG}: 'fp8' and '{METHOD}' can be converted"
+        )
     size = found.get("weight_block_size")
     if size is None:
         return None

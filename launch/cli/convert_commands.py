@@ -9,7 +9,7 @@ from launch.process.log_settings import configure_logging
 
 convert = App(
     name="convert",
-    help="Convert models between Hugging Face directories, checkpoints and fp8.",
+    help="Convert models between Hugging Face directories, checkpoints, fp8 and int4.",
     help_format="plaintext",
 )
 
@@ -56,9 +56,9 @@ def megatron_to_hf(source: Path, target: Path, *, model: Path | None = None) -> 
 
 @convert.command(usage="Usage: launch convert quantise SOURCE TARGET [OPTIONS]")
 def quantise(
-    source: Path, target: Path, *, to: Literal["fp8_block", "fp8_ue8m0", "fp8_tensor"] = "fp8_block"
+    source: Path, target: Path, *, to: Literal["fp8_block", "fp8_ue8m0", "fp8_tensor", "int4"] = "fp8_block"
 ) -> None:
-    """Write a Hugging Face directory with its linear layers in fp8, for inference engines.
+    """Write a Hugging Face directory with its linear layers in fp8 or int4, for inference engines.
 
     The command reads and writes tensor by tensor, so the model may be larger than memory.
 
@@ -70,7 +70,7 @@ def quantise(
         Directory to create; it appears when everything is written and verified.
     to
         `fp8_block` has a scale for each block of 128 x 128, `fp8_ue8m0` powers of two for these, `fp8_tensor`
-        one for each tensor.
+        one for each tensor. `int4` is compressed-tensors' layout, symmetric, with groups of 128 columns.
     """
     from learner.quantised_directory import quantise
 
@@ -80,7 +80,7 @@ def quantise(
 
 @convert.command(usage="Usage: launch convert dequantise SOURCE TARGET [OPTIONS]")
 def dequantise(source: Path, target: Path, *, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
-    """Write a Hugging Face directory in fp8 as one in bfloat16 or float32.
+    """Write a Hugging Face directory in fp8 or int4 as one in bfloat16 or float32.
 
     The command reads and writes tensor by tensor, so the model may be larger than memory.
 
@@ -91,7 +91,7 @@ def dequantise(source: Path, target: Path, *, dtype: Literal["bfloat16", "float3
     target
         Directory to create; it appears when everything is written and verified.
     dtype
-        Type of the weights that were in fp8; the others stay as they are.
+        Type of the weights that were quantised; the others stay as they are.
     """
     import torch
 

@@ -108,11 +108,11 @@ def quantisation_config(found: Fp8Format, shapes: Shapes) -> dict[str, Json]:
         config["weight_block_size"] = [BLOCK, BLOCK]
     if found.powers_of_two:
         config["scale_fmt"] = "ue8m0"
-    config["modules_to_not_convert"] = [*sorted(_kept_modules(shapes))]
+    config["modules_to_not_convert"] = [*sorted(kept_modules(shapes))]
     return config
 
 
-def _kept_modules(shapes: Shapes) -> Iterable[str]:
+def kept_modules(shapes: Shapes) -> Iterable[str]:
     """Yield the layers that stay as they are, by their whole names: engines compare parts of them."""
     for name, shape in shapes.items():
         layer = len(shape) == 2 and name.endswith(_WEIGHT) and "embed" not in name

@@ -1,0 +1,103 @@
+"""Model directories in int4 and back, against layouts and roundings worked by hand."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bus.errors import ConfigError, StorageError
+from learner.int4_weights import packed, unpacked
+from learner.quantised_directory import dequantise, quantise
+from tests.learner.tiny import tiny_model
+
+UP = "model.layers.0.mlp.up_proj.weight"
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def weights(directory):
+    return {
+        name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+
+
+def test_eight_columns_lie_in_a_word_from_its_lowest_bits_on():
+    row = torch.zeros(1, 128)
+    row[0, :8] = torch.tensor([-7.5, -7, -1, 0, 1, 2, 6.4, 7])
+    found = packed(UP, row)
+    assert found[f"{UP}_scale"].tolist() == [[1]]
+    assert found[f"{UP}_shape"].tolist() == [1, 128]
+    # -7.5 is a tie and becomes the even -8
+    nibbles = [0, 1, 7, 8, 9, 10, 14, 15]
+    word = sum(nibble << 4 * place for place, nibble in enumerate(nibbles))
+    assert found[f"{UP}_packed"][0, 0].item() == word - 2**32
+    assert set(found[f"{UP}_packed"][0, 1:].tolist()) == {0x88888888 - 2**32}
+    values = unpacked(found[f"{UP}_packed"], found[f"{UP}_scale"], 128)
+    assert values[0, :8].tolist() == [-8, -7, -1, 0, 1, 2, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_every_element_is_the_nearest_that_its_group_can_have(dtype):
+    torch.manual_seed(0)
+    weight = (torch.randn(33, 384) * torch.randn(33, 384).exp()).to(dtype)
+    weight[3, 128:256] = 0
+    found = packed(UP, weight)
+    scales = found[f"{UP}_scale"]
+    wanted = (weight.float().reshape(33, 3, 128).abs().amax(-1) / 7.5).to(dtype)
+    wanted[3, 1] = 1
+    assert scales.dtype == dtype
+    assert torch.equal(scales, wanted)
+    values = unpacked(found[f"{UP}_packed"], scales, 384).double()
+    steps = scales.double().repeat_interleave(128, 1)
+    levels = torch.arange(-8, 8, dtype=torch.float64) * steps[..., None]
+    best = (levels - weight.double()[..., None]).abs().amin(-1)
+    assert torch.all((values - weight.double()).abs() <= best + 1e-6 * steps)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_there_and_back_linear_layers_are_rounded_and_others_stay(tmp_path, dtype):
+    tiny_model("qwen3", **SIZES).to(dtype).save_pretrained(tmp_path / "hf")
+    quantise(tmp_path / "hf", tmp_path / "int4", "int4", shard_bytes=100_000)
+    dequantise(tmp_path / "int4", tmp_path / "back", F32)
+    own, codes, back = (weights(tmp_path / path) for path in ("hf", "int4", "back"))
+    assert own.keys() == back.keys()
+    for name, weight in own.items():
+        if f"{name}_packed" in codes:
+            three = packed(name, weight)
+            assert torch.equal(back[name], unpacked(*list(three.values())[:2], weight.shape[1]))
+        else:
+            assert torch.equal(back[name], weight)
+    assert f"{UP}_packed" in codes
+    assert len(codes) == len(own) + 2 * 14
+    config = json.loads((tmp_path / "int4/config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
+    assert config["ignore"] == ["lm_head"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 128
+
+
+def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path / "narrow")
+    with pytest.raises(ConfigError, match=r"down_proj.weight has 96 columns, which are no multiple of 128"):
+        quantise(tmp_path / "narrow", tmp_path / "int4", "int4")
+    tiny_model("qwen3", **SIZES).save_pretrained(tmp_path / "hf")
+    state = weights(tmp_path / "hf")
+    state[UP][0, 0] = torch.nan
+    save_file(state, tmp_path / "hf/model.safetensors")
+    with pytest.raises(StorageError, match=f"{UP} has values that are not finite"):
+        quantise(tmp_path / "hf", tmp_path / "int4", "int4")
+    state[UP][0, 0] = 0
+    save_file(state, tmp_path / "hf/model.safetensors")
+    quantise(tmp_path / "hf", tmp_path / "int4", "int4")
+    file = tmp_path / "int4/config.json"
+    config = json.loads(file.read_text())
+    for key, value, why in (
+        ("group_size", 32, r"_scale must be \[\d+, \d+\] for"),
+        ("num_bits", 8, "in another way"),
+    ):
+        scheme = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+        file.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | {
+            "config_groups": {"group_0": {"weights": scheme | {key: value}}}}}))  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            dequantise(tmp_path / "int4", tmp_path / "back", F32)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "int4", "narrow"]
