@@ -11,7 +11,7 @@ from bus.errors import ConfigError
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.published import BlockScaledWeights, load_published
+from learner.backends.megatron.conversion.published import load_published
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
@@ -35,6 +35,7 @@ from learner.model_directory import (
     refuse_other_vocabulary,
     save_hf_directory,
 )
+from learner.quantised_weights import DequantisedWeights
 from learner.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
 from storage.disk import checkpoints
 
@@ -48,7 +49,7 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     refuse_existing(target)
     hf_config, state = load_published(source)
     _refuse_unsupported(hf_config)
-    if not isinstance(state, (HFWeights, BlockScaledWeights)):
+    if not isinstance(state, (HFWeights, DequantisedWeights)):
         raise ConfigError(f"{source} is a checkpoint of megatron-core already")
     if has_tokenizer(source):
         refuse_other_vocabulary(hf_config, load_tokenizer(source), source)
