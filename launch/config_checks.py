@@ -91,6 +91,11 @@ def _check_adapters(config: "RunConfig") -> None:
         )
     if not lora.exists:
         return
+    if config.warmup.steps and config.warmup.optimizer.type != "adamw":
+        raise ConfigError(
+            f"warmup.optimizer.type={config.warmup.optimizer.type} with learner.lora.rank={lora.rank}: it is "
+            "for whole matrices; set it to adamw, or the rank to 0"
+        )
     for name in ("freeze", "train_only"):
         if chosen := getattr(config.model, name):
             raise ConfigError(

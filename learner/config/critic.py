@@ -10,7 +10,7 @@ from learner.config.optimizer import OptimizerConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW of the critic."""
+    """Optimizer of the critic."""
 
     lr: float = Field(1e-5, gt=0)
     """Learning rate after warm-up, the highest."""

@@ -154,7 +154,7 @@ class LearnerConfig(Config):
     """Low-rank adapters that are trained instead of the weights, where `rank` is above 0."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW of reinforcement learning."""
+    """Optimizer of reinforcement learning."""
 
     world: WorldConfig = WorldConfig()
     """Sets how many learner processes there are, and where."""
@@ -244,7 +244,11 @@ class LearnerConfig(Config):
     @model_validator(mode="after")
     def _adapters_suit_the_rest(self) -> Self:
         refuse_lora(
-            self.lora, has_critic=self.has_critic, reference=self.reference, teachers=self.used_teachers
+            self.lora,
+            optimizer=self.optimizer.type,
+            has_critic=self.has_critic,
+            reference=self.reference,
+            teachers=self.used_teachers,
         )
         return self
 

@@ -50,8 +50,9 @@ NO_LORA = LoraConfig()
 
 
 def refuse_lora(
-    lora: LoraConfig, *, has_critic: bool, reference: ReferenceConfig, teachers: Mapping[str, TeacherConfig]
-) -> None:
+    lora: LoraConfig, *, optimizer: str, has_critic: bool, reference: ReferenceConfig,
+    teachers: Mapping[str, TeacherConfig],
+) -> None:  # fmt: skip
     """Raise `ValueError` for settings beside which there are no adapters, and for adapters of rank 0."""
     if not lora.exists:
         if changed := sorted(lora.model_dump(exclude_defaults=True)):
@@ -61,6 +62,11 @@ def refuse_lora(
             )
         return
     where = f"learner.lora.rank={lora.rank}"
+    if optimizer != "adamw":
+        raise ValueError(
+            f"{where} with learner.optimizer.type={optimizer}, which is for whole matrices: set it to adamw, "
+            "or the rank to 0"
+        )
     if has_critic:
         raise ValueError(
             f"{where} with a critic, which is trained as a whole: use an advantage without one, and leave "

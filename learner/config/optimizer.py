@@ -9,7 +9,14 @@ from learner.config.schedule import ConstantSchedule, ScheduleConfig
 
 
 class OptimizerConfig(Config):
-    """AdamW with warm-up, then a schedule."""
+    """AdamW, or Muon beside it, with warm-up, then a schedule."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """`adamw` updates all weights. `muon` (arXiv:2502.16982) updates the matrices of the layers, so that
+    `beta1`, `beta2` and `eps` count for the others alone: embedding, output layer, norms, biases, routers."""
+
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of Muon's sum of gradients, by which it looks ahead as Nesterov does."""
 
     lr: float = Field(1e-6, gt=0)
     """Learning rate after warm-up, the highest."""
@@ -44,6 +51,25 @@ class OptimizerConfig(Config):
 
     max_skipped_in_a_row: int = Field(10, ge=1)
     """Number of updates in a row, skipped since loss or gradient was not finite, that ends the run."""
+
+    @model_validator(mode="after")
+    def _muon_has_its_own_settings(self) -> Self:
+        if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(
+                f"momentum={self.momentum} has no effect with type=adamw, whose means decay by beta1 and "
+                "beta2: set type=muon, or leave it out"
+            )
+        if self.type == "muon" and self.offload:
+            raise ValueError(
+                f"offload={self.offload} is for type=adamw: Muon multiplies whole matrices, for which the "
+                "host is too slow; set offload=0, or type=adamw"
+            )
+        if self.type == "muon" and self.state_dtype != "float32":
+            raise ValueError(
+                f"state_dtype={self.state_dtype} is for type=adamw: Muon keeps one float32 sum for a weight "
+                "of a matrix, as much as two moments in bfloat16; set state_dtype=float32, or type=adamw"
+            )
+        return self
 
     @model_validator(mode="after")
     def _moments_can_move(self) -> Self:

@@ -9,7 +9,7 @@ from learner.config.optimizer import OptimizerConfig
 
 
 class WarmupOptimizerConfig(OptimizerConfig):
-    """AdamW of the supervised stage."""
+    """Optimizer of the supervised stage."""
 
     lr: float = Field(2e-3, gt=0)
     """Learning rate after its own warm-up."""
@@ -34,4 +34,4 @@ class WarmupConfig(Config):
     """CPU threads of this stage, in which the actors are idle."""
 
     optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
-    """AdamW of this stage; reinforcement learning starts with a fresh one."""
+    """Optimizer of this stage; reinforcement learning starts with a fresh one."""

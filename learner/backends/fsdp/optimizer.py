@@ -1,6 +1,7 @@
-"""AdamW over this rank's shards of the parameters, which the device updates, or skips, by itself."""
+"""The optimizer over this rank's shards of the parameters, which the device updates, or skips, by itself."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -8,18 +9,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.backends import multi_tensor
-from learner.backends.fsdp.weights import local
+from learner.backends.fsdp.matrices import FileMatrices
+from learner.backends.fsdp.weights import first_row, local
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.backends.update.decision import Decision
+from learner.backends.update.matrix_exchange import MatrixExchange, Piece
+from learner.backends.update.muon import MuonAdamW, begin_with_zeros, muon_steps
 from learner.config.optimizer import OptimizerConfig
-from learner.world.process_group import device
+from learner.world.process_group import device, gathered
 
 
-class ShardedAdamW:
+class ShardedOptimizer:
     """Torch's AdamW (arXiv:1711.05101) on plain tensors that share their memory with the `DTensor`s."""
 
-    def __init__(self, config: OptimizerConfig, parameters: Mapping[str, DTensor]) -> None:
-        """Begin with moments of 0 for those of `parameters` that are trained."""
+    def __init__(
+        self, config: OptimizerConfig, parameters: Mapping[str, DTensor],
+        matrices: Mapping[str, FileMatrices], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Begin with moments of 0 for those of `parameters` that are trained. Every rank calls this.
+
+        Muon updates those of `matrices`, which it computes with in `dtype`."""
         self._trained = {name: each for name, each in parameters.items() if each.requires_grad}
         self._shards = {name: torch.nn.Parameter(local(each)) for name, each in self._trained.items()}
         decayed: list[Tensor] = []
@@ -27,15 +36,33 @@ class ShardedAdamW:
         for name, parameter in self._trained.items():
             is_exempt = parameter.ndim == 1 or name.endswith("bias")
             (exempt if is_exempt else decayed).append(self._shards[name])
-        kind = BFloat16StateAdamW if config.state_dtype == "bfloat16" else torch.optim.AdamW
         groups = [{"params": decayed, "decays": True}, {"params": exempt, "decays": False}]
+        kind = {"float32": torch.optim.AdamW, "bfloat16": BFloat16StateAdamW}[config.state_dtype]
+        if config.type == "muon":
+            kind = MuonAdamW
         self._adamw = kind([group for group in groups if group["params"]], lr=config.lr, fused=True)
-        dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None
+        if isinstance(self._adamw, MuonAdamW):
+            self._add_muon(self._adamw, matrices, dtype)
+            return
+        moment_dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None
         for part in self._shards.values():
             self._adamw.state[part] = {
                 "step": torch.zeros((), dtype=torch.float32, device=part.device),
-                **{moment: torch.zeros_like(part, dtype=dtype) for moment in MOMENTS},
+                **{moment: torch.zeros_like(part, dtype=moment_dtype) for moment in MOMENTS},
             }
+
+    def _add_muon(
+        self, optimizer: MuonAdamW, matrices: Mapping[str, FileMatrices], dtype: torch.dtype
+    ) -> None:
+        trained = {name: each for name, each in self._trained.items() if name in matrices}
+        optimizer.parts = {name: self._shards[name] for name in trained if self._shards[name].numel()}
+        mine = []
+        for name, part in optimizer.parts.items():
+            start = first_row(trained[name]) * part[0].numel()
+            mine.append(Piece(name, dist.get_rank(), 0, start, start + part.numel()))
+        pieces = [piece for of_rank in gathered(mine) for piece in of_rank]
+        optimizer.exchange = MatrixExchange(pieces, matrices, partial(muon_steps, dtype=dtype))
+        begin_with_zeros(optimizer)
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -61,6 +88,7 @@ class ShardedAdamW:
         for group in self._adamw.param_groups:
             group["lr"], group["betas"], group["eps"] = lr, (config.beta1, config.beta2), config.eps
             group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
+            group["momentum"] = config.momentum
         place = next(iter(self._shards.values())).device
         # read by torch, as from its GradScaler
         self._adamw.grad_scale = decision.divisor.to(place)  # type: ignore[attr-defined]
@@ -73,6 +101,7 @@ class ShardedAdamW:
             f"{moment}.{name}": (self._trained[name], self._adamw.state[part][moment])
             for name, part in self._shards.items()
             for moment in MOMENTS
+            if moment in self._adamw.state[part]
         }
 
     def restore_steps(self, updates: int) -> None:

@@ -19,9 +19,10 @@ from learner.backends.fsdp import checkpoint
 from learner.backends.fsdp.build import empty_model
 from learner.backends.fsdp.fingerprint import fingerprint
 from learner.backends.fsdp.lora import ModelAdapters, add_adapters
+from learner.backends.fsdp.matrices import FileMatrices, matrix_names
 from learner.backends.fsdp.model import shard
 from learner.backends.fsdp.names import FileNames, lasting_tensors
-from learner.backends.fsdp.optimizer import ShardedAdamW
+from learner.backends.fsdp.optimizer import ShardedOptimizer
 from learner.backends.fsdp.self_check import refuse_other_results
 from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
 from learner.backends.lora import refuse_other_adapters
@@ -30,6 +31,7 @@ from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide
 from learner.backends.update.learning_rate import learning_rate
 from learner.backends.update.loss_step import MicroBatchLoss, added_up
+from learner.backends.update.muon import refuse_other_optimizer
 from learner.checkpoint.copies import CopyBuffers
 from learner.checkpoint.manifest import differences
 from learner.config.lora import NO_LORA, LoraConfig
@@ -109,7 +111,10 @@ class FsdpTrainer:
             )
         self._settle()
         self.optimizer_config = config
-        self.optimizer = ShardedAdamW(config, self._parameters)
+        matrices = {}
+        if config.type == "muon":
+            matrices = {n: FileMatrices(n, self._names) for n in matrix_names(self.model.hf, self._names)}
+        self.optimizer = ShardedOptimizer(config, self._parameters, matrices, self.dtype)
         self.counts.begin()
 
     def train_step(
@@ -287,6 +292,7 @@ class FsdpTrainer:
             "backend": "fsdp",
             **self.counts.saved(),
             "ranks": dist.get_world_size(),
+            "optimizer": self.optimizer_config.type,
             "frozen": [*sorted(self._frozen_weights)],
             "lora": None if self._adapters is None else self._adapters.saved(),
             "policies": [*sorted(self.frozen.own)],
@@ -302,6 +308,7 @@ class FsdpTrainer:
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""
+        refuse_other_optimizer(directory, training.get("optimizer", "adamw"), self.optimizer_config.type)
         ours = None if self._adapters is None else self._adapters.saved()
         refuse_other_adapters(directory, training.get("lora"), ours)
         if frozen := set(training["frozen"]) ^ self._frozen_weights:

@@ -79,7 +79,7 @@ class MegatronCritic:
     def _set_optimizer(self, config: CriticConfig) -> None:
         self._config = config
         self.settle_parameters()
-        self.optimizer = build_optimizer(config.optimizer, self.ddp, self.dtype)
+        self.optimizer = build_optimizer(config.optimizer, self.ddp, self.hf_config, self.dtype)
         self.updates_done = 0
         """Updates by this optimizer, which the schedule counts."""
         self.not_finite_in_a_row = 0
@@ -119,6 +119,11 @@ class MegatronCritic:
             lr=lr,
             skipped=not updated,
         )
+
+    @property
+    def optimizer_type(self) -> str:
+        """Return which optimizer has the state."""
+        return self._config.optimizer.type
 
     def settle_parameters(self) -> None:
         """Finish the gathering of updated parameters, which otherwise goes on until the next pass."""

@@ -107,7 +107,7 @@ class Trainer:
         """Start over with a fresh optimizer state and warm-up; the weights stay."""
         self.optimizer_config = config
         self.settle_parameters()
-        self.optimizer = build_optimizer(config, self.ddp, self.dtype)
+        self.optimizer = build_optimizer(config, self.ddp, self.hf_config, self.dtype)
         self.counts.begin()
 
     def train_step(

@@ -23,6 +23,7 @@ from learner.data.packing import pack
 from learner.scoring.values import with_values
 from tests.learner.backends.test_trained_advantages import groups_of, logprobs
 from tests.learner.critics import credit_of, source_of, tiny_critic, values_of
+from tests.learner.muon_reference import ReferenceMuon
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
@@ -84,17 +85,20 @@ def reference_update(critic, optimizer, samples, config: CriticConfig, lr: float
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "kind"),
     [
-        ("qwen3", {"tied": True}), ("llama", {"hidden_size": 32, "num_hidden_layers": 1}),
-        ("deepseek_v3", {}),
+        ("qwen3", {"tied": True}, "adamw"),
+        ("llama", {"hidden_size": 32, "num_hidden_layers": 1}, "adamw"),
+        ("deepseek_v3", {}, "adamw"),
+        pytest.param("qwen3", {}, "muon", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-def test_updates_are_those_of_transformers_with_torch_adamw(family, changes):
-    config = CriticConfig(train="always", value_clip=0.3, loss_coef=0.7, optimizer=CRITIC_OPTIMIZER)
+)
+def test_updates_are_those_of_transformers_with_torch_adamw(family, changes, kind):
+    settings = CRITIC_OPTIMIZER.model_copy(update={"type": kind})
+    config = CriticConfig(train="always", value_clip=0.3, loss_coef=0.7, optimizer=settings)
     reference = tiny_critic(family, **changes)
     trainer = trainer_with(source_of(reference, config))
-    optimizer = reference_optimizer(reference, CRITIC_OPTIMIZER)
+    optimizer = {"adamw": reference_optimizer, "muon": ReferenceMuon}[kind](reference, settings)
     rates = [2.5e-3, 5e-3, 5e-3 * (1 + np.cos(np.pi / 5)) / 2, 5e-3 * (1 + np.cos(np.pi * 2 / 5)) / 2]
     for step, lr in enumerate(rates):
         samples = learned(step)

@@ -29,6 +29,7 @@ from learner.backends.megatron.core import (
 from learner.backends.megatron.frozen_weights import frozen_weights
 from learner.backends.megatron.model.model import PolicyModel
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
+from learner.backends.update.muon import refuse_other_optimizer
 from learner.checkpoint.copies import CopyBuffers
 from learner.checkpoint.manifest import differences
 
@@ -97,6 +98,7 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
     return {
         **trainer.counts.saved(),
         "ranks": dist.get_world_size(),
+        "optimizer": trainer.optimizer_config.type,
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "frozen": [*sorted(frozen_weights(trainer.hf_config, trainer.trainable))],
         "lora": None if trainer.lora is None else trainer.lora.saved(),
@@ -106,7 +108,11 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
 
 
 def _critic_state(critic: "MegatronCritic") -> dict[str, JsonValue]:
-    return {"model": fingerprint(critic.hf_config), "updates_done": critic.updates_done}
+    return {
+        "model": fingerprint(critic.hf_config),
+        "optimizer": critic.optimizer_type,
+        "updates_done": critic.updates_done,
+    }
 
 
 def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer: "Trainer") -> None:
@@ -116,6 +122,7 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
             f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "
             "set that again"
         )
+    refuse_other_optimizer(directory, training.get("optimizer", "adamw"), trainer.optimizer_config.type)
     ours = None if trainer.lora is None else trainer.lora.saved()
     refuse_other_adapters(directory, training.get("lora"), ours)
     frozen = set(training["frozen"]) ^ frozen_weights(trainer.hf_config, trainer.trainable)
@@ -139,6 +146,9 @@ def _refuse_other_critic(directory: Path, saved: Mapping[str, Any] | None, criti
         raise ConfigError(
             f"checkpoint {directory} has another critic: {', '.join(other)}; keep learner.critic.path"
         )
+    refuse_other_optimizer(
+        directory, saved.get("optimizer", "adamw"), critic.optimizer_type, "learner.critic.optimizer"
+    )
 
 
 def _sharded_state(trainer: "Trainer", policies: Iterable[str], *, is_loading: bool) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     """
     shape, family = shape_of(hf_config), family_of(hf_config)
     rules = list(family.rules(shape))
-    slices = _slices(chunks)
+    slices = slices_of(chunks)
     wanted = {name for name in state if not family.left_out(name)}
     if len(wanted) < len(state) and dist.get_rank() == 0:
         why = "heads for several next tokens are neither trained nor exported"
@@ -51,8 +51,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     with torch.no_grad():
         for rule in tracked(rules, "loading the weights"):
             if mine := slices.get(rule.megatron):
-                parts = [mine.read(state, name) for name in rule.parts]
-                mine.parameter.copy_(rule.layout.merge(parts, mine.shape(shape)))
+                mine.parameter.copy_(slice_of(rule, mine, state, shape))
 
 
 def export_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig) -> dict[str, Tensor]:
@@ -83,17 +82,13 @@ def stream_hf_weights(
     `whole_on_rank_0` has. `rules` are for other tensors of the model than its weights.
     """
     shape = shape_of(hf_config)
-    slices = _slices(chunks)
+    slices = slices_of(chunks)
     holders = _holders(slices) if holders is None else holders
     for rule in family_of(hf_config).rules(shape) if rules is None else rules:
         whole = _gather(slices.get(rule.megatron), holders[rule.megatron])
         if whole is None or rule.parts[0] in without:
             continue
-        parts_of_slices = [rule.layout.split(piece, cut.shape(shape)) for piece, cut in whole]
-        cut = whole[0][1]
-        sizes = _part_shapes(rule, cut, shape)
-        for name, size, *pieces in zip(rule.parts, sizes, *parts_of_slices, strict=True):
-            yield name, cut.join(pieces, size)
+        yield from parts_of(rule, whole, shape)
 
 
 def exported_shapes(
@@ -119,7 +114,7 @@ def whole_on_rank_0(
     if dist.get_rank() != 0:
         return {}
     shape = shape_of(hf_config)
-    slices = _slices(chunks)
+    slices = slices_of(chunks)
     views: dict[str, Tensor] = {}
     for rule in family_of(hf_config).rules(shape):
         mine = slices.get(rule.megatron)
@@ -171,6 +166,20 @@ class Cut:
         return whole[: sizes[0]] if whole.dim() == len(sizes) else whole.reshape(sizes)
 
 
+def slice_of(rule: Rule, cut: Cut, state: State, shape: Shape) -> Tensor:
+    """Return a slice of a rule's tensor, made of the Hugging Face tensors in `state`."""
+    return rule.layout.merge([cut.read(state, name) for name in rule.parts], cut.shape(shape))
+
+
+def parts_of(rule: Rule, slices: Sequence[tuple[Tensor, Cut]], shape: Shape) -> Iterator[tuple[str, Tensor]]:
+    """Yield the Hugging Face tensors that a rule's tensor is made of, from all its slices in their order."""
+    parts_of_slices = [rule.layout.split(piece, cut.shape(shape)) for piece, cut in slices]
+    cut = slices[0][1]
+    sizes = _part_shapes(rule, cut, shape)
+    for name, size, *pieces in zip(rule.parts, sizes, *parts_of_slices, strict=True):
+        yield name, cut.join(pieces, size)
+
+
 @dataclass(frozen=True)
 class Slice(Cut):
     """A rank's part of a tensor."""
@@ -186,7 +195,7 @@ class Holder(Cut):
     dtype: torch.dtype
 
 
-def _slices(chunks: Sequence[torch.nn.Module]) -> dict[str, Slice]:
+def slices_of(chunks: Sequence[torch.nn.Module]) -> dict[str, Slice]:
     """Return all parameters of this rank by their names in the whole model."""
     slices = {}
     for chunk in chunks:
@@ -229,7 +238,7 @@ Holders = dict[str, list[Holder]]
 
 def find_holders(chunks: Sequence[torch.nn.Module]) -> Holders:
     """Find the ranks that have the slices rank 0 needs, for this layout of ranks. Every rank calls this."""
-    return _holders(_slices(chunks))
+    return _holders(slices_of(chunks))
 
 
 def _holders(slices: Mapping[str, Slice]) -> Holders:

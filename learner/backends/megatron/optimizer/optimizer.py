@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends import multi_tensor
@@ -30,6 +31,7 @@ from learner.backends.megatron.core import (
     MegatronOptimizerConfig,
     get_megatron_optimizer,
 )
+from learner.backends.megatron.optimizer.muon import add_muon
 from learner.backends.megatron.optimizer.offload import offload
 from learner.backends.update.bf16_adamw import BFloat16StateAdamW
 from learner.config.optimizer import OptimizerConfig
@@ -38,9 +40,12 @@ from learner.world.process_group import device
 
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves
 def build_optimizer(
-    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
-) -> MegatronOptimizer:
-    """Build an optimizer with fresh state over the parameters of `chunks`, distributed if they are."""
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+) -> MegatronOptimizer:  # fmt: skip
+    """Build an optimizer with fresh state over the parameters of `chunks`, distributed if they are.
+
+    They are a model of `hf_config`, or a critic beside one. Every rank calls this."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -66,7 +71,10 @@ def build_optimizer(
             offload(part, config.offload)
         if config.state_dtype == "bfloat16":
             part.optimizer.__class__ = BFloat16StateAdamW
-        _prime(part.optimizer)
+        if config.type == "adamw":
+            _prime(part.optimizer)
+    if config.type == "muon":
+        add_muon(optimizer, [chunk.module for chunk in chunks], hf_config, dtype)
     _count_as_others(optimizer)
     return optimizer
 
@@ -77,6 +85,7 @@ def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, l
         group["lr"] = lr
         group["betas"] = (config.beta1, config.beta2)
         group["eps"] = config.eps
+        group["momentum"] = config.momentum
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         group["fused"] = True  # one kernel, on CPU too
 

@@ -2,6 +2,7 @@ import pytest
 
 from bus.errors import ConfigError
 from learner.config.lora import LoraConfig
+from learner.config.optimizer import OptimizerConfig
 from learner.history.retrain import retrain_steps
 from tests.learner.world.test_prefetch import settings
 
@@ -11,4 +12,11 @@ def test_other_adapters_than_the_runs_are_refused_by_name(tmp_path, other):
     run = settings(tmp_path, 1)
     changed = run.learner.model_copy(update={"lora": other})
     with pytest.raises(ConfigError, match=r"learner\.lora\.rank=4.* was trained with rank=0"):
+        next(retrain_steps(run, None, [], from_step=0, to_step=1, changed=changed))
+
+
+def test_another_optimizer_than_the_runs_is_refused_by_name(tmp_path):
+    run = settings(tmp_path, 1)
+    changed = run.learner.model_copy(update={"optimizer": OptimizerConfig(type="muon")})
+    with pytest.raises(ConfigError, match=r"learner\.optimizer\.type=muon: the run was trained with adamw"):
         next(retrain_steps(run, None, [], from_step=0, to_step=1, changed=changed))

@@ -1,0 +1,69 @@
+"""Tells which parameters of a model of transformers are made of matrices that Muon updates.
+
+A matrix is one of the model's files: each expert there has its own, and so have gate and up.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bus.errors import ConfigError
+from learner.backends.fsdp.names import FileNames
+
+FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|in_proj", re.IGNORECASE)
+"""Names in files of tensors that are several matrices in one."""
+ROUTERS = {"gate", "router"}
+"""Names of modules that send tokens to experts, and of those around them."""
+
+
+@dataclass(frozen=True)
+class FileMatrices:
+    """A parameter, which is one slice, and its matrices in files."""
+
+    name: str
+    names: FileNames
+
+    @property
+    def slice_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shape of the parameter."""
+        return [self.names.tensors[self.name].shape]
+
+    def matrices(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        """Return what files have of the parameter."""
+        [whole] = slices
+        return list(self.names.split(self.name, whole).values())
+
+    def slices(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Undo `matrices`."""
+        state = dict(zip(self.names.tensors[self.name].files, matrices, strict=True))
+        return [self.names.merge(self.name, state)]
+
+
+def matrix_names(model: PreTrainedModel, names: FileNames) -> set[str]:
+    """Return the names of the parameters that are made of matrices.
+
+    Raises `ConfigError` where a tensor of the files is several matrices in one."""
+    found = set(_hidden_weights(model))
+    files = [(part, shape) for name in found for part, shape in names.tensors[name].files.items()]
+    if fused := sorted(part for part, shape in files if len(shape) != 2 or FUSED.search(part)):
+        raise ConfigError(
+            f"optimizer.type=muon cannot tell the matrices apart that {fused[0]} of this model is made of: "
+            "set type=adamw, or learner.backend=megatron if it has the model's family"
+        )
+    return {name for name in found if all(min(each) > 1 for each in names.tensors[name].files.values())}
+
+
+def _hidden_weights(model: PreTrainedModel) -> Iterator[str]:
+    output = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is output or not ROUTERS.isdisjoint(path.split(".")):
+            continue
+        if isinstance(module, torch.nn.Linear):
+            yield f"{path}.weight"
+        elif path.endswith("experts"):
+            parameters = module.named_parameters(recurse=False)
+            yield from (f"{path}.{name}" for name, each in parameters if each.dim() == 3)
