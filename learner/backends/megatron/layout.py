@@ -44,7 +44,8 @@ def layers_of_last_stage(layers: int, stages: int) -> int:
 
 def _divisions(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, int, str, int]]:
     yield "num_attention_heads", shape.heads, "tensor", parallel.tensor
-    yield "num_key_value_heads", shape.groups, "tensor", parallel.tensor
+    if shape.groups >= parallel.tensor:
+        yield "num_key_value_heads", shape.groups, "tensor", parallel.tensor
     if parallel.virtual_pipeline > 1:
         pieces = parallel.pipeline * parallel.virtual_pipeline
         yield "num_hidden_layers", shape.layers, "pipeline * virtual_pipeline", pieces
@@ -65,6 +66,11 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
         yield (
             f"num_hidden_layers={shape.layers} leaves the last of pipeline={parallel.pipeline} stages "
             "without a layer: choose fewer"
+        )
+    if shape.groups < tensor and (tensor % shape.groups or 2 * shape.groups * shape.head_dim % tensor):
+        yield (
+            f"tensor={tensor} ranks cannot share num_key_value_heads={shape.groups} of head_dim="
+            f"{shape.head_dim} evenly: choose a power of 2, or at most {shape.groups}"
         )
     if shape.experts is None and parallel.expert * parallel.expert_tensor > 1:
         yield (

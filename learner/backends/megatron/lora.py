@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from bus.errors import ConfigError
 from learner.backends.base import Adapters, Exported
 from learner.backends.lora import base_digest, first_a, merged, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
@@ -76,6 +77,12 @@ class ChunkAdapters:
         parent, group = chunk.get_submodule(path), chunk.pg_collection.tp
         cut, ranks = CUTS[layer_name], chunk.pg_collection.tp.size()
         shape = shape_of(self._hf_config)
+        if rule.layout.mixes(shape, ranks):
+            raise ConfigError(
+                f"learner.lora.targets: {', '.join(map(_last, _modules(rule)))} have no adapters with "
+                f"learner.parallel.tensor={ranks} above num_key_value_heads={shape.groups}: name other "
+                f"targets, or set tensor to {shape.groups} or a divisor of it"
+            )
         if cut == COLUMN:
             shape = replace(shape, heads=shape.heads // ranks, groups=shape.groups // ranks)
         sizes = [size for size, _ in rule.layout.part_shapes(tuple(weight.shape), shape)]

@@ -1,5 +1,6 @@
 """Both backends train the same adapters, in any layout of ranks."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,7 @@ def test_adapters_of_latent_attention_are_those_of_its_linear_layers(query_rank)
     assert_same(trained("megatron", lora, **model), trained("fsdp", lora, **model))
 
 
+ONE_HEAD = {"num_key_value_heads": 1}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 MOE = {"family": "qwen3_moe"}
 LAYOUTS = {
@@ -107,6 +109,10 @@ LAYOUTS = {
     "dp2 plain": (2, {"distributed_optimizer": False}, SOME, {}),
     "dp2 overlapped": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, LORA, {}),
     "tp2": (2, {"tensor": 2}, LORA, {}),
+    "tp2 sp of one key-value head": (
+        2, {"tensor": 2, "sequence": True},
+        LORA.model_copy(update={"targets": ("o_proj", "gate_proj", "down_proj")}), ONE_HEAD,
+    ),
     "tp2 sp glm": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "glm4_moe"}),
     "tp2 sp deepseek": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "deepseek_v3"}),
     "tp2 sp some": (2, {"tensor": 2, "sequence": True}, SOME, {}),
@@ -141,9 +147,9 @@ ONE_LAYER = {
 }
 
 
-def refusal(trained: dict[str, object]) -> str:
-    """Return with which error this stage of a pipeline refuses what is trained; empty for none."""
-    parallel, built = ParallelConfig(pipeline=2), tiny_model()
+def refusal(trained: dict[str, object], layout: dict[str, object], model_changes: dict[str, object]) -> str:
+    """Return with which error this rank refuses what is trained; empty for none."""
+    parallel, built = ParallelConfig(**layout), tiny_model(**model_changes)
     divide_world(parallel)
     try:
         Trainer(built.config, hf_state(built), OPTIMIZER, parallel=parallel, **trained)
@@ -156,10 +162,18 @@ def refusal(trained: dict[str, object]) -> str:
 @pytest.mark.parametrize("name", ONE_LAYER)
 def test_all_stages_refuse_what_leaves_one_nothing_to_train(worlds, name):
     trained, setting = ONE_LAYER[name]
-    [first, last] = worlds.run(2, refusal, trained)
+    [first, last] = worlds.run(2, refusal, trained, {"pipeline": 2}, {})
     assert first == last
     assert setting in first
     assert "leave rank 1 of the learner nothing to train" in first
+
+
+@pytest.mark.slow
+def test_a_projection_whose_heads_ranks_divide_has_no_adapter(worlds):
+    for target, why in (("k_proj", r"q_proj, k_proj, v_proj have no adapters"), ("o_proj", r"^$")):
+        lora = {"lora": LoraConfig(rank=4, targets=(target,))}
+        for message in worlds.run(2, refusal, lora, {"tensor": 2}, ONE_HEAD):
+            assert re.search(why, message), message
 
 
 def test_experts_alone_are_refused():

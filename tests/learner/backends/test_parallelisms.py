@@ -56,7 +56,9 @@ GLM = (("family", "glm4_moe"), ("num_hidden_layers", 3))
 DEEPSEEK = (("family", "deepseek_v3"), ("num_hidden_layers", 4), ("rope", "mscale"))
 WHOLE_QUERIES = (*DEEPSEEK, ("q_lora_rank", None))
 MIXTRAL = (("family", "mixtral"),)
+ONE_HEAD = (("num_key_value_heads", 1),)
 PLAIN = {"distributed_optimizer": False}
+SP = {"tensor": 2, "sequence": True}
 CASES = {
     "dp2": Case(2),
     "dp2 plain": Case(2, PLAIN),
@@ -71,6 +73,12 @@ CASES = {
     "tp2 sp yarn": Case(2, {"tensor": 2, "sequence": True}, YARN),
     "tp2 sp window": Case(2, {"tensor": 2, "sequence": True}, WINDOW),
     "tp2 sp plain tied": Case(2, PLAIN | {"tensor": 2, "sequence": True}, TIED),
+    "tp2 of one key-value head": Case(2, {"tensor": 2}, ONE_HEAD),
+    "tp2 sp of one key-value head, qkv bias": Case(2, SP, (*ONE_HEAD, ("family", "qwen2"))),
+    "tp2 sp plain of one key-value head": Case(2, PLAIN | SP, ONE_HEAD + LLAMA),
+    "tp2 sp ep2 of one key-value head, glm": Case(2, SP | {"expert": 2}, ONE_HEAD + GLM),
+    "tp4 sp of two key-value heads": Case(4, {"tensor": 4, "sequence": True}),
+    "tp2 cp2 of one key-value head": Case(4, {"tensor": 2, "context": 2}, ONE_HEAD),
     "pp2": Case(2, {"pipeline": 2}),
     "pp2 plain": Case(2, PLAIN | {"pipeline": 2}),
     "pp2 tied": Case(2, {"pipeline": 2}, TIED),
@@ -132,6 +140,7 @@ IN_EVERY_RUN = ("tp2 sp",)
 NIGHTLY = (
     "tp2 sp ep2 etp2", "pp2 ep2", "tp2 pp2", "tp2 sp pp2 plain tied", "tp2 cp2", "tp2 sp cp2 plain tied",
     "dp2 tp2 sp overlapped", "dp2 pp2 tied overlapped",
+    "tp2 cp2 of one key-value head",
 )  # fmt: skip
 """Layouts of four ranks whose parts other layouts have too."""
 
@@ -235,11 +244,11 @@ def test_in_bfloat16_a_layout_does_what_one_rank_does(worlds, name):
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
-def load_and_export(layout: dict[str, object], family: str, missing: str | None):
+def load_and_export(layout: dict[str, object], model_changes: dict[str, object], missing: str | None):
     """The weights as they come out of a model that they were loaded into, or why they cannot be."""
     parallel = ParallelConfig(**layout)
     divide_world(parallel)
-    model = tiny_model(family, vocab_size=59)
+    model = tiny_model(vocab_size=59, **model_changes)
     state = {name: tensor for name, tensor in hf_state(model).items() if name != missing}
     chunks = build_chunks(model.config, dtype=torch.float32, parallel=parallel)
     try:
@@ -251,19 +260,22 @@ def load_and_export(layout: dict[str, object], family: str, missing: str | None)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "layout", "family"),
+    ("ranks", "layout", "model_changes"),
     [
-        (2, {"tensor": 2}, "qwen2"),
-        (2, {"tensor": 2, "sequence": True, "expert": 2}, "qwen2_moe"),
-        (2, {"tensor": 2, "sequence": True, "expert": 2}, "qwen3_moe"),
-        (2, {"tensor": 2, "sequence": True, "expert": 2}, "deepseek_v3"),
-        (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}, "mixtral"),
-        (4, {"tensor": 2, "pipeline": 2}, "qwen3"),
+        (2, {"tensor": 2}, {"family": "qwen2"}),
+        (2, {"tensor": 2}, {"family": "qwen2", "num_key_value_heads": 1}),
+        (2, SP | {"expert": 2}, {"family": "glm4_moe", "num_key_value_heads": 1}),
+        (4, {"tensor": 4}, {"family": "llama"}),
+        (2, SP | {"expert": 2}, {"family": "qwen2_moe"}),
+        (2, SP | {"expert": 2}, {"family": "qwen3_moe"}),
+        (2, SP | {"expert": 2}, {"family": "deepseek_v3"}),
+        (4, SP | {"expert": 2, "expert_tensor": 2}, {"family": "mixtral"}),
+        (4, {"tensor": 2, "pipeline": 2}, {"family": "qwen3"}),
     ],
 )
-def test_shared_weights_come_out_bit_for_bit_as_they_went_in(worlds, ranks, layout, family):
-    exported, *others = worlds.run(ranks, load_and_export, layout, family, None)
-    state = hf_state(tiny_model(family, vocab_size=59))
+def test_shared_weights_come_out_bit_for_bit_as_they_went_in(worlds, ranks, layout, model_changes):
+    exported, *others = worlds.run(ranks, load_and_export, layout, model_changes, None)
+    state = hf_state(tiny_model(vocab_size=59, **model_changes))
     assert exported.keys() == state.keys()
     assert all(torch.equal(exported[name], state[name]) for name in state)
     assert not any(others)
@@ -272,5 +284,5 @@ def test_shared_weights_come_out_bit_for_bit_as_they_went_in(worlds, ranks, layo
 @pytest.mark.slow
 def test_every_rank_says_what_one_of_them_misses(worlds):
     missing = "model.layers.1.mlp.down_proj.weight"
-    reasons = worlds.run(2, load_and_export, {"pipeline": 2}, "llama", missing)
+    reasons = worlds.run(2, load_and_export, {"pipeline": 2}, {"family": "llama"}, missing)
     assert all(f"missing {missing} [64, 96]" in reason for reason in reasons)

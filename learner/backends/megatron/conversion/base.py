@@ -102,6 +102,13 @@ class Layout:
     """Returns views of the parts with their elements in order; `part_shapes` has their shapes."""
     part_shapes: Callable[[tuple[int, ...], Shape], Sequence[tuple[int, ...]]]
     """Returns the shapes of the parts from the shape of the whole."""
+    by_group: bool = False
+    """Says whether the whole has the rows of one key-value head after those of another."""
+
+    def mixes(self, shape: Shape, ranks: int) -> bool:
+        """Tell whether slices for so many ranks have rows of several parts in places of their own: there are
+        fewer key-value heads than ranks, which share the rows of each."""
+        return self.by_group and shape.groups < ranks
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ GATE_UP = Layout(
     split=lambda whole, _: whole.chunk(2),
     part_shapes=lambda whole, _: [(whole[0] // 2, *whole[1:])] * 2,
 )
-QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=_qkv_shapes)
+QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=_qkv_shapes, by_group=True)
 
 ADAPTER = "_adapter"
 """Ends the name of the module with a layer's adapter, which lies beside the layer."""

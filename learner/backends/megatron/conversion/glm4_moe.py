@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -60,7 +61,7 @@ def _split_qkv(whole: Tensor, shape: Shape) -> Sequence[Tensor]:
     return [*(_rotated_in_halves(head, 2) for head in heads), value]
 
 
-HALF_ROTATED_QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=QKV.part_shapes)
+HALF_ROTATED_QKV = replace(QKV, merge=_merge_qkv, split=_split_qkv)
 HALF_ROTATED = Layout(
     merge=lambda parts, _: _rotated_in_halves(parts[0], 0).reshape(parts[0].shape),
     split=lambda whole, _: [_rotated_in_halves(whole, 0)],

@@ -168,13 +168,19 @@ class Cut:
 
 def slice_of(rule: Rule, cut: Cut, state: State, shape: Shape) -> Tensor:
     """Return a slice of a rule's tensor, made of the Hugging Face tensors in `state`."""
+    if rule.layout.mixes(shape, cut.ranks):
+        whole = rule.layout.merge([state[name] for name in rule.parts], shape)
+        return whole.chunk(cut.ranks)[cut.rank]
     return rule.layout.merge([cut.read(state, name) for name in rule.parts], cut.shape(shape))
 
 
 def parts_of(rule: Rule, slices: Sequence[tuple[Tensor, Cut]], shape: Shape) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hugging Face tensors that a rule's tensor is made of, from all its slices in their order."""
-    parts_of_slices = [rule.layout.split(piece, cut.shape(shape)) for piece, cut in slices]
     cut = slices[0][1]
+    if rule.layout.mixes(shape, cut.ranks):
+        slices = [(torch.cat([piece for piece, _ in slices]), Cut(None, 1, 0, cut.whole_sizes()))]
+        cut = slices[0][1]
+    parts_of_slices = [rule.layout.split(piece, each.shape(shape)) for piece, each in slices]
     sizes = _part_shapes(rule, cut, shape)
     for name, size, *pieces in zip(rule.parts, sizes, *parts_of_slices, strict=True):
         yield name, cut.join(pieces, size)

@@ -27,6 +27,7 @@ from learner.backends.megatron.core import (
     ProcessGroupCollection,
     SelfAttention,
     TransformerConfig,
+    tensor_parallel,
 )
 from learner.backends.megatron.model.context_attention import (
     ContextLayout,
@@ -125,6 +126,8 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
         mixed, _bias = self.linear_qkv(hidden_states)
+        if self.config.num_query_groups < self.world_size:
+            mixed = self._of_shared_group(mixed)
         normed = self.config.qk_layernorm
         query, key, value = split_heads(
             mixed,
@@ -138,6 +141,23 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
             ),
         )
         return attended(self, query, key, value, packed_seq_params)
+
+    def _of_shared_group(self, mixed: Tensor) -> Tensor:
+        """Return this rank's queries, and the key and the value that it shares with other tensor ranks.
+
+        There are more ranks than key-value heads. As in megatron-core, the rows of each group are cut evenly
+        over the ranks that share it, so that no rank has a head by itself, and every rank gathers all
+        outputs; the gradient of a key is the sum of those of all ranks that attend to it.
+
+        Args:
+            mixed: [T, 1, n], outputs of the rows that this rank has."""
+        width, group = self.hidden_size_per_attention_head, self.pg_collection.tp
+        sharing = self.world_size // self.config.num_query_groups
+        number, place = divmod(group.rank(), sharing)
+        every = tensor_parallel.mappings.all_gather_last_dim_from_tensor_parallel_region(mixed, group)
+        of_group = every.chunk(self.config.num_query_groups, dim=-1)[number]
+        queries, shared = of_group.split([of_group.shape[-1] - 2 * width, 2 * width], dim=-1)
+        return torch.cat((queries.chunk(sharing, dim=-1)[place], shared), dim=-1)
 
 
 def attended(

@@ -63,14 +63,14 @@ def test_a_world_is_refused_before_it_waits_for_the_others(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "family", "messages"),
     [
-        ({"tensor": 4}, "qwen3", ["num_key_value_heads=2 does not divide by tensor=4"]),
+        ({"tensor": 4}, "qwen3", []),
         (
             {"tensor": 5},
             "qwen3",
             [
                 "num_attention_heads=4 does not divide by tensor=5",
-                "num_key_value_heads=2 does not divide by tensor=5",
                 "intermediate_size=96 does not divide by tensor=5",
+                "tensor=5 ranks cannot share num_key_value_heads=2 of head_dim=24 evenly",
             ],
         ),
         (
@@ -116,6 +116,20 @@ def test_a_stage_has_experts_if_one_of_its_pieces_has_some():
 )
 def test_the_last_stage_has_fewer_layers_where_they_do_not_divide(layers, stages, last):
     assert layers_of_last_stage(layers, stages) == last
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensor", "message"),
+    [
+        ({"num_key_value_heads": 4}, 3, "num_key_value_heads=4 does not divide by tensor=3"),
+        ({"num_key_value_heads": 3}, 4, "tensor=4 ranks cannot share num_key_value_heads=3 of head_dim=24"),
+        ({"num_key_value_heads": 1, "head_dim": 2}, 12, "tensor=12 ranks cannot share num_key_value_heads=1"),
+    ],
+)
+def test_key_value_heads_that_ranks_cannot_share_are_named(sizes, tensor, message):
+    config = tiny_config(num_attention_heads=12, **sizes)
+    [problem] = layout_problems(ParallelConfig(tensor=tensor), shape_of(config))
+    assert message in problem
 
 
 def test_a_vocabulary_too_small_for_its_ranks_is_refused():
