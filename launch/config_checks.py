@@ -91,10 +91,10 @@ def _check_adapters(config: "RunConfig") -> None:
         )
     if not lora.exists:
         return
-    if config.warmup.steps and config.warmup.optimizer.type != "adamw":
+    if config.warmup.steps and config.warmup.optimizer.matrices != "adamw":
         raise ConfigError(
-            f"warmup.optimizer.type={config.warmup.optimizer.type} with learner.lora.rank={lora.rank}: it is "
-            "for whole matrices; set it to adamw, or the rank to 0"
+            f"warmup.optimizer.matrices={config.warmup.optimizer.matrices} with learner.lora.rank="
+            f"{lora.rank}: it is for whole matrices; set it to adamw, or the rank to 0"
         )
     for name in ("freeze", "train_only"):
         if chosen := getattr(config.model, name):

@@ -16,7 +16,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.world.process_group import gathered
 
 T = TypeVar("T")
-BUILT_WITH = ("type", "state_dtype", "offload")
+BUILT_WITH = ("matrices", "state_dtype", "offload")
 """Settings that an optimizer was built with, which no step can change."""
 
 

@@ -245,7 +245,7 @@ class LearnerConfig(Config):
     def _adapters_suit_the_rest(self) -> Self:
         refuse_lora(
             self.lora,
-            optimizer=self.optimizer.type,
+            optimizer=self.optimizer.matrices,
             has_critic=self.has_critic,
             reference=self.reference,
             teachers=self.used_teachers,

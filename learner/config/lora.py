@@ -64,8 +64,8 @@ def refuse_lora(
     where = f"learner.lora.rank={lora.rank}"
     if optimizer != "adamw":
         raise ValueError(
-            f"{where} with learner.optimizer.type={optimizer}, which is for whole matrices: set it to adamw, "
-            "or the rank to 0"
+            f"{where} with learner.optimizer.matrices={optimizer}, which is for whole matrices: set it to "
+            "adamw, or the rank to 0"
         )
     if has_critic:
         raise ValueError(

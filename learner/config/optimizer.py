@@ -11,9 +11,9 @@ from learner.config.schedule import ConstantSchedule, ScheduleConfig
 class OptimizerConfig(Config):
     """AdamW, or Muon beside it, with warm-up, then a schedule."""
 
-    type: Literal["adamw", "muon"] = "adamw"
-    """`adamw` updates all weights. `muon` (arXiv:2502.16982) updates the matrices of the layers, so that
-    `beta1`, `beta2` and `eps` count for the others alone: embedding, output layer, norms, biases, routers."""
+    matrices: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the matrices of the layers: `adamw`, as of all other weights, or `muon`
+    (arXiv:2502.16982). `beta1`, `beta2` and `eps` are AdamW's."""
 
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of Muon's sum of gradients, by which it looks ahead as Nesterov does."""
@@ -54,20 +54,21 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _muon_has_its_own_settings(self) -> Self:
-        if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
+        if self.matrices == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(
-                f"momentum={self.momentum} has no effect with type=adamw, whose means decay by beta1 and "
-                "beta2: set type=muon, or leave it out"
+                f"momentum={self.momentum} has no effect with matrices=adamw, whose means decay by beta1 and "
+                "beta2: set matrices=muon, or leave it out"
             )
-        if self.type == "muon" and self.offload:
+        if self.matrices == "muon" and self.offload:
             raise ValueError(
-                f"offload={self.offload} is for type=adamw: Muon multiplies whole matrices, for which the "
-                "host is too slow; set offload=0, or type=adamw"
+                f"offload={self.offload} is for matrices=adamw: Muon multiplies whole matrices, for which "
+                "the host is too slow; set offload=0, or matrices=adamw"
             )
-        if self.type == "muon" and self.state_dtype != "float32":
+        if self.matrices == "muon" and self.state_dtype != "float32":
             raise ValueError(
-                f"state_dtype={self.state_dtype} is for type=adamw: Muon keeps one float32 sum for a weight "
-                "of a matrix, as much as two moments in bfloat16; set state_dtype=float32, or type=adamw"
+                f"state_dtype={self.state_dtype} is for matrices=adamw: Muon keeps one float32 sum for a "
+                "weight of a matrix, as much as two moments in bfloat16; set state_dtype=float32, or "
+                "matrices=adamw"
             )
         return self
 

@@ -95,7 +95,7 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
     """
     used = changed or settings.learner
     _refuse_other_adapters(settings.learner.lora, used.lora)
-    _refuse_other_optimizer(settings.learner.optimizer.type, used.optimizer.type)
+    _refuse_other_optimizer(settings.learner.optimizer.matrices, used.optimizer.matrices)
     if reward is not None and isinstance(used.advantage, GDPOAdvantage):
         raise ConfigError(
             "other rewards have no effect with learner.advantage.type=gdpo, which takes the parts of the "
@@ -132,8 +132,8 @@ def _refuse_other_optimizer(own: str, wanted: str) -> None:
     """Raise `ConfigError` for an optimizer whose state the run's checkpoints do not have."""
     if own != wanted:
         raise ConfigError(
-            f"learner.optimizer.type={wanted}: the run was trained with {own}, and its steps are trained "
-            "again from what it saved: leave the type as it was, or start a run with the other"
+            f"learner.optimizer.matrices={wanted}: the run was trained with {own}, and its steps are trained "
+            "again from what it saved: leave it as it was, or start a run with the other"
         )
 
 

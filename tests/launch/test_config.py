@@ -111,6 +111,11 @@ def test_a_table_that_is_given_in_part_keeps_the_other_defaults():
     assert config.warmup.optimizer.warmup_steps == RunConfig().warmup.optimizer.warmup_steps == 20
 
 
+def test_muon_keeps_the_learning_rate_of_the_table_below_it():
+    muon = {"learner": {"optimizer": {"matrices": "muon"}}}
+    assert resolve({"learner": {"optimizer": {"lr": 1e-3}}}, muon).learner.optimizer.lr == 1e-3
+
+
 def test_another_type_replaces_the_table_below_it():
     ppo = {"learner": {"loss": {"type": "ppo_clip", "clip_eps": 0.1}}}
     reinforce = resolve(ppo, {"learner": {"loss": {"type": "reinforce"}}}).learner.loss
@@ -250,6 +255,10 @@ def test_every_problem_is_told_on_a_line_of_its_own():
                 "data": {"task": "sort"},
             },
             "warmup.optimizer.offload=0.0 is not learner.optimizer.offload=1.0; set both alike",
+        ),
+        (
+            {"learner": {"lora": {"rank": 8}}, "warmup": {"steps": 1, "optimizer": {"matrices": "muon"}}},
+            "warmup.optimizer.matrices=muon with learner.lora.rank=8",
         ),
         (
             {"learner": {"backend": "fsdp", "lora": {"rank": 8}}, "model": {"freeze": ["embed"]}},

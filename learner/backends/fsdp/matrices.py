@@ -51,8 +51,8 @@ def matrix_names(model: PreTrainedModel, names: FileNames) -> set[str]:
     files = [(part, shape) for name in found for part, shape in names.tensors[name].files.items()]
     if fused := sorted(part for part, shape in files if len(shape) != 2 or FUSED.search(part)):
         raise ConfigError(
-            f"optimizer.type=muon cannot tell the matrices apart that {fused[0]} of this model is made of: "
-            "set type=adamw, or learner.backend=megatron if it has the model's family"
+            f"optimizer.matrices=muon cannot tell the matrices apart that {fused[0]} of this model is made "
+            "of: set it to adamw, or learner.backend to megatron if that has the model's family"
         )
     return {name for name in found if all(min(each) > 1 for each in names.tensors[name].files.values())}
 

@@ -38,7 +38,7 @@ class ShardedOptimizer:
             (exempt if is_exempt else decayed).append(self._shards[name])
         groups = [{"params": decayed, "decays": True}, {"params": exempt, "decays": False}]
         kind = {"float32": torch.optim.AdamW, "bfloat16": BFloat16StateAdamW}[config.state_dtype]
-        if config.type == "muon":
+        if config.matrices == "muon":
             kind = MuonAdamW
         self._adamw = kind([group for group in groups if group["params"]], lr=config.lr, fused=True)
         if isinstance(self._adamw, MuonAdamW):

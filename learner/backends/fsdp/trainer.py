@@ -112,7 +112,7 @@ class FsdpTrainer:
         self._settle()
         self.optimizer_config = config
         matrices = {}
-        if config.type == "muon":
+        if config.matrices == "muon":
             matrices = {n: FileMatrices(n, self._names) for n in matrix_names(self.model.hf, self._names)}
         self.optimizer = ShardedOptimizer(config, self._parameters, matrices, self.dtype)
         self.counts.begin()
@@ -292,7 +292,7 @@ class FsdpTrainer:
             "backend": "fsdp",
             **self.counts.saved(),
             "ranks": dist.get_world_size(),
-            "optimizer": self.optimizer_config.type,
+            "optimizer": self.optimizer_config.matrices,
             "frozen": [*sorted(self._frozen_weights)],
             "lora": None if self._adapters is None else self._adapters.saved(),
             "policies": [*sorted(self.frozen.own)],
@@ -308,7 +308,7 @@ class FsdpTrainer:
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""
-        refuse_other_optimizer(directory, training.get("optimizer", "adamw"), self.optimizer_config.type)
+        refuse_other_optimizer(directory, training.get("optimizer", "adamw"), self.optimizer_config.matrices)
         ours = None if self._adapters is None else self._adapters.saved()
         refuse_other_adapters(directory, training.get("lora"), ours)
         if frozen := set(training["frozen"]) ^ self._frozen_weights:

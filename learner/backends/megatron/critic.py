@@ -123,7 +123,7 @@ class MegatronCritic:
     @property
     def optimizer_type(self) -> str:
         """Return which optimizer has the state."""
-        return self._config.optimizer.type
+        return self._config.optimizer.matrices
 
     def settle_parameters(self) -> None:
         """Finish the gathering of updated parameters, which otherwise goes on until the next pass."""

@@ -116,6 +116,6 @@ def refuse_other_optimizer(directory: Path, saved: str, ours: str, section: str 
     """Raise `ConfigError` where the state in a checkpoint is that of another optimizer than the run's."""
     if saved != ours:
         raise ConfigError(
-            f"checkpoint {directory} was trained with {section}.type={saved}, whose state does not fit that "
-            f"of {ours}: set it again, or start a new run from its weights with --model.path"
+            f"checkpoint {directory} was trained with {section}.matrices={saved}, whose state does not fit "
+            f"that of {ours}: set it again, or start a new run from its weights with --model.path"
         )

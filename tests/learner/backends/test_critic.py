@@ -94,7 +94,7 @@ def reference_update(critic, optimizer, samples, config: CriticConfig, lr: float
     ],
 )
 def test_updates_are_those_of_transformers_with_torch_adamw(family, changes, kind):
-    settings = CRITIC_OPTIMIZER.model_copy(update={"type": kind})
+    settings = CRITIC_OPTIMIZER.model_copy(update={"matrices": kind})
     config = CriticConfig(train="always", value_clip=0.3, loss_coef=0.7, optimizer=settings)
     reference = tiny_critic(family, **changes)
     trainer = trainer_with(source_of(reference, config))

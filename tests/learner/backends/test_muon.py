@@ -31,7 +31,7 @@ from tests.learner.reference import reference_step
 from tests.learner.tiny import SIZES, TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(type="muon", lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(matrices="muon", lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 PLAIN = {"distributed_optimizer": False}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 STEPS = 4
@@ -122,6 +122,7 @@ LAYOUTS = {
     "dp2 overlapped": (2, OVERLAPPED, {}),
     "tp2": (2, {"tensor": 2, "sequence": True}, {"family": "qwen2"}),
     "tp2 plain": (2, PLAIN | {"tensor": 2}, {}),
+    "tp2 of one key-value head": (2, {"tensor": 2}, {"num_key_value_heads": 1}),
     "pp2 vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}, {"num_hidden_layers": 4}),
     "cp2": (2, {"context": 2}, {}),
     "ep2": (2, {"expert": 2}, MOE),
@@ -235,7 +236,7 @@ def test_frozen_matrices_stay_and_a_model_without_any_is_refused():
     assert {name for name in changed if "norm" not in name} == {
         f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
     }
-    with pytest.raises(ConfigError, match=r"optimizer\.type=muon has no matrix of a layer to train"):
+    with pytest.raises(ConfigError, match=r"optimizer\.matrices=muon has no matrix of a layer to train"):
         trainer_of(trainable=TrainableWeights(train_only=("norm",)))
 
 
@@ -282,7 +283,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, layout):
 def test_a_checkpoint_of_the_other_optimizer_is_refused_and_no_file_has_a_second_moment(tmp_path, backend):
     model = tiny_model()
     muon, adamw = (
-        backend(model.config, hf_state(model), OPTIMIZER.model_copy(update={"type": kind}))
+        backend(model.config, hf_state(model), OPTIMIZER.model_copy(update={"matrices": kind}))
         for kind in ("muon", "adamw")
     )
     sizes = {}
@@ -293,16 +294,16 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused_and_no_file_has_a_second
         each.numel() for name, each in hf_state(model).items() if "layers" in name and each.dim() == 2
     )
     assert sizes["adamw"] - sizes["muon"] == pytest.approx(4 * matrices, rel=0.1)
-    with pytest.raises(ConfigError, match=r"was trained with optimizer\.type=adamw"):
+    with pytest.raises(ConfigError, match=r"was trained with optimizer\.matrices=adamw"):
         load_checkpoint(muon, latest(tmp_path / "adamw"))
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"momentum": 0.9}, r"momentum=0\.9 has no effect with type=adamw"),
-        ({"type": "muon", "offload": 0.5}, r"offload=0\.5 is for type=adamw"),
-        ({"type": "muon", "state_dtype": "bfloat16"}, "state_dtype=bfloat16 is for type=adamw"),
+        ({"momentum": 0.9}, r"momentum=0\.9 has no effect with matrices=adamw"),
+        ({"matrices": "muon", "offload": 0.5}, r"offload=0\.5 is for matrices=adamw"),
+        ({"matrices": "muon", "state_dtype": "bfloat16"}, "state_dtype=bfloat16 is for matrices=adamw"),
     ],
 )
 def test_settings_without_effect_or_room_are_refused(settings, why):
@@ -311,8 +312,8 @@ def test_settings_without_effect_or_room_are_refused(settings, why):
 
 
 def test_adapters_are_refused():
-    with pytest.raises(ValidationError, match=r"rank=8 with learner\.optimizer\.type=muon"):
-        LearnerConfig.model_validate({"lora": {"rank": 8}, "optimizer": {"type": "muon"}})
+    with pytest.raises(ValidationError, match=r"rank=8 with learner\.optimizer\.matrices=muon"):
+        LearnerConfig.model_validate({"lora": {"rank": 8}, "optimizer": {"matrices": "muon"}})
 
 
 def test_pieces_that_leave_gaps_are_refused():

@@ -17,6 +17,8 @@ def test_other_adapters_than_the_runs_are_refused_by_name(tmp_path, other):
 
 def test_another_optimizer_than_the_runs_is_refused_by_name(tmp_path):
     run = settings(tmp_path, 1)
-    changed = run.learner.model_copy(update={"optimizer": OptimizerConfig(type="muon")})
-    with pytest.raises(ConfigError, match=r"learner\.optimizer\.type=muon: the run was trained with adamw"):
+    changed = run.learner.model_copy(update={"optimizer": OptimizerConfig(matrices="muon")})
+    with pytest.raises(
+        ConfigError, match=r"learner\.optimizer\.matrices=muon: the run was trained with adamw"
+    ):
         next(retrain_steps(run, None, [], from_step=0, to_step=1, changed=changed))

@@ -98,7 +98,7 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
     return {
         **trainer.counts.saved(),
         "ranks": dist.get_world_size(),
-        "optimizer": trainer.optimizer_config.type,
+        "optimizer": trainer.optimizer_config.matrices,
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "frozen": [*sorted(frozen_weights(trainer.hf_config, trainer.trainable))],
         "lora": None if trainer.lora is None else trainer.lora.saved(),
@@ -122,7 +122,7 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
             f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "
             "set that again"
         )
-    refuse_other_optimizer(directory, training.get("optimizer", "adamw"), trainer.optimizer_config.type)
+    refuse_other_optimizer(directory, training.get("optimizer", "adamw"), trainer.optimizer_config.matrices)
     ours = None if trainer.lora is None else trainer.lora.saved()
     refuse_other_adapters(directory, training.get("lora"), ours)
     frozen = set(training["frozen"]) ^ frozen_weights(trainer.hf_config, trainer.trainable)

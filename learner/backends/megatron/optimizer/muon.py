@@ -92,7 +92,8 @@ def add_muon(
     pieces = [piece for of_rank in gathered(mine) for piece in of_rank]
     if not pieces:
         raise ConfigError(
-            "optimizer.type=muon has no matrix of a layer to train: set type=adamw, or train other weights"
+            "optimizer.matrices=muon has no matrix of a layer to train: set it to adamw, or train other "
+            "weights"
         )
     for part in optimizer.chained_optimizers:
         # Experts have an optimizer of their own, which on ranks of other stages has nothing to do.

@@ -71,9 +71,9 @@ def build_optimizer(
             offload(part, config.offload)
         if config.state_dtype == "bfloat16":
             part.optimizer.__class__ = BFloat16StateAdamW
-        if config.type == "adamw":
+        if config.matrices == "adamw":
             _prime(part.optimizer)
-    if config.type == "muon":
+    if config.matrices == "muon":
         add_muon(optimizer, [chunk.module for chunk in chunks], hf_config, dtype)
     _count_as_others(optimizer)
     return optimizer
