@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import AdamW
 
 from learner.backends.megatron.core import DistributedOptimizer, param_is_not_shared, tensor_parallel
+from learner.backends.megatron.optimizer.shards import main_shards
 from learner.backends.update.bf16_adamw import fused_update
 from learner.publication.transfer import host_memory
 
@@ -138,22 +139,15 @@ def offload(part: DistributedOptimizer, fraction: float) -> None:
 
 def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
     """Find the shards like the methods of megatron-core that are replaced here."""
-    pairs = (
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-        (part.model_fp32_groups, part.shard_fp32_groups),
-    )
-    for model_groups, main_groups in pairs:
-        for models, mains in zip(model_groups, main_groups, strict=True):
-            for model, main in zip(models, mains, strict=True):
-                ranges = part._get_model_param_range_map(model)
-                own, in_bucket = ranges["param"], ranges["gbuf_world_in_bucket"]
-                buffer, _, bucket = part.model_param_gbuf_map[model]
-                weights = part.buffers[buffer].buckets[bucket].param_data.view(-1)
-                yield _Shard(
-                    main=main,
-                    gradient=model.main_grad.view(-1)[own.start : own.end].float(),
-                    model=weights[in_bucket.start : in_bucket.end],
-                )
+    for model, main, start in main_shards(part):
+        buffer, _, bucket = part.model_param_gbuf_map[model]
+        weights = part.buffers[buffer].buckets[bucket].param_data.view(-1)
+        in_bucket = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        yield _Shard(
+            main=main,
+            gradient=model.main_grad.view(-1)[start : start + main.numel()].float(),
+            model=weights[in_bucket.start : in_bucket.end],
+        )
 
 
 def _buckets(parameters: Iterable[tuple[Tensor, dict[str, Any]]]) -> Iterator[_Bucket]:

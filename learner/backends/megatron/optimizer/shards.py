@@ -12,7 +12,7 @@ from learner.backends.megatron.core import DistributedOptimizer
 class MainShard(NamedTuple):
     """This rank's part of a parameter."""
 
-    parameter: torch.nn.Parameter
+    parameter: Any
     """Parameter of the model."""
     main: Tensor
     """float32, the main weights, which the optimizer updates: some of the parameter's or all of them."""
