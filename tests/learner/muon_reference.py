@@ -11,7 +11,7 @@ NOT_HIDDEN = re.compile(r"embed|lm_head|norm|bias|gate\.weight|shared_expert_gat
 def expected_step(momentum: Tensor) -> Tensor:
     """Return 0.2 sqrt(max(rows, columns)) U p(S) V^T in float64, p being five times the quintic."""
     u, s, v = torch.linalg.svd(momentum.double(), full_matrices=False)
-    s = s / s.square().sum().sqrt()
+    s = s / s.square().sum().sqrt().clamp(min=1e-7)  # an expert that no token reached has zeros
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
     return 0.2 * max(momentum.shape) ** 0.5 * (u * s) @ v

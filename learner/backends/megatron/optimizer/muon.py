@@ -4,7 +4,6 @@ A matrix is one of Hugging Face's: queries, keys and values of a layer are three
 each expert has its own. It is whole when it is orthogonalised, however tensor-parallel ranks cut it.
 """
 
-import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,13 +26,11 @@ from learner.backends.megatron.conversion.weights import (
     slices_of,
 )
 from learner.backends.megatron.core import DistributedOptimizer, MegatronOptimizer, parallel_state
+from learner.backends.megatron.lora import LINEAR
 from learner.backends.megatron.optimizer.shards import main_shards
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece
 from learner.backends.update.muon import MOMENTUM, SECOND, MuonAdamW, begin_with_zeros, muon_steps
 from learner.world.process_group import gathered
-
-MATRIX = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight$")
-"""Names of the layers' tensors that are made of matrices; a router is none of them."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def _found_in(chunks: Sequence[Any], hf_config: PretrainedConfig) -> dict[torch.
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
             name = global_name(chunk, local_name)
-            if MATRIX.search(name):
+            if LINEAR.search(name):
                 mine = cuts[name]
                 cut = Cut(mine.dimension, mine.ranks, mine.rank, mine.sizes)
                 found[parameter] = _Found(name, CutMatrices(rules[name], cut, shape))
@@ -132,14 +129,18 @@ def _pieces(
         if parameter not in found:
             continue
         name, stored = found[parameter]
-        if not isinstance(part, DistributedOptimizer):  # every data-parallel rank updates the whole by itself
-            replica = (
-                parallel_state.get_expert_data_parallel_rank()
-                if _is_of_expert(name)
-                else parallel_state.get_data_parallel_rank(with_context_parallel=True)
-            )
-            name = f"{name} of replica {replica}"
+        # Ranks that have all of a tensor update it each by itself, in a distributed optimizer with others.
+        replica = () if isinstance(part, DistributedOptimizer) else (_data_parallel_rank(name),)
+        if stored.cut.dimension is None:
+            replica = (*replica, parallel_state.get_tensor_model_parallel_rank())
+        name = f"{name} {replica}"
         yield Piece(name, dist.get_rank(), stored.cut.rank, start, start + main.numel()), main, stored
+
+
+def _data_parallel_rank(name: str) -> int:
+    if _is_of_expert(name):
+        return parallel_state.get_expert_data_parallel_rank()  # type: ignore[no-any-return]
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)  # type: ignore[no-any-return]
 
 
 def _save_no_second_moment(part: DistributedOptimizer, matrices: Container[torch.nn.Parameter]) -> None:
