@@ -61,6 +61,8 @@ class ActorSettings:
     actors: ActorsConfig
     sampling: SamplingConfig
     shards: int
+    max_staleness: int
+    """Versions that a trajectory may lag the learner."""
     logs: Path
     """Directory for what an engine in a process of its own prints."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
@@ -69,8 +71,6 @@ class ActorSettings:
     """What clients of `launch gateway` must know; None on a bus without credentials."""
     further: Mapping[str, FurtherSettings] = field(default_factory=dict)
     """Policies that the run trains beside its own, by name."""
-    max_staleness: int = 0
-    """Versions that a trajectory may lag the learner."""
 
     @property
     def engine(self) -> EngineConfig:

@@ -42,7 +42,7 @@ class FurtherSettings:
     engine: EngineConfig
     agents: tuple[str, ...]
     """Agents that it is where a call names no policy."""
-    max_staleness: int = 0
+    max_staleness: int
     """Versions that a trajectory may lag its learner."""
 
 

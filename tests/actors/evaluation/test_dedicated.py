@@ -174,7 +174,9 @@ async def test_an_actor_that_only_evaluates_takes_no_prompts_and_ends_with_the_r
     manifest = replace(await published(bus, 4, weights), model=files)
     await bus.put("policy", manifest)
     only = ActorsConfig(engine=EmbeddedEngineConfig(seed=0), evaluation=evaluating(only=True).evaluation)
-    settings = ActorSettings(actors=only, sampling=SamplingConfig(max_new_tokens=8), shards=1, logs=tmp_path)
+    settings = ActorSettings(
+        actors=only, sampling=SamplingConfig(max_new_tokens=8), shards=1, max_staleness=4, logs=tmp_path
+    )
     environment = Recording()
     running = asyncio.create_task(run_actors(bus, settings, environment, asyncio.Event()))
     await evaluations.ask(manifest)

@@ -90,7 +90,7 @@ async def test_each_policy_is_answered_by_its_own_server_whose_versions_are_its_
         opened.push_async_callback(own.close)
         claims = EngineClaims(bus, "actor-a")
         opener = PolicyOpener(
-            ActorsConfig(engine=ENGINE), {"rival": FurtherSettings(rival, ENGINE, ("critic",))}, opened,
+            ActorsConfig(engine=ENGINE), {"rival": FurtherSettings(rival, ENGINE, ("critic",), 4)}, opened,
             directory, claims, shards=1, logs=tmp_path,
         )  # fmt: skip
         further = await opener.open("rival", stop)

@@ -49,7 +49,7 @@ async def rival(server, directory):
 
 
 async def test_a_relay_at_a_fixed_port_serves_the_runs_own_weights_alone(bus, rival, directory, tmp_path):
-    further = FurtherSettings(rival, EmbeddedEngineConfig(seed=0), ())
+    further = FurtherSettings(rival, EmbeddedEngineConfig(seed=0), (), 4)
     relay = RelayConfig(site="here", host="127.0.0.1", port=free_port("127.0.0.1"), directory=tmp_path)
     actors = ActorsConfig(weights=relay)
     async with blob_source(bus, relay), AsyncExitStack() as opened:
@@ -61,7 +61,7 @@ async def test_a_relay_at_a_fixed_port_serves_the_runs_own_weights_alone(bus, ri
 async def test_a_server_of_another_actors_policy_is_refused_to_a_further_policy_and_the_other_way_round(
     bus, connect, rival, directory, tmp_path
 ):
-    own, further = SglangEngineConfig(url=URL), FurtherSettings(rival, SglangEngineConfig(url=URL), ())
+    own, further = SglangEngineConfig(url=URL), FurtherSettings(rival, SglangEngineConfig(url=URL), (), 4)
     async with connect("other") as other, AsyncExitStack() as opened:
         claims = await opened.enter_async_context(EngineClaims.open(bus, "actor-a", SglangEngineConfig()))
         opener = PolicyOpener(
@@ -79,7 +79,7 @@ async def test_a_server_of_another_actors_policy_is_refused_to_a_further_policy_
 async def test_a_further_policy_whose_learner_publishes_whole_weights_has_no_adapters_to_load(
     bus, rival, directory, tmp_path
 ):
-    further = FurtherSettings(rival, SglangEngineConfig(adapter="loaded"), ())
+    further = FurtherSettings(rival, SglangEngineConfig(adapter="loaded"), (), 4)
     async with AsyncExitStack() as opened:
         claims = EngineClaims(bus, "actor-a")
         opener = PolicyOpener(
