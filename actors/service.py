@@ -190,7 +190,7 @@ def _actor(
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats)
     follower = PolicyFollower(
-        bus, engine, blobs, loads_at_once=2, from_learner=from_learner, merges=engines.served is None,
+        bus, engine, blobs, loads_at_once=2, from_learner=from_learner, served=engines.served,
         on_loaded=probe.loaded,
     )  # fmt: skip
     policy = Policy(

@@ -12,6 +12,11 @@ SHARED_EXPERT = "shared_expert"
 """Where one of these is in an expert of all tokens: SGLang computes some of them with the other experts."""
 BESIDE_NEWEST = 1
 """The learner is a version ahead of the steps whose rollouts are under way."""
+SETTING = 'actors.engine.adapter="loaded"'
+WHOLE_WEIGHTS = (
+    f"{SETTING}: the learner publishes whole weights: train adapters with learner.lora.rank, with "
+    "learner.lora.publish=adapter, or set actors.engine.adapter=merged"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,19 @@ class ServedAdapters:
         goes."""
         return self.versions + 1
 
+    def refuse_others(self, adapted: AdaptedBase | None) -> None:
+        """Raise `ConfigError` for a later announcement of other adapters, or of whole weights."""
+        if adapted is None:
+            raise ConfigError(WHOLE_WEIGHTS)
+        announced = (adapted.rank, adapted.scale, _layers(adapted))
+        if announced != (self.rank, self.scale, self.modules):
+            raise ConfigError(
+                f"{SETTING}: the learner's adapters are of rank {adapted.rank} and scale "
+                f"{adapted.scale:g} in {', '.join(_layers(adapted))} now, and the servers were started for "
+                f"rank {self.rank} and scale {self.scale:g} in {', '.join(self.modules)}: start this actor "
+                "again"
+            )
+
 
 def served_adapters(
     config: EngineConfig, adapted: AdaptedBase | None, *, max_staleness: int
@@ -42,27 +60,28 @@ def served_adapters(
     without any, and for adapters that SGLang does not serve."""
     if not isinstance(config, SglangEngineConfig) or config.adapter == "merged":
         return None
-    setting = 'actors.engine.adapter="loaded"'
     if adapted is None:
-        raise ConfigError(
-            f"{setting}: the learner publishes whole weights: train adapters with learner.lora.rank, with "
-            "learner.lora.publish=adapter, or set actors.engine.adapter=merged"
-        )
+        raise ConfigError(WHOLE_WEIGHTS)
     if not adapted.rank:
         raise ConfigError(
-            f"{setting}: the learner is of an older Sluice than this actor, and does not say of which rank "
+            f"{SETTING}: the learner is of an older Sluice than this actor, and does not say of which rank "
             "its adapters are: start it again with this one, or set actors.engine.adapter=merged"
         )
     for module in adapted.modules:
         parent, _, name = module.rpartition(".")
         if name not in KNOWN or SHARED_EXPERT in parent:
             raise ConfigError(
-                f"{setting}: no adapter of {module} is loaded into SGLang: start a run without it in "
+                f"{SETTING}: no adapter of {module} is loaded into SGLang: start a run without it in "
                 "learner.lora.targets, or set actors.engine.adapter=merged"
             )
     return ServedAdapters(
         rank=adapted.rank,
         scale=adapted.scale,
-        modules=tuple(sorted({module.rpartition(".")[2] for module in adapted.modules})),
+        modules=_layers(adapted),
         versions=max_staleness + 1 + BESIDE_NEWEST,
     )
+
+
+def _layers(adapted: AdaptedBase) -> tuple[str, ...]:
+    """Return the last parts of the names of the layers that have an adapter."""
+    return tuple(sorted({module.rpartition(".")[2] for module in adapted.modules}))

@@ -160,7 +160,7 @@ class PolicyOpener:
         probe = ProbeCheck(fleet, bound_nats=self._actors.probe_bound_nats)
         from_learner = getattr(engine, "update", "") == "group"
         follower = PolicyFollower(
-            bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, merges=served is None,
+            bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, served=served,
             on_loaded=probe.loaded,
         )  # fmt: skip
         admin = EngineAdmin(

@@ -12,6 +12,7 @@ import torch
 
 from actors.engines.announced_version import Published
 from actors.engines.base import Engine, TakesPublished
+from actors.engines.served_adapters import ServedAdapters
 from actors.weights.latest_version import Newest
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
@@ -89,7 +90,7 @@ class PolicyFollower:
 
     def __init__(
         self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *,
-        loads_at_once: int = 1, from_learner: bool = False, merges: bool = True,
+        loads_at_once: int = 1, from_learner: bool = False, served: ServedAdapters | None = None,
         on_loaded: Callable[[PolicyManifest], None] | None = None,
     ) -> None:  # fmt: skip
         """Follow the policy with `engine`.
@@ -100,7 +101,7 @@ class PolicyFollower:
             blobs: source of the announced weights; without it the bus.
             loads_at_once: above 1 for an engine in which a later call replaces one in progress.
             from_learner: the engine is `TakesPublished`, and the learner itself sends it the weights.
-            merges: adapters are merged into their frozen weights; else the engine is given both.
+            served: adapters that the engine is given beside their frozen weights; without it, merged.
             on_loaded: is called with each version that the engine has taken."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
@@ -110,7 +111,7 @@ class PolicyFollower:
         self._engine = engine
         self._on_loaded = on_loaded
         self._swapped = asyncio.Condition()
-        self._receiver = Receiver(blobs or Blobs(bus), merges=merges)
+        self._receiver = Receiver(blobs or Blobs(bus), served=served)
         self._receiving = asyncio.Lock()
         self._given: Mapping[str, bytes] = {}
         """Digests of the tensors that the engine has."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import structlog
 
+from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.changes import note
 from actors.weights.adapter_bases import base_weights
 from actors.weights.adapters import beside, merged_weights
@@ -26,12 +27,12 @@ T = TypeVar("T")
 class Receiver:
     """Holds the newest weights received from one learner, and makes later ones from them."""
 
-    def __init__(self, blobs: BlobSource, *, merges: bool = True) -> None:
-        """Receive from `blobs`. Unless it `merges`, adapters are handed on beside their frozen weights."""
+    def __init__(self, blobs: BlobSource, *, served: ServedAdapters | None = None) -> None:
+        """Receive from `blobs`. Adapters that are `served` are handed on beside their frozen weights."""
         self.weights: Weights | None = None
         """As they are published: adapters alone, where these are."""
         self._blobs = blobs
-        self._merges = merges
+        self._served = served
         self.lacks_base = False
         """Whether the frozen weights of adapters could not be had when they were last needed."""
         self._base: tuple[str, Weights] | None = None
@@ -44,7 +45,7 @@ class Receiver:
         """Return the weights that `manifest` announces, by deltas from those held or from its snapshot.
 
         Everything is verified before any of it is visible. Raises `BusError` or `StorageError` when neither
-        way works; then the weights held stay.
+        way works; then the weights held stay. Raises `ConfigError` where engines serve other adapters.
         """
         try:
             published = await self._by_deltas(manifest) or await self._from_snapshot(manifest)
@@ -62,6 +63,8 @@ class Receiver:
 
     async def _whole(self, adapted: AdaptedBase | None, published: Weights) -> Weights:
         """Return the weights for an engine that the published ones stand for."""
+        if self._served is not None:
+            self._served.refuse_others(adapted)
         if adapted is None:
             self.lacks_base = False
             return published
@@ -70,7 +73,7 @@ class Receiver:
             weights = await base_weights(self._blobs, adapted.weights, self._fetch_base)
             self._base, self.lacks_base = (adapted.weights.digest, weights), False
         base = self._base[1]
-        if not self._merges:
+        if self._served is not None:
             return beside(base, published)
         return await _in_threads(
             partial(merged_weights, base, published, adapted.scale, like=self._spare.like)

@@ -181,7 +181,7 @@ async def _bench(
         )  # fmt: skip
         await broadcaster.start()
         log.info("learner_ready", weights=weights(workload.model))
-        serving = PolicyFollower(bus, engine, blobs, from_learner=by_group, merges=served is None)
+        serving = PolicyFollower(bus, engine, blobs, from_learner=by_group, served=served)
         stop = asyncio.Event()
         following = asyncio.create_task(serving.run(stop))
         with few_collections():  # as a learner and actors are

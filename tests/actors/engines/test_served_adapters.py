@@ -18,7 +18,7 @@ LOADED = SglangEngineConfig(adapter="loaded")
 def test_a_server_has_the_versions_that_rollouts_within_the_staleness_bound_may_have():
     found = served_adapters(LOADED, ADAPTED, max_staleness=4)
     assert found == ServedAdapters(rank=8, scale=2.0, modules=("q_proj", "up_proj"), versions=6)
-    assert found.slots == 7, "requests without an adapter count as one"
+    assert found.slots == 7, "the next version comes before the oldest goes"
 
 
 def test_engines_that_take_whole_weights_add_no_adapters():
@@ -40,6 +40,25 @@ def test_engines_that_take_whole_weights_add_no_adapters():
 def test_adapters_that_no_server_could_add_are_refused(adapted, reason):
     with pytest.raises(ConfigError, match=reason):
         served_adapters(LOADED, adapted, max_staleness=4)
+
+
+@pytest.mark.parametrize(
+    ("later", "reason"),
+    [
+        (None, "publishes whole weights"),
+        (
+            replace(ADAPTED, rank=4),
+            "are of rank 4 and scale 2 in q_proj, up_proj now, .* for rank 8 and scale",
+        ),
+        (replace(ADAPTED, scale=1.0), "scale 1 in .* now, .* and scale 2 in .*: start this actor again"),
+        (replace(ADAPTED, modules=("self_attn.q_proj",)), "in q_proj now, .* in q_proj, up_proj: start"),
+    ],
+)
+def test_what_a_later_learner_announces_is_what_the_servers_were_started_for(later, reason):
+    found = served_adapters(LOADED, ADAPTED, max_staleness=4)
+    found.refuse_others(ADAPTED)
+    with pytest.raises(ConfigError, match=reason):
+        found.refuse_others(later)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 pytestmark = pytest.mark.nats
 
 
+SERVED = ServedAdapters(rank=2, scale=1.5, modules=tuple(sorted(KNOWN)), versions=6)
+
+
 class Learner:
     """A backend, and the publication of what it trains."""
 
@@ -100,7 +103,7 @@ async def test_an_engine_that_adds_adapters_itself_is_given_both_and_then_adapte
     learner = Learner(bus, tmp_path, torch.bfloat16)
     await learner.publisher.start(tmp_path)
     engine, stop = Recording(), asyncio.Event()
-    follower = PolicyFollower(bus, engine, merges=False)
+    follower = PolicyFollower(bus, engine, served=SERVED)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         tasks.create_task(follower.run(stop))
         for version in range(3):
@@ -114,8 +117,23 @@ async def test_an_engine_that_adds_adapters_itself_is_given_both_and_then_adapte
     assert [version for version, _ in engine.given] == [0, 1, 2]
     assert all(names <= adapters.keys() for _, names in later)
     assert all(torch.equal(engine.state[name], tensor) for name, tensor in (base | adapters).items())
-    served = served_adapters(SglangEngineConfig(adapter="loaded"), manifest.adapted, max_staleness=4)
-    assert served == ServedAdapters(rank=2, scale=1.5, modules=tuple(sorted(KNOWN)), versions=6)
+    assert served_adapters(SglangEngineConfig(adapter="loaded"), manifest.adapted, max_staleness=4) == SERVED
+
+
+async def test_whole_weights_that_follow_adapters_which_the_engine_adds_itself_end_the_actor(bus, tmp_path):
+    learner = Learner(bus, tmp_path, torch.bfloat16)
+    await learner.publisher.start(tmp_path)
+    engine, stop = Recording(), asyncio.Event()
+    follower = PolicyFollower(bus, engine, served=SERVED)
+    running = asyncio.create_task(follower.run(stop))
+    await learner.publish(0)
+    await asyncio.wait_for(follower.at_least(0), 20)
+    merged = WeightPublisher(bus, BusBlobs(bus), PublicationConfig(), incarnation="two")
+    await merged.start(tmp_path)
+    await merged.publish(host_tensors(learner.trainer.export()), policy_version=1, stage="rl", trains_from=0)
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="publishes whole weights: .*adapter=merged")):
+        await asyncio.wait_for(running, 20)
+    assert [version for version, _ in engine.given] == [0]
 
 
 class Counted(Blobs):
