@@ -5,19 +5,19 @@ more; meanwhile it loads no other. So an adapter is unloaded only after all requ
 It keys cached prefixes by adapter, and refuses requests for adapters that it does not have."""
 
 import asyncio
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from itertools import count
 
-import numpy as np
 import torch
 from xxhash import xxh3_64
 
-from actors.engines.base import Generation
 from actors.engines.config import SglangEngineConfig
 from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.client import LOAD_ADAPTER, Json, SglangClient
+from actors.engines.sglang.loaded_adapter import LoadedAdapter
+from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import device_of
 from actors.engines.sglang.tensor_files import State, on_host, pickled, raw
@@ -35,43 +35,18 @@ WITH_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 ALL_MODULES = "all"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """One version of the policy in a server."""
-
-    name: str
-    policy_version: int
-    base_version: int
-    """Version of the frozen weights under it, as the server names them."""
-
-    def drew(self, generation: Generation) -> Generation:
-        """Return what a request for this adapter was answered, whose tokens are all of its version.
-
-        Raises `EngineError` where the server drew some of them with other weights under it."""
-        other = np.flatnonzero(generation.policy_versions != self.base_version)
-        if len(other):
-            raise EngineError(
-                f"token {other[0]} of {len(other)} was drawn with weights of version "
-                f"{generation.policy_versions[other[0]]}, and those of adapter {self.name} are of version "
-                f"{self.base_version}"
-            )
-        versions = np.full(len(generation.token_ids), self.policy_version, np.int32)
-        return replace(generation, policy_versions=versions)
-
-
-End = Callable[[LoadedAdapter], Awaitable[None]]
-"""Ends the requests that have an adapter: they go on with the newest."""
-
-
 class Adapters:
     """The newest adapter of the policy on this host, and those that the server has."""
 
-    def __init__(self, client: SglangClient, facts: ServerFacts, served: ServedAdapters) -> None:
+    def __init__(
+        self, client: SglangClient, facts: ServerFacts, served: ServedAdapters, requests: RequestsInProgress
+    ) -> None:
         self.newest: LoadedAdapter | None = None
-        """What new requests have."""
+        """What new requests have; None while the frozen weights are loaded."""
         self._client = client
         self._facts = facts
         self._served = served
+        self._requests = requests
         self._tensors: dict[str, torch.Tensor] = {}
         self._loaded: list[LoadedAdapter] = []
         """What the server has, the oldest first."""
@@ -89,37 +64,40 @@ class Adapters:
                 "attention alone in learner.lora.targets, or set actors.engine.adapter=merged"
             )
 
-    async def clear(self, end_s: float) -> None:
+    def present(self) -> LoadedAdapter:
+        """Return the newest. Raises `EngineError` where the server has its frozen weights alone."""
+        if self.newest is None:
+            raise EngineError("the server has no adapter of the policy yet: it loads its frozen weights")
+        return self.newest
+
+    async def clear(self, timeout_s: float) -> None:
         """Free the server of all that this engine, or an actor before it, loaded there."""
+        end_s = time.monotonic() + timeout_s
         self._loaded.clear()
-        self.newest = None
         for name in await self._client.adapters():
             if name.startswith(OURS):
                 await self._client.unload_adapter(name, left_s(end_s))
 
-    async def load(
-        self, changed: State, policy_version: int, base: HeldWeights, *,
-        end: End, end_s: float,
-    ) -> None:  # fmt: skip
-        """Load a version, until `end_s` of the monotonic clock.
+    async def load(self, changed: State, policy_version: int, base: HeldWeights, timeout_s: float) -> float:
+        """Load a version, which requests from now on have; return the seconds that it took.
 
-        Args:
-            changed: A and B by peft's names, the first time all of them.
-            policy_version: what requests from now on have.
-            base: the frozen weights that the server has.
-            end: is called with an adapter that is too old.
-            end_s: by when, of the monotonic clock.
-
+        Requests that have one which is too old are ended: they go on with the newest. `changed` has A and B
+        by peft's names, the first time all of them; `base` are the frozen weights that the server has.
         Raises `EngineError`; then it is not certain what the server has."""
+        begun = time.monotonic()
+        end_s = begun + timeout_s
         self._tensors.update(changed)
         self._refuse_others()
-        await self._unload_old(end, end_s)  # more than one too many only where loads were cancelled
+        while len(self._loaded) > self._served.versions:  # loads were cancelled
+            await self._unload(next(one for one in self._loaded if one is not self.newest), end_s)
         body = await asyncio.to_thread(self._body, f"{next(self._names)}-v{policy_version}", base.tensors)
         loaded = LoadedAdapter(body["lora_name"], policy_version, base.policy_version)
         self._loaded.append(loaded)  # before: a caller that is cancelled does not know whether it got there
         await self._client.load_adapter(body, left_s(end_s))
         self.newest = loaded
-        await self._unload_old(end, end_s)
+        for old in self._too_old(loaded):
+            await self._unload(old, end_s)
+        return time.monotonic() - begun
 
     def _body(self, name: str, base: State) -> Json:
         """Return the request that loads them, by a name to which their digest is added."""
@@ -130,14 +108,22 @@ class Adapters:
             "serialized_named_tensors": [pickled(on_host(tensors))] * self._facts.tensor_ranks,
         }
 
-    async def _unload_old(self, end: End, end_s: float) -> None:
-        """Leave the server as many as it may have, after the requests that have others were ended."""
-        while len(self._loaded) > self._served.versions:
-            old = next(one for one in self._loaded if one is not self.newest)
-            await end(old)
-            if old.name in await self._client.adapters():
-                await self._client.unload_adapter(old.name, left_s(end_s))
-            self._loaded.remove(old)
+    def _too_old(self, newest: LoadedAdapter) -> list[LoadedAdapter]:
+        """Return those whose tokens would be outside the staleness bound, or of a learner that died: the one
+        that resumed from an older step makes their versions again."""
+        versions, before = self._served.versions, self._loaded[:-1]
+        first = newest.policy_version - versions + 1
+        surplus = before[: max(0, len(self._loaded) - versions)]  # loads were cancelled
+        return [
+            one for one in before if one in surplus or not first <= one.policy_version < newest.policy_version
+        ]
+
+    async def _unload(self, old: LoadedAdapter, end_s: float) -> None:
+        """Unload one, after the requests that have it were ended."""
+        await self._requests.interrupt(left_s(end_s), adapter=old)
+        if old.name in await self._client.adapters():
+            await self._client.unload_adapter(old.name, left_s(end_s))
+        self._loaded.remove(old)
 
     def _refuse_others(self) -> None:
         """Raise `EngineError` unless all tensors are of the adapters that the server was started for."""

@@ -20,11 +20,12 @@ from actors.engines.base import (
 from actors.engines.config import SglangEngineConfig
 from actors.engines.expert_routing import Routing
 from actors.engines.served_adapters import ServedAdapters
-from actors.engines.sglang.adapters import Adapters, LoadedAdapter, serving, split
+from actors.engines.sglang.adapters import Adapters, serving, split
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.cache_loads import CacheLoads
 from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.health import HealthChecks
+from actors.engines.sglang.loaded_adapter import OtherWeightsError
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.pausing import load_paused
@@ -115,7 +116,7 @@ class SglangEngine:
         self._loading = Loading(self._held, self._client, self._facts)
         self._loading.check(self._config)
         if self._served is not None:
-            self._adapters = Adapters(self._client, self._facts, self._served)
+            self._adapters = Adapters(self._client, self._facts, self._served, self._in_progress)
             self._adapters.check(has_experts=self._held.has_experts)
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         if self._routing is not None and not self._facts.returns_experts:
@@ -176,8 +177,9 @@ class SglangEngine:
         it: then it is killed, which frees the device too; and for weights that only the learner has."""
         async with self._changing, self._health.looking:  # looks generate: the server must be idle
             self._check()
-            if self._config.update == "group":
-                raise EngineError("its weights came from the learner: it could not take them back from here")
+            if self._config.update == "group" or self._adapters is not None:
+                which = "adapters" if self._adapters else "weights from the learner"
+                raise EngineError(f"it has {which}, which it could not take back from here")
             self._serving.clear()
             self._released = True
             await self._or_fail(self._connected().release(self._config.update_timeout_s), "free its device")
@@ -198,8 +200,7 @@ class SglangEngine:
         """Return for each sequence the nats of all its tokens but the first. Raises EngineError."""
         self._check()
         client = self._connected()
-        newest = self._adapters.newest if self._adapters else None
-        adapter = newest.name if newest else ""
+        adapter = self._adapters.present().name if self._adapters else ""
         asked = (client.score(one, adapter=adapter, timeout_s=SCORE_TIMEOUT_S) for one in sequences)
         return list(await asyncio.gather(*asked))
 
@@ -261,6 +262,10 @@ class SglangEngine:
                 raise
             await self._fail(f"it has lost an adapter, as a server that was started again: {error}")
             raise self._interrupted(flight, self.failure) from error
+        except OtherWeightsError as error:
+            self._in_progress.disown()
+            await self._fail(str(error))
+            raise self._interrupted(flight, self.failure) from error
         except EngineError as error:
             self._in_progress.abandon(flight)  # it may have been too slow only, or the connection broke
             if isinstance(error, UnreachableError):
@@ -309,25 +314,20 @@ class SglangEngine:
 
         Its frozen weights are loaded before where they are new, or the server says that it has others: it was
         started again. Returns the seconds in which it may have stood still."""
-        end_s = time.monotonic() + self._config.update_timeout_s
         base, changed = split(state)
-        loading, pause_s = self._ready(), 0.0
+        loading, pause_s, timeout_s = self._ready(), 0.0, self._config.update_timeout_s
         if base or not await loading.has_what_is_held():
             load = await loading.tensors(self._config, base, policy_version)
+            adapters.newest = None  # it is of other weights from now on
             _, pause_s = await self._or_fail(self._paused(load), "take the frozen weights")
             await loading.taken()
-            await self._or_fail(adapters.clear(end_s), "unload adapters of other weights")
-        begun = time.perf_counter()
-
-        async def end(old: LoadedAdapter) -> None:
-            await self._in_progress.interrupt(left_s(end_s), adapter=old)
-
-        taken = adapters.load(changed, policy_version, loading.held, end=end, end_s=end_s)
-        await self._or_fail(taken, f"take policy version {policy_version}")
+            await self._or_fail(adapters.clear(timeout_s), "unload adapters of other weights")
+        taken = adapters.load(changed, policy_version, loading.held, timeout_s)
+        load_s = await self._or_fail(taken, f"take policy version {policy_version}")
         self._version = policy_version
         self._loads += 1
         self._serving.set()
-        return pause_s + time.perf_counter() - begun
+        return pause_s + load_s
 
     async def _retake(self) -> None:
         """The server's weights are arbitrary at first, and its caches empty."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
-from actors.engines.sglang.adapters import LoadedAdapter
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.loaded_adapter import LoadedAdapter
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import unless
 
@@ -54,7 +54,7 @@ class RequestInProgress:
         return self.adapter.name if self.adapter else ""
 
     def answer(self, generation: Generation) -> Generation:
-        """Return what the server drew, with its policy versions. Raises `EngineError` for other weights."""
+        """Return what the server drew, with its policy versions. Raises `OtherWeightsError`."""
         return self.adapter.drew(generation) if self.adapter else generation
 
     def lacks_adapter(self, error: RequestRefusedError) -> bool:
@@ -143,6 +143,11 @@ class RequestsInProgress:
             if flight.sent is not None:
                 flight.failure = flight.failure or reason
                 flight.sent.cancel()
+
+    def disown(self) -> None:
+        """Leave no tokens of any: the server had other weights, and nobody knows since when."""
+        for flight in self:
+            flight.streamed = None
 
     def weights_change(self) -> None:
         """Note that the server may draw from other weights now, and a pair may end what has no token yet."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def adapter(value: float) -> dict[str, torch.Tensor]:
     return {A: torch.full((RANK, 6), value), B: torch.full((8, RANK), value)}
 
 
+def piece(server):
+    """All of an answer, as the last piece of a stream has it."""
+    found = server._generated(4)
+    found["meta_info"]["completion_tokens"] = 4
+    return found
+
+
 @pytest.fixture
 async def server():
     server = StandIn()
@@ -50,12 +58,12 @@ async def attach(server, tmp_path):
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
 
-    def attached(**settings):
+    def attached(versions=2, **settings):
         config = SglangEngineConfig(
-            url=server.url, weights_directory=tmp_path / "weights", adapter="loaded", stream_interval=0,
-            **settings,
+            url=server.url, weights_directory=tmp_path / "weights", adapter="loaded",
+            **{"stream_interval": 0} | settings,
         )  # fmt: skip
-        made.append(SglangEngine(model, config, tmp_path / "unused.log", served=served(2)))
+        made.append(SglangEngine(model, config, tmp_path / "unused.log", served=served(versions)))
         return made[-1]
 
     yield attached
@@ -116,6 +124,44 @@ async def test_requests_end_under_the_adapter_they_began_with_until_it_is_too_ol
     server.running.set()
     assert (await older).policy_versions.tolist() == [1] * 4
     assert (await begun(engine, "new")).policy_versions.tolist() == [2] * 4
+
+
+async def test_requests_end_that_have_a_version_outside_the_window_though_those_between_were_skipped(
+    server, attach
+):
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.running.clear()
+    oldest = begun(engine, "oldest")
+    await asked(server, 1)
+    await asyncio.wait_for(engine.load_weights(adapter(1.0), 2), TIMEOUT_S)
+    assert (await asyncio.wait_for(oldest, TIMEOUT_S)).policy_versions.tolist() == [0, 0]
+    assert [name.split("-")[3] for name in server.lora.loaded] == ["v2"]
+
+
+@pytest.mark.parametrize("again", [9, 8])
+async def test_requests_end_that_have_a_version_which_a_resumed_learner_makes_again(server, attach, again):
+    server.lora.settings["max_loras_per_batch"] = 5
+    engine = attach(versions=4)
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 7)
+    server.running.clear()
+    before = begun(engine, "before")
+    await asked(server, 1)
+    await engine.load_weights(adapter(1.0), 8)
+    await engine.load_weights(adapter(2.0), 9)
+    dead = begun(engine, "dead")
+    await asked(server, 2)
+    await asyncio.wait_for(engine.load_weights(adapter(3.0), again), TIMEOUT_S)
+    ended = await asyncio.wait_for(dead, TIMEOUT_S)
+    assert (ended.finish_reason, ended.policy_versions.tolist()) == ("abort", [9, 9])
+    assert not before.done()
+    found = [name.split("-")[3] for name in server.lora.loaded]
+    assert found == (["v7", "v8", "v9"] if again == 9 else ["v7", "v8"])
+    assert torch.equal([*server.lora.loaded.values()][-1]["tensors"][A], adapter(3.0)[A])
+    server.running.set()
+    await before
 
 
 async def test_a_request_whose_adapter_is_too_old_goes_on_with_the_newest_each_token_of_its_own(
@@ -192,13 +238,40 @@ async def test_an_adapter_that_is_refused_fails_the_engine(server, attach):
     await has_failed(engine)
 
 
-async def test_tokens_that_other_frozen_weights_drew_are_of_no_version(server, attach):
-    engine = attach()
+@pytest.mark.parametrize("streams", [False, True])
+async def test_tokens_that_other_frozen_weights_drew_are_of_no_version(server, attach, streams):
+    server.streams = streams
+    engine = attach(stream_interval=2)
     await engine.start()
     await engine.load_weights(BASE | adapter(0.0), 3)
     server.version = "9"
-    with pytest.raises(InterruptedGenerationError, match=r"weights of version 9, and those of .* version 3"):
+    server.pieces = [piece(server)]
+    with pytest.raises(
+        InterruptedGenerationError, match=r"weights of version 9, and those of .* ver"
+    ) as raised:
         await begun(engine, "one")
+    assert not len(raised.value.partial.token_ids)
+    await has_failed(engine)
+
+
+async def test_nothing_that_is_drawn_beside_tokens_of_other_frozen_weights_counts(server, attach):
+    server.streams = True
+    engine = attach(stream_interval=2)
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 3)
+    part = piece(server)
+    part["meta_info"]["finish_reason"] = None
+    server.pieces = [part]
+    other = begun(engine, "other")
+    await asyncio.wait_for(server.piece_sent.wait(), TIMEOUT_S)
+    while not len(next(iter(engine._in_progress)).left().token_ids):  # noqa: ASYNC110 - read, not only sent
+        await asyncio.sleep(0)
+    server.version = "9"
+    server.pieces = [piece(server)]
+    for request_ in (begun(engine, "one"), other):
+        with pytest.raises(InterruptedGenerationError) as raised:
+            await asyncio.wait_for(request_, TIMEOUT_S)
+        assert not len(raised.value.partial.token_ids)
 
 
 async def test_adapters_of_an_actor_that_died_are_unloaded_and_those_of_others_stay(server, attach):
@@ -223,6 +296,8 @@ async def test_frozen_weights_without_their_adapter_answer_no_request(server, at
     monkeypatch.setattr(engine._client, "load_adapter", never)
     loading = asyncio.create_task(engine.load_weights({}, 1))
     await asyncio.wait_for(reached.wait(), TIMEOUT_S)
+    with pytest.raises(EngineError, match="no adapter of the policy yet: it loads its frozen weights"):
+        await engine.score([[1, 2, 3]])
     loading.cancel()
     await asyncio.wait([loading], timeout=TIMEOUT_S)
     monkeypatch.undo()
@@ -301,6 +376,34 @@ async def test_a_mixture_of_experts_with_adapters_outside_its_attention_is_refus
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="mixture of experts with adapters of down_proj, up_proj, and SGLa"):
         await attach().start()
+
+
+async def test_frozen_weights_that_come_slowly_leave_the_adapter_all_of_its_time(server, attach, monkeypatch):
+    engine, given = attach(update_timeout_s=5.0), []
+    await engine.start()
+    tensors, load_adapter = engine._loading.tensors, engine._client.load_adapter
+
+    async def slowly(config, state, version):
+        load = await tensors(config, state, version)
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 4.0)  # outside the pause
+        return load
+
+    async def noted(body, timeout_s):
+        given.append(timeout_s)
+        await load_adapter(body, timeout_s)
+
+    monkeypatch.setattr(engine._loading, "tensors", slowly)
+    monkeypatch.setattr(engine._client, "load_adapter", noted)
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    assert given[0] > 4.0
+
+
+async def test_an_engine_with_adapters_does_not_release_its_device(attach):
+    engine = attach()
+    await engine.start()
+    with pytest.raises(EngineError, match="it has adapters, which it could not take back from here"):
+        await engine.release()
 
 
 async def test_adapters_of_another_rank_are_refused(server, attach):
