@@ -240,10 +240,10 @@ async def _train_and_publish(
 async def _transport_figures(
     store: BlobStore, blobs: BlobSource, publisher: WeightPublisher
 ) -> dict[str, Json]:
-    """Return how long bytes alone take, as many as a delta has and as many as all weights have."""
+    """Return how long bytes alone take, as many as a delta and as a snapshot have."""
     manifest = _published(publisher)
     figures: dict[str, Json] = {}
-    sizes = {"full": manifest.snapshot.size_bytes}
+    sizes = {"snapshot": manifest.snapshot.size_bytes}
     if manifest.deltas:
         sizes["delta"] = manifest.deltas[-1].blob.size_bytes
     for name, size in sizes.items():
@@ -331,7 +331,7 @@ async def _decoding(engine: Engine) -> AsyncIterator[None]:
 
 def _report(measured: Measured, absolute: dict[str, Json]) -> dict[str, Json]:
     median, values = measured.median, measured.values
-    full = float(str(absolute["full_bytes"]))
+    copied = float(str(absolute["snapshot_bytes"]))
     return {
         "ratios": {
             "wire_over_full": median("wire_over_full"),
@@ -349,7 +349,7 @@ def _report(measured: Measured, absolute: dict[str, Json]) -> dict[str, Json]:
             "copy_s": median("copy"),
             "arrived_s": median("arrived"),
             "bare_copy_s": median("bare_copy"),
-            "bare_copy_bytes_per_s": full / median("bare_copy"),
+            "bare_copy_bytes_per_s": copied / median("bare_copy"),
             "publish_s": median("publish"),
             "receive_s": median("receive"),
             "median_pause_s": median("pause"),

@@ -23,7 +23,7 @@ def test_every_figure_is_measured_and_little_travels():
     assert report["ratios"].keys() == LIMITS.keys() == LIMITED_BY.keys()
     assert all(figure > 0 for figure in report["ratios"].values())
     assert report["ratios"]["wire_over_full"] < 0.05
-    assert report["absolute"]["delta_bytes"] < report["absolute"]["full_bytes"] / 10
+    assert report["absolute"]["delta_bytes"] < report["absolute"]["snapshot_bytes"] / 10
 
 
 def test_adapters_alone_travel_where_they_are_trained():
@@ -31,7 +31,7 @@ def test_adapters_alone_travel_where_they_are_trained():
     workload = replace(small(), dtype=torch.bfloat16, sequence=32, micro_batch=32, micro_batches=1)
     report = bench_weights(workload, settings({"learner": {"lora": {"rank": 2}}}), versions=1)
     torch.set_num_threads(threads)
-    assert report["absolute"]["full_bytes"] < weights(workload.model) / 10, "A and B are all that is sent"
+    assert report["absolute"]["snapshot_bytes"] < weights(workload.model) / 10, "A and B are all that is sent"
     assert report["ratios"].keys() == LIMITS.keys()
     assert all(figure > 0 for figure in report["ratios"].values())
 
