@@ -134,7 +134,8 @@ class Engine(Protocol):
 
         Nobody writes to the tensors afterwards: engines that come later may still take them, and the next
         ones are compared with them.
-        Tokens drawn afterwards carry `policy_version`. Returns the seconds generation stood still."""
+        New requests carry `policy_version`, and so do tokens drawn afterwards of those in flight, unless
+        their later ones keep the version that they began with. Returns the seconds generation stood still."""
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""

@@ -59,7 +59,7 @@ class Fleet:
 
     @property
     def policy_version(self) -> int:
-        """Return the oldest version in service: no token is sampled by an older one from now on."""
+        """Return the oldest version in service: new requests are sampled by no older one."""
         versions = (member.policy_version for member in self._members.values() if member.state == "serving")
         return min(versions, default=self._weights.policy_version)
 
