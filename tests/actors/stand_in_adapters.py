@@ -21,22 +21,37 @@ class StandInAdapters:
         self.loaded: dict[str, dict[str, Any]] = {}
         """What loaded each adapter that it has, by name, with `tensors`."""
         self.refuses = False
+        self.loses_aborts = False
+        """Whether it has lost the abort of each single request, which it passes on once."""
         self._aborted: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._in_progress: list[tuple[str, asyncio.Event]] = []
         """The adapter of each request, and what is set at its end."""
+        self._changing = asyncio.Lock()
+        """Held while an adapter is loaded, and until the requests of one that is unloaded have ended."""
 
     async def answer(self, path: str, body: dict[str, Any]) -> web.Response:
         if path == "abort_request":
-            self._aborted[body["rid"]].set()
+            if body["abort_all"]:
+                for aborted in self._aborted.values():
+                    aborted.set()
+            elif not self.loses_aborts:
+                self._aborted[body["rid"]].set()
             return web.json_response({"success": True})
         if path == "v1/models":
-            return web.json_response({"data": [{"id": name} for name in ("stand-in", *self.loaded)]})
+            adapters = [{"id": name, "parent": "stand-in"} for name in self.loaded]
+            return web.json_response({"data": [{"id": "stand-in", "parent": None}, *adapters]})
+        async with self._changing:
+            return await self._changed(path, body)
+
+    async def _changed(self, path: str, body: dict[str, Any]) -> web.Response:
         name = body["lora_name"]
         if self.refuses or (path != LOAD and name not in self.loaded):
             return web.json_response({"success": False, "error_message": "out of memory"}, status=400)
         if path == LOAD:
             tensors = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
             self.loaded[name] = body | {"tensors": tensors}
+            room = self.settings.get("max_loaded_loras")
+            assert room is None or len(self.loaded) <= room, "SGLang would unload one that may be in use"
         else:
             del self.loaded[name]
             for ended in [ended for used, ended in self._in_progress if used == name]:

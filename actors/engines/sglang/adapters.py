@@ -2,9 +2,11 @@
 
 SGLang 0.5.23 loads an adapter between two batches, without a pause, and unloads it when no request has it any
 more; meanwhile it loads no other. So an adapter is unloaded only after all requests that have it were ended.
-It keys cached prefixes by adapter, and refuses requests for adapters that it does not have."""
+It keys cached prefixes by adapter, and fails requests for adapters that it does not have: one that it has had
+it looks for in files, and on Hugging Face's hub unless HF_HUB_OFFLINE is set, where there is none."""
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -15,6 +17,7 @@ from xxhash import xxh3_64
 
 from actors.engines.config import SglangEngineConfig
 from actors.engines.served_adapters import ServedAdapters
+from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.client import LOAD_ADAPTER, Json, SglangClient
 from actors.engines.sglang.loaded_adapter import LoadedAdapter
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
@@ -53,9 +56,18 @@ class Adapters:
         engine = uuid.uuid4().hex[:8]
         self._names = (f"{OURS}{engine}-{number}" for number in count())
 
-    def check(self, *, has_experts: bool) -> None:
-        """Raise `ConfigError` for a server, or a mixture of experts, that cannot have the adapters."""
+    async def check(self, *, has_experts: bool) -> None:
+        """Raise `ConfigError` for a server, or a mixture of experts, that cannot have the adapters.
+
+        So is a server where adapters of others leave too little room: it would unload one for another."""
         refuse_unfit(self._client.url, self._facts, self._served)
+        others = [name for name in await self._client.adapters() if not name.startswith(OURS)]
+        room, needed = self._facts.settings[0].get("max_loaded_loras"), self._served.slots + len(others)
+        if room is not None and int(str(room)) < needed:
+            raise ConfigError(
+                f"{self._client.url} has max_loaded_loras={room} and {len(others)} adapters of others, as "
+                f"{others[0]}: unload these, or start it with --max-loaded-loras {needed}"
+            )
         dense = sorted({*self._served.modules} & {*WITH_EXPERTS})
         if has_experts and dense:
             raise ConfigError(
@@ -76,7 +88,7 @@ class Adapters:
         self._loaded.clear()
         for name in await self._client.adapters():
             if name.startswith(OURS):
-                await self._client.unload_adapter(name, left_s(end_s))
+                await self._unload_called(name, end_s)
 
     async def load(self, changed: State, policy_version: int, base: HeldWeights, timeout_s: float) -> float:
         """Load a version, which requests from now on have; return the seconds that it took.
@@ -90,8 +102,9 @@ class Adapters:
         self._refuse_others()
         while len(self._loaded) > self._served.versions:  # loads were cancelled
             await self._unload(next(one for one in self._loaded if one is not self.newest), end_s)
-        body = await asyncio.to_thread(self._body, f"{next(self._names)}-v{policy_version}", base.tensors)
-        loaded = LoadedAdapter(body["lora_name"], policy_version, base.policy_version)
+        name = f"{next(self._names)}-v{policy_version}"
+        name, body = await asyncio.to_thread(self._request, name, base.tensors)
+        loaded = LoadedAdapter(name, policy_version, base.policy_version)
         self._loaded.append(loaded)  # before: a caller that is cancelled does not know whether it got there
         await self._client.load_adapter(body, left_s(end_s))
         self.newest = loaded
@@ -99,14 +112,15 @@ class Adapters:
             await self._unload(old, end_s)
         return time.monotonic() - begun
 
-    def _body(self, name: str, base: State) -> Json:
-        """Return the request that loads them, by a name to which their digest is added."""
-        tensors = with_partners(self._tensors, base)
-        return {
-            "lora_name": f"{name}-{_digest(self._tensors)}",
+    def _request(self, name: str, base: State) -> tuple[str, bytes]:
+        """Return the name, to which a digest is added, and the JSON that has the server load them by it."""
+        tensors, name = with_partners(self._tensors, base), f"{name}-{_digest(self._tensors)}"
+        body = {
+            "lora_name": name,
             "config_dict": _config(self._served, tensors),
             "serialized_named_tensors": [pickled(on_host(tensors))] * self._facts.tensor_ranks,
         }
+        return name, json.dumps(body).encode()
 
     def _too_old(self, newest: LoadedAdapter) -> list[LoadedAdapter]:
         """Return those whose tokens would be outside the staleness bound, or of a learner that died: the one
@@ -122,8 +136,19 @@ class Adapters:
         """Unload one, after the requests that have it were ended."""
         await self._requests.interrupt(left_s(end_s), adapter=old)
         if old.name in await self._client.adapters():
-            await self._client.unload_adapter(old.name, left_s(end_s))
+            await self._unload_called(old.name, end_s)
         self._loaded.remove(old)
+
+    async def _unload_called(self, name: str, end_s: float) -> None:
+        """Unload one by its name, which waits for abandoned requests: the abort of one may be lost."""
+        unloading = asyncio.create_task(self._client.unload_adapter(name, left_s(end_s)))
+        try:
+            await asyncio.wait({unloading}, timeout=requests_in_progress.ABORT_ALL_AFTER_S)
+            if not unloading.done():
+                await self._requests.abort_all()
+            await unloading
+        finally:
+            unloading.cancel()
 
     def _refuse_others(self) -> None:
         """Raise `EngineError` unless all tensors are of the adapters that the server was started for."""

@@ -43,6 +43,7 @@ IDLE_AGAIN_S = 0.05
 SHORT_S = 30.0
 """Time limit of requests that a working server answers at once."""
 OK = 200
+IS_JSON = {"Content-Type": "application/json"}
 LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
 """/load_lora_adapter reads files, which a server with arbitrary first weights (load_format=dummy) refuses."""
 NONE_OPEN = (400, 404)
@@ -296,12 +297,12 @@ class SglangClient:
         await self._update("/update_weights_from_distributed", body, timeout_s)
 
     async def adapters(self) -> list[str]:
-        """Return the names of all models that it has, the adapters among them."""
+        """Return the names of all adapters that it has: models with another one under them."""
         models = (await self._call("GET", "/v1/models")).get("data", [])
-        return [str(model.get("id")) for model in models]
+        return [str(model.get("id")) for model in models if model.get("parent")]
 
-    async def load_adapter(self, body: Json, timeout_s: float) -> None:
-        """Load an adapter from tensors, while it generates."""
+    async def load_adapter(self, body: bytes, timeout_s: float) -> None:
+        """Load an adapter from tensors in JSON, while it generates."""
         await self._call("POST", LOAD_ADAPTER, body, timeout_s=timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None:
@@ -339,7 +340,7 @@ class SglangClient:
             raise UnreachableError(f"{self.url}{path} broke off in the middle of an answer")
 
     async def _call(
-        self, method: str, path: str, body: Json | None = None, *, timeout_s: float = SHORT_S
+        self, method: str, path: str, body: Json | bytes | None = None, *, timeout_s: float = SHORT_S
     ) -> Json:
         """Return the answer to a request; {} when it has no JSON object in it."""
         async with self._answered(method, path, body, timeout_s) as response:
@@ -352,12 +353,13 @@ class SglangClient:
 
     @asynccontextmanager
     async def _answered(
-        self, method: str, path: str, body: Json | None, timeout_s: float
+        self, method: str, path: str, body: Json | bytes | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a response of status 200, whose content may be read within the time that is left."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        sent: Json = {"data": body, "headers": IS_JSON} if isinstance(body, bytes) else {"json": body}
         try:
-            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(method, self.url + path, timeout=timeout, **sent) as response:
                 if response.status != OK:
                     said = (await response.read()).decode(errors="replace")[:500]
                     refused = response.status == BAD_REQUEST and path == "/generate"  # too long, for instance

@@ -80,7 +80,7 @@ class SglangEngine:
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the weights in use, -1 before the first."""
+        """Return the version that new requests have, -1 before the first."""
         return self._version
 
     @property
@@ -117,7 +117,7 @@ class SglangEngine:
         self._loading.check(self._config)
         if self._served is not None:
             self._adapters = Adapters(self._client, self._facts, self._served, self._in_progress)
-            self._adapters.check(has_experts=self._held.has_experts)
+            await self._adapters.check(has_experts=self._held.has_experts)
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         if self._routing is not None and not self._facts.returns_experts:
             raise ConfigError(

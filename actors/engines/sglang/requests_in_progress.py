@@ -16,9 +16,12 @@ from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import unless
 
 ABORT_AGAIN_S = 0.5
-"""An abort that overtakes its request is not heard: it is said until the request ends."""
+"""An abort that comes before its request is not heard: it is said until the request ends."""
 INTERRUPT_AGAIN_S = 0.05
 """The same, while the whole server waits for it."""
+ABORT_ALL_AFTER_S = 3.0
+"""SGLang 0.5.23 passes the abort of one request on to its scheduler once only: where that was too early, all
+requests are ended."""
 
 
 @dataclass(eq=False)
@@ -160,7 +163,7 @@ class RequestsInProgress:
         """Have the server end all, or those that have an adapter, and hand out what it has drawn.
 
         Raises `EngineError` as `drained` does."""
-        end_s = time.monotonic() + timeout_s
+        begun = time.monotonic()
         while under_way := {
             flight: flight.sent
             for flight in self
@@ -168,16 +171,24 @@ class RequestsInProgress:
             and not flight.sent.done()
             and (adapter is None or flight.adapter is adapter)
         }:
-            if time.monotonic() > end_s:
+            waited_s = time.monotonic() - begun
+            if waited_s > timeout_s:
                 raise EngineError(f"{len(under_way)} requests did not end within {timeout_s:g} s of an abort")
-            for flight in under_way:
-                flight.interrupted = True
-            with suppress(EngineError):  # the requests hear of it too
-                if adapter is None:
-                    await self._connected().abort_all()
-                else:
+            if adapter is None or waited_s > ABORT_ALL_AFTER_S:
+                await self.abort_all()
+            else:
+                for flight in under_way:
+                    flight.interrupted = True
+                with suppress(EngineError):  # the requests hear of it too
                     await asyncio.gather(*(self._connected().abort(flight.rid) for flight in under_way))
             await asyncio.wait(under_way.values(), timeout=INTERRUPT_AGAIN_S)
+
+    async def abort_all(self) -> None:
+        """Have the server end all that it has, also what was abandoned and what others asked."""
+        for flight in self:
+            flight.interrupted = flight.interrupted or flight.sent is not None
+        with suppress(EngineError):  # the requests hear of it too
+            await self._connected().abort_all()
 
     def _rid(self, request: GenerationRequest) -> str:
         return f"{next(self._rids)}-{request.request_id}"

@@ -11,6 +11,7 @@ from actors.engines.base import InterruptedGenerationError
 from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.adapters import serving, with_partners
 from actors.engines.sglang.engine import SglangEngine
 from bus.errors import ConfigError, EngineError
@@ -28,7 +29,7 @@ LORA = {
     "max_lora_rank": RANK,
     "lora_target_modules": [*MODULES],
     "max_loras_per_batch": 3,
-    "max_loaded_loras": None,
+    "max_loaded_loras": 4,
 }
 
 
@@ -140,9 +141,47 @@ async def test_requests_end_that_have_a_version_outside_the_window_though_those_
     assert [name.split("-")[3] for name in server.lora.loaded] == ["v2"]
 
 
+async def test_requests_whose_abort_the_server_has_lost_are_ended_with_all_others(
+    server, attach, monkeypatch
+):
+    monkeypatch.setattr(requests_in_progress, "ABORT_ALL_AFTER_S", 0.1)
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.running.clear()
+    oldest = begun(engine, "oldest")
+    await asked(server, 1)
+    await engine.load_weights(adapter(1.0), 1)
+    older = begun(engine, "older")
+    await asked(server, 2)
+    server.lora.loses_aborts = True
+    await asyncio.wait_for(engine.load_weights(adapter(2.0), 2), TIMEOUT_S)
+    for ended, version in ((oldest, 0), (older, 1)):
+        found = await asyncio.wait_for(ended, TIMEOUT_S)
+        assert (found.finish_reason, found.policy_versions.tolist()) == ("abort", [version] * 2)
+
+
+async def test_an_adapter_of_a_request_that_was_abandoned_and_runs_on_is_unloaded(
+    server, attach, monkeypatch
+):
+    monkeypatch.setattr(requests_in_progress, "ABORT_ALL_AFTER_S", 0.1)
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.running.clear()
+    server.lora.loses_aborts = True
+    abandoned = begun(engine, "abandoned")
+    await asked(server, 1)
+    abandoned.cancel()
+    await asyncio.wait([abandoned], timeout=TIMEOUT_S)
+    for version in (1, 2):
+        await asyncio.wait_for(engine.load_weights({}, version), TIMEOUT_S)
+    assert [name.split("-")[3] for name in server.lora.loaded] == ["v1", "v2"]
+
+
 @pytest.mark.parametrize("again", [9, 8])
 async def test_requests_end_that_have_a_version_which_a_resumed_learner_makes_again(server, attach, again):
-    server.lora.settings["max_loras_per_batch"] = 5
+    server.lora.settings |= {"max_loras_per_batch": 5, "max_loaded_loras": 5}
     engine = attach(versions=4)
     await engine.start()
     await engine.load_weights(BASE | adapter(0.0), 7)
@@ -281,6 +320,13 @@ async def test_adapters_of_an_actor_that_died_are_unloaded_and_those_of_others_s
     await engine.load_weights(BASE | adapter(0.0), 0)
     theirs, ours = server.lora.loaded
     assert (theirs, ours.split("-")[3]) == ("my-adapter", "v0")
+
+
+async def test_adapters_of_others_that_leave_too_little_room_are_refused(server, attach):
+    server.lora.loaded = {"one": {}, "two": {}}
+    wanted = "max_loaded_loras=4 and 2 adapters of others, as one: .* --max-loaded-loras 5"
+    with pytest.raises(ConfigError, match=wanted):
+        await attach().start()
 
 
 async def test_frozen_weights_without_their_adapter_answer_no_request(server, attach, monkeypatch):
