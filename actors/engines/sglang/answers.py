@@ -100,7 +100,11 @@ def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) 
         raise EngineError(
             f"{_name(request)}: the answer has no log-probs of the prompt: {error!r}"
         ) from error
-    return cast(list[float], read_logprobs(pairs, np.array(request.token_ids[1:]), request).tolist())
+    asked = np.array(request.token_ids[1:])
+    for pair, token in zip(pairs, asked.tolist(), strict=False):  # `read_logprobs` counts them
+        if pair[1] == 0:  # SGLang writes 0 for the last id of its vocabulary
+            pair[1] = token
+    return cast(list[float], read_logprobs(pairs, asked, request).tolist())
 
 
 def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) -> np.ndarray:

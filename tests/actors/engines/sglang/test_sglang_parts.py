@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import settings as sglang_settings
 from actors.engines.sglang import weights as sglang_weights
-from actors.engines.sglang.answers import read_answer
+from actors.engines.sglang.answers import read_answer, read_prompt_logprobs
 from actors.engines.sglang.gpu_count import base_gpu_id, gpus
 from actors.engines.sglang.launcher import _flags
 from actors.engines.sglang.server_facts import ServerFacts
@@ -86,6 +86,16 @@ def test_without_spans_all_tokens_are_of_the_one_version():
 def test_an_answer_that_cannot_be_a_generation_is_an_error(meta, says):
     with pytest.raises(EngineError, match=f"request r: .*({says})"):
         read_answer(answer(**meta), request("r", [1]))
+
+
+def test_log_probs_of_a_prompt_are_read_though_the_last_id_of_the_vocabulary_comes_as_0():
+    pairs = [[None, 3, None], [-0.5, 7, None], [-1.5, 0, None]]
+    answered = {"meta_info": {"input_token_logprobs": pairs}}
+    assert read_prompt_logprobs(answered, request("r", [3, 7, 57])) == [-0.5, -1.5]
+    with pytest.raises(EngineError, match="token 0 of 2 is 8, and the log-prob is of 7"):
+        read_prompt_logprobs(answered, request("r", [3, 8, 57]))
+    with pytest.raises(EngineError, match="1 tokens came with 2 log-probs"):
+        read_prompt_logprobs(answered, request("r", [3, 7]))
 
 
 def test_an_answer_of_something_else_is_an_error():
