@@ -120,3 +120,25 @@ def test_two_steps_a_checkpoint_and_two_steps_elsewhere_are_four_steps(
     found += worlds.run(ranks, train, layout, model, "resume", tmp_path)[0]
     for ours, expected in zip(found, whole(model), strict=True):
         assert ours == pytest.approx(expected, abs=1e-5)
+
+
+def train_save_and_resume(layout: dict[str, object], changes: dict[str, object], root: Path, times: int):
+    """A step and a checkpoint, so many times, and what the last one holds; on a rank of a world."""
+    parallel = ParallelConfig(**layout)
+    divide_world(parallel)
+    model = tiny_model(**changes)
+    steps = []
+    for _ in range(times):
+        trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=parallel)
+        if steps:
+            load_checkpoint(trainer, latest_checkpoint(root))
+        steps.append(trainer.counts.steps_done)
+        trainer.train_step(pack(random_samples([5, 17, 2], seed=0), 40), TIS, policy_version=3)
+        save_checkpoint(trainer, root, trainer.counts.steps_done, {}, keep=1)
+    return steps
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_a_dense_stage_is_resumed_from_what_a_resumed_one_saved(worlds, tmp_path):
+    ranks, layout = LAYOUTS["pp2"]
+    assert worlds.run(ranks, train_save_and_resume, layout, DEEPSEEK, tmp_path, 3)[0] == [0, 1, 2]

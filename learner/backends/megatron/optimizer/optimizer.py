@@ -149,11 +149,12 @@ def _prime(optimizer: torch.optim.Optimizer) -> None:
 def _count_as_others(optimizer: MegatronOptimizer) -> None:
     """Have parts without parameters save the step of one that has some: all count alike."""
     parts = optimizer.chained_optimizers
-    stepped = next((part.optimizer.state for part in parts if part.optimizer.state), None)
+    stepped = next((part.optimizer for part in parts if part.optimizer.state), None)
 
     def lend(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         assert stepped is not None  # a rank without anything to train is refused
-        return {**saved, "state": {0: {"step": next(iter(stepped.values()))["step"]}}}
+        first = next(iter(stepped.state.values()))  # read here: loading a checkpoint replaces the state
+        return {**saved, "state": {0: {"step": first["step"]}}}
 
     for part in parts:
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
