@@ -77,23 +77,5 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
             f"expert={parallel.expert} and expert_tensor={parallel.expert_tensor}: "
             "the model has no experts, leave both at 1"
         )
-    if not parallel.distributed_optimizer and _has_stage_without_experts(parallel, shape):
-        yield (
-            f"distributed_optimizer=false with pipeline={parallel.pipeline}, of which a stage has no layer "
-            "with experts: megatron-core cannot resume its optimizer, set distributed_optimizer=true"
-        )
     if shape.experts is not None and tensor > 1 and not parallel.sequence:
         yield f"tensor={tensor} of a model with experts needs sequence=true"
-
-
-def _has_stage_without_experts(parallel: ParallelConfig, shape: Shape) -> bool:
-    """Tell whether a stage of the pipeline has dense layers alone, where others have experts."""
-    if shape.experts is None or not any(shape.experts.sparse_layers):
-        return False
-    piece = -(-shape.layers // (parallel.pipeline * parallel.virtual_pipeline))
-    with_experts = {
-        layer // piece % parallel.pipeline
-        for layer, sparse in enumerate(shape.experts.sparse_layers)
-        if sparse
-    }
-    return len(with_experts) < parallel.pipeline

@@ -221,6 +221,33 @@ def test_a_checkpoint_of_adapters_is_loaded_by_another_layout_of_ranks(worlds, t
         assert found[0] == pytest.approx(expected[0], abs=0 if "tensor" in layout else 1e-5)
 
 
+DENSE_STAGE = {"family": "glm4_moe"}
+"""The first of its two layers, and of two stages of a pipeline, has no experts."""
+
+
+def with_plain_optimizers(root: Path) -> tuple[str, list[tuple[float, float]]]:
+    """Return how training all weights is refused, and the second step of adapters twice, the last resumed."""
+    layout = {"pipeline": 2, "distributed_optimizer": False}
+    told = refusal({}, layout, DENSE_STAGE)
+    seconds = []
+    for _ in range(2):
+        trainer = trainer_of("megatron", LORA, ParallelConfig(**layout), **DENSE_STAGE, tied=False)
+        if seconds:
+            load_checkpoint(trainer, latest(root))
+        else:
+            step(trainer, 0)
+            save_checkpoint(trainer, root, 1, {}, keep=1)
+        seconds.append(step(trainer, 1))
+    return told, seconds
+
+
+@pytest.mark.slow
+def test_experts_of_some_stages_need_the_distributed_optimizer_where_they_are_trained(worlds, tmp_path):
+    for told, [before, after] in worlds.run(2, with_plain_optimizers, tmp_path):
+        assert "distributed_optimizer=false, where rank 0 of the learner trains no experts" in told
+        assert before == after
+
+
 def test_megatrons_reference_is_the_policy_without_its_adapter():
     trainer, model = trainer_of("megatron", LORA), tiny_model(tied=True)
     packs = pack(random_samples(LENGTHS), 40)

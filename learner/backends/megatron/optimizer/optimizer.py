@@ -35,7 +35,7 @@ from learner.backends.megatron.optimizer.muon import add_muon
 from learner.backends.megatron.optimizer.offload import offload
 from learner.backends.update.bf16_adamw import BFloat16StateAdamW
 from learner.config.optimizer import OptimizerConfig
-from learner.world.process_group import device
+from learner.world.process_group import device, gathered
 
 
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves
@@ -45,7 +45,10 @@ def build_optimizer(
 ) -> MegatronOptimizer:  # fmt: skip
     """Build an optimizer with fresh state over the parameters of `chunks`, distributed if they are.
 
-    They are a model of `hf_config`, or a critic beside one. Every rank calls this."""
+    They are a model of `hf_config`, or a critic beside one. Raises `ConfigError` for an optimizer that could
+    not be resumed. Every rank calls this."""
+    if not chunks[0].ddp_config.use_distributed_optimizer:
+        _refuse_experts_of_some_ranks(chunks)
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -132,6 +135,23 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     for part in optimizer.chained_optimizers:
         for values in part.optimizer.state.values():
             values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
+
+
+def _refuse_experts_of_some_ranks(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Raise `ConfigError` on every rank when some train experts, for which megatron-core has a second
+    optimizer, and others do not: saving takes no notice, and loading finds the second where there is none."""
+    trains = any(
+        parameter.requires_grad and not getattr(parameter, "allreduce", True)  # its mark of experts
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    )
+    without = [rank for rank, has in enumerate(gathered(trains)) if not has]
+    if 0 < len(without) < dist.get_world_size():
+        raise ConfigError(
+            f"learner.parallel.distributed_optimizer=false, where rank {', '.join(map(str, without))} of the "
+            "learner trains no experts and others do: megatron-core cannot resume its optimizer, set "
+            "distributed_optimizer=true"
+        )
 
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:

@@ -88,12 +88,6 @@ def test_a_world_is_refused_before_it_waits_for_the_others(monkeypatch):
         ({"expert_tensor": 3}, "qwen3_moe", ["width of an expert=40 does not divide by expert_tensor=3"]),
         ({"tensor": 2}, "qwen3_moe", ["tensor=2 of a model with experts needs sequence=true"]),
         ({"tensor": 2}, "deepseek_v3", ["tensor=2 of a model with experts needs sequence=true"]),
-        (
-            {"pipeline": 2, "distributed_optimizer": False},
-            "deepseek_v3",
-            ["distributed_optimizer=false with pipeline=2, of which a stage has no layer with experts"],
-        ),
-        ({"pipeline": 2, "distributed_optimizer": False}, "qwen3_moe", []),
     ],
 )
 def test_everything_of_a_model_that_does_not_divide_is_named(settings, family, messages):
@@ -101,14 +95,6 @@ def test_everything_of_a_model_that_does_not_divide_is_named(settings, family, m
     assert len(problems) == len(messages)
     for problem, message in zip(problems, messages, strict=True):
         assert message in problem
-
-
-def test_a_stage_has_experts_if_one_of_its_pieces_has_some():
-    config = tiny_config("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=2)
-    one_piece = ParallelConfig(pipeline=2, distributed_optimizer=False)
-    assert len(layout_problems(one_piece, shape_of(config))) == 1
-    two_pieces = ParallelConfig(pipeline=2, virtual_pipeline=2, distributed_optimizer=False)
-    assert layout_problems(two_pieces, shape_of(config)) == []
 
 
 @pytest.mark.parametrize(
