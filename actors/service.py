@@ -185,7 +185,7 @@ def _actor(
 ) -> "_Actor":  # fmt: skip
     """Put the parts of an actor together around engines that have started."""
     engine, opponents = engines.policy, engines.opponents.engines
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats)
@@ -241,7 +241,7 @@ def _evaluator(
     environment: Environment,
 ) -> Evaluator:  # fmt: skip
     """Return what answers held-out prompts on `answering`."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     evaluator = Evaluator(
         bus,
@@ -382,7 +382,7 @@ def _fleet(settings: ActorSettings, model: Path, served: ServedAdapters | None) 
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return every token that ends an answer, by the model's config and by the tokenizer."""
-    configured = AutoConfig.from_pretrained(model).eos_token_id
+    configured = AutoConfig.from_pretrained(model, trust_remote_code=False).eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     found = {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
     if not found:

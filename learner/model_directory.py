@@ -37,6 +37,8 @@ TOKENIZER_FILES = (
 )
 UNREADABLE = (OSError, ValueError, KeyError, StrictDataclassError)
 """What transformers raises for a configuration that it cannot read."""
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Model types of published configurations that transformers does not know, and whose model is another's."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """torch's dtypes of weights by their names in safetensors files."""
 STORED_DTYPES = DTYPES | {
@@ -103,13 +105,30 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:
-    """Read `config.json`. Raises `ConfigError` when it is missing or unreadable."""
+    """Read `config.json`; programs in the directory are not run. Raises `ConfigError` when it is missing or
+    unreadable, or of a model that can be converted only."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except UNREADABLE as error:
+        model_type = str(raw_config(path).get("model_type"))
+        if model_type in ALIASES:
+            raise ConfigError(
+                f"{path} is a {model_type}, which transformers does not know: make a "
+                f"{ALIASES[model_type]} of it by `launch convert hf-to-megatron {path} TARGET`, and give "
+                "--model.path TARGET"
+            ) from error
         raise ConfigError(f"cannot read {path / 'config.json'}: {_first_line(error)}") from error
+
+
+def raw_config(directory: Path) -> dict[str, Any]:
+    """Return what `config.json` says; nothing where it is missing or unreadable, which others tell."""
+    try:
+        found = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -122,7 +141,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if not has_tokenizer(path):
         raise ConfigError(f"{path} has no tokenizer: it needs tokenizer.json or tokenizer.model")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot read the tokenizer in {path}: {_first_line(error)}") from error
 

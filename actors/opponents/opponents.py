@@ -118,7 +118,9 @@ def refuse_other_tokenizer(setting: str, path: Path, model: Path) -> None:
     tokenizer."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"{setting}={path} is no model directory: it has no config.json")
-    vocabularies = [AutoTokenizer.from_pretrained(found).get_vocab() for found in (path, model)]
+    vocabularies = [
+        AutoTokenizer.from_pretrained(found, trust_remote_code=False).get_vocab() for found in (path, model)
+    ]
     if vocabularies[0] != vocabularies[1]:
         raise ConfigError(
             f"{setting}={path} has another tokenizer than the run's model: its tokens would mean something "

@@ -285,7 +285,7 @@ async def _serving(
 ) -> AsyncIterator[Engine]:
     if config.type == "embedded":  # on the learner's device
         policy = Qwen3ForCausalLM._from_config(
-            AutoConfig.from_pretrained(model), dtype=getattr(torch, config.dtype)
+            AutoConfig.from_pretrained(model, trust_remote_code=False), dtype=getattr(torch, config.dtype)
         )
         engine: Engine = EmbeddedEngine(policy.to(device()), config)
     else:

@@ -182,4 +182,4 @@ def _chat(model: Path) -> "ChatFormat":
 
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} is no model directory: name one with the run's tokenizer by --model")
-    return ChatFormat(AutoTokenizer.from_pretrained(model))
+    return ChatFormat(AutoTokenizer.from_pretrained(model, trust_remote_code=False))

@@ -67,8 +67,9 @@ def long_prompts(
     with _IMPORTING:
         from transformers import AutoConfig, AutoTokenizer  # slow to import, needed once
 
-    context = AutoConfig.from_pretrained(model_directory).get_text_config().max_position_embeddings
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    hf_config = AutoConfig.from_pretrained(model_directory, trust_remote_code=False)
+    context = hf_config.get_text_config().max_position_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(model_directory, trust_remote_code=False)
     rendered: list[str] = []
     start = 0
     for prompt in prompts:

@@ -72,10 +72,11 @@ class EmbeddedEngine:
         options = {"dtype": getattr(torch, config.dtype), "attn_implementation": config.attention}
         with _BUILDING, long_work("loading the model of the engine"):
             if has_weights:
-                model = AutoModelForCausalLM.from_pretrained(model_dir, **options)
+                model = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False, **options)
             else:
+                hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
                 with no_init_weights():
-                    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), **options)
+                    model = AutoModelForCausalLM.from_config(hf_config, **options)
                 model.tie_weights()  # skipped along with the initialisation
         return cls(model, config, policy_version=policy_version)
 

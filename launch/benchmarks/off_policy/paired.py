@@ -141,12 +141,14 @@ def heldout_accuracy(model_directory: Path, weights: Mapping[str, "Tensor"], pro
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_directory, trust_remote_code=False, dtype=torch.float32
+    )
     tied = (
         {"lm_head.weight": weights["model.embed_tokens.weight"]} if model.config.tie_word_embeddings else {}
     )
     model.load_state_dict({**weights, **tied})
-    tokenizer = AutoTokenizer.from_pretrained(model_directory, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(model_directory, trust_remote_code=False, padding_side="left")
     heldout = load_prompts(prompts, PromptKeys())
     chats = [[{"role": "user", "content": prompt.content}] for prompt in heldout]
     encoded = tokenizer.apply_chat_template(

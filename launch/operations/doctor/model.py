@@ -55,8 +55,8 @@ def _load(path: Path) -> Iterator[Finding]:
         )  # fmt: skip
         return
     try:
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except BAD_FILES as error:
         yield Finding("model", "error", f"{path} does not load: {brief(error)}", COMPLETE)
         return

@@ -26,7 +26,7 @@ def decoder(model: Path) -> Decode:
     if (model / "tokenizer_config.json").is_file():
         from transformers import AutoTokenizer  # takes seconds to load
 
-        other = AutoTokenizer.from_pretrained(model)
+        other = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         return lambda ids: str(other.decode(list(ids)))
     return lambda ids: "".join(f"[{token}]" for token in ids)
 
