@@ -18,7 +18,7 @@ from learner.int4_weights import (
 )
 from learner.lazy_weights import LazyWeights
 from learner.model_directory import INDEX_FILE, SHARD_BYTES, STORED_DTYPES, HFWeights, save_weights
-from learner.quantised_weights import DequantisedWeights, QuantisedWeights
+from learner.quantised_weights import DequantisedWeights, QuantisedWeights, blocks_of
 from learner.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
 from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
@@ -111,10 +111,4 @@ def _blocks(source: Path, found: Json) -> Blocks | None:
         raise ConfigError(
             f"{source} is quantised {how} in its {CONFIG}: 'fp8' and '{METHOD}' can be converted"
         )
-    size = found.get("weight_block_size")
-    if size is None:
-        return None
-    if not isinstance(size, list) or [type(n) for n in size] != [int, int]:
-        raise ConfigError(f"{source / CONFIG}: weight_block_size={size!r} is no pair of sizes")
-    rows, columns = (int(str(n)) for n in size)
-    return Blocks(rows, columns)
+    return blocks_of(source / CONFIG, found.get("weight_block_size"))

@@ -1,15 +1,17 @@
 """Weights that are quantised, or no longer quantised, one at a time as they are read."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from learner.lazy_weights import LazyWeights, Spec
 from learner.publication.host_copy import host_tensors
 from storage.weights.fp8 import Blocks, dequantised
-from storage.weights.quantisation import Fp8Format, is_quantised, quantised, scale_names
+from storage.weights.quantisation import Fp8Format, is_quantised, quantised, scale_names, weight_of
 from storage.weights.tensors import HostTensor
 
 CODES = torch.float8_e4m3fn
@@ -67,7 +69,8 @@ class QuantisedWeights(LazyWeights):
 class DequantisedWeights(LazyWeights):
     """The weights that codes and scales stand for, in `dtype`; the others are as they are.
 
-    Raises `ConfigError` when it is made for codes without scales, and for scales of other blocks."""
+    Raises `ConfigError` when it is made for codes without scales, scales without codes, and scales of other
+    blocks."""
 
     def __init__(self, weights: LazyWeights, blocks: Blocks | None, dtype: torch.dtype) -> None:
         """Take what is stored; `blocks` are None where each tensor has one scale, or each row has."""
@@ -110,16 +113,37 @@ class DequantisedWeights(LazyWeights):
         return Spec(spec.shape, self._dtype) if name in self._scale_of else spec
 
 
+def blocks_of(config: Path, size: Json) -> Blocks | None:
+    """Return which elements share a scale by the `weight_block_size` of a configuration; None where it names
+    none. Raises `ConfigError` for what is no pair of sizes."""
+    if size is None:
+        return None
+    pair = [n for n in size if type(n) is int and n > 0] if isinstance(size, list) else []
+    if len(pair) != 2 or pair != size:
+        raise ConfigError(
+            f"{config}: weight_block_size={size!r} is no pair of sizes: it must be rows and columns, as "
+            "[128, 128]"
+        )
+    return Blocks(*pair)
+
+
 def _scales_of_codes(weights: LazyWeights, blocks: Blocks | None) -> Iterator[tuple[str, str]]:
     """Yield the name of each weight in codes with that of its scales."""
     for name in weights:
+        weight = weight_of(name)
+        if weight is not None and (weight not in weights or weights.spec(weight).dtype != CODES):
+            found_as = f"is {weights.spec(weight).dtype}" if weight in weights else "is missing"
+            raise ConfigError(
+                f"{name} are scales of {weight}, which {found_as}: it must be in fp8, or have no scales"
+            )
         shape, dtype = weights.spec(name)
         if dtype != CODES:
             continue
         found = [scale for scale in scale_names(name) if scale in weights]
         if len(shape) != 2 or not found:
+            lacks = "is no matrix" if found else "has no scales"
             raise ConfigError(
-                f"{name} is in fp8, of shape {list(shape)}, and has no scales: a matrix with "
+                f"{name} is in fp8, of shape {list(shape)}, and {lacks}: a matrix with "
                 f"{' or '.join(scale_names(name))} can be converted"
             )
         counts = (shape[0], 1) if blocks is None else blocks.counts(shape)

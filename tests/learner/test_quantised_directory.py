@@ -124,7 +124,13 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
             {"weight_block_size": [32, 32]}, {UP: codes, f"{UP}_scale_inv": torch.ones(2, 2)}, ConfigError,
             rf"{UP}_scale_inv must be \[3, 2\], and is \[2, 2\]",
         ),
-        ({"weight_block_size": "128"}, {UP: codes}, ConfigError, "weight_block_size='128' is no pair"),
+        ({}, {UP: codes[0].clone(), f"{UP}_scale": scales}, ConfigError, r"shape \[64\], and is no matrix"),
+        ({}, {UP: codes.float(), f"{UP}_scale": scales}, ConfigError, f"of {UP}, which is torch.float32"),
+        ({}, {f"{UP}_scale": scales}, ConfigError, f"scales of {UP}, which is missing"),
+        *(
+            ({"weight_block_size": size}, {UP: codes}, ConfigError, "weight_block_size=.* is no pair")
+            for size in ("128", 128, [1, 2, 3], [0, 16], [])
+        ),
     ]):  # fmt: skip
         directory = stored(tmp_path / f"fp8-{number}", tensors, **quantisation)
         with pytest.raises(error, match=why):

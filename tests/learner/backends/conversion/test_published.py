@@ -79,6 +79,20 @@ def test_a_configuration_that_cannot_be_read_is_refused(tmp_path, changes, says)
         hf_to_megatron(tmp_path / "fp8", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("quantization", "says"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [0, 16]}, r"weight_block_size=\[0, 16\] is no pair of"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128 is no pair of"),
+        ([], r"quantization_config=\[\] is no object"),
+    ],
+)
+def test_blocks_that_cannot_be_read_are_refused_in_words(tmp_path, quantization, says):
+    published(tmp_path / "fp8", quantization_config=quantization)
+    with pytest.raises(ConfigError, match=says):
+        hf_to_megatron(tmp_path / "fp8", tmp_path / "out")
+
+
 def test_other_quantization_and_training_from_fp8_are_refused_with_the_remedy(tmp_path):
     published(tmp_path / "fp8")
     with pytest.raises(ConfigError, match="becomes bfloat16 by launch convert hf-to-megatron"):
