@@ -51,7 +51,8 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
     if hf_config.is_encoder_decoder:
         yield "is_encoder_decoder=True: only decoders are supported"
     if getattr(hf_config, "quantization_config", None) is not None:
-        yield "quantization_config: load the unquantized model"
+        remedy = "`launch convert dequantise` makes one of fp8 or int4"
+        yield f"quantization_config: load the unquantized model; {remedy}"
     if getattr(hf_config, "output_router_logits", False):
         yield "output_router_logits=True adds a load-balancing loss, which is not trained on: set it to false"
     if kinds := sorted(set(getattr(hf_config, "layer_types", None) or ()) - LAYER_KINDS):

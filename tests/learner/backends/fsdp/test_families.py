@@ -46,6 +46,7 @@ def test_four_steps_follow_plain_transformers_and_adamw(family):
     ("family", "changes", "message"),
     [
         ("olmo2", {"output_router_logits": True}, "output_router_logits=True adds a load-balancing loss"),
+        ("olmo2", {"quantization_config": {"quant_method": "fp8"}}, "`launch convert dequantise` makes one"),
         ("olmo2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: the fused output layer"),
         ("gemma3", {"layer_types": ["linear_attention"] * 2}, "layer_types: linear_attention would mix"),
         (
