@@ -167,7 +167,10 @@ def _prime(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _count_as_others(optimizer: MegatronOptimizer) -> None:
-    """Have parts without parameters save the step of one that has some: all count alike."""
+    """Have parts without parameters save the step of one that has some: all count alike.
+
+    Megatron-core then prints at each save that the common state dicts of ranks differ by 'param_state', which
+    is empty for such a part and sharded for others. It compares only; each rank loads what it asks for."""
     parts = optimizer.chained_optimizers
     stepped = next((part.optimizer for part in parts if part.optimizer.state), None)
 
