@@ -72,6 +72,13 @@ def causal_attention(
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
 
+def of_one_width(*heads: Tensor) -> list[Tensor]:
+    """Return queries, keys and values of the width of the widest, as kernels want them; zeros change no
+    score."""
+    widest = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in heads]
+
+
 def bucketed_attention(
     query: Tensor, key: Tensor, value: Tensor, buckets: Sequence[Bucket], slots: Tensor | None, attend: Attend
 ) -> Tensor:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -23,6 +22,7 @@ from learner.backends.packed_attention import (
     causal_attention,
     causal_varlen_attention,
     has_varlen_kernel,
+    of_one_width,
     seen_keys,
 )
 from learner.data.packing import MicroBatch
@@ -95,10 +95,11 @@ def _of_any_lengths(
 ) -> Tensor:
     """Attend with the kernel for any lengths, which wants values as wide as keys; DeepSeek's are narrower."""
     width = value.shape[-1]
+    query, key, value = of_one_width(query, key, value)
     attended = causal_varlen_attention(
         query,
         key,
-        F.pad(value, (0, key.shape[-1] - width)),
+        value,
         packed.cu_seqlens,
         packed.cu_seqlens,
         packed.longest,

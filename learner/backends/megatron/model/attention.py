@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.core import (
@@ -31,7 +30,7 @@ from learner.backends.megatron.core import (
 )
 from learner.backends.megatron.model.context_attention import (
     ContextLayout,
-    attend_across_ranks,
+    attend_to_gathered,
     context_layout,
     gathered,
 )
@@ -46,6 +45,7 @@ from learner.backends.packed_attention import (
     causal_attention,
     causal_varlen_attention,
     has_varlen_kernel,
+    of_one_width,
 )
 from learner.data.prefix_tree import PrefixTree
 from learner.publication.transfer import to_device
@@ -170,13 +170,6 @@ def attended(
     return layer.linear_proj(found.flatten(1)[:, None])  # type: ignore[no-any-return]
 
 
-def of_one_width(*heads: Tensor) -> list[Tensor]:
-    """Return queries, keys and values of the width of the widest, as kernels want them; zeros change no
-    score."""
-    widest = max(x.shape[-1] for x in heads)
-    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in heads]
-
-
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
     """Core attention of all layers; values may be of another width than queries and keys."""
 
@@ -208,26 +201,22 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         """Attend within each sequence: [T, heads, d], [T, groups, d] and [T, groups, v] to [T, heads, v].
 
         Raises `ConfigError` for sequences that share a prefix and are longer than the window."""
-        width = value.shape[-1]
-        query, key, value = of_one_width(query, key, value)
-        return self._attend(query, key, value, packed_seq_params)[..., :width]
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        layout, width = packed_seq_params, value.shape[-1]
         if layout.tree is not None:
             refuse_shared_window(self.window, layout.max_seqlen_q)
+        if layout.context is not None or (layout.tree is not None and layout.tree.line is not None):
+            key, value = gathered(key, value, self.context_group)
+        query, key, value = of_one_width(query, key, value)  # after ranks have sent no padding
+        return self._attend(query, key, value, layout)[..., :width]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        """Attend to keys and values as wide as queries, which are those of all ranks that share tokens."""
+        if layout.tree is not None:
             if layout.tree.line is not None:
-                key, value = (x[layout.tree.line] for x in gathered(key, value, self.context_group))
+                key, value = (x[layout.tree.line] for x in (key, value))
             return attend_along_paths(query, key, value, layout.tree, scale=self.scale)
         if layout.context is not None:
-            return attend_across_ranks(
-                query,
-                key,
-                value,
-                layout.context,
-                group=self.context_group,
-                scale=self.scale,
-                window=self.window,
-            )
+            return attend_to_gathered(query, key, value, layout.context, scale=self.scale, window=self.window)
         if layout.buckets:
             attend = partial(causal_attention, scale=self.scale, window=self.window)
             return bucketed_attention(query, key, value, layout.buckets, layout.slots, attend)

@@ -76,33 +76,6 @@ def context_layout(lengths: Sequence[int], *, ranks: int, rank: int, by_length: 
     )
 
 
-def attend_across_ranks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: ContextLayout,
-    *,
-    group: dist.ProcessGroup,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Attend causally within each sequence.
-
-    Args:
-        query: [T, heads, d] of this rank.
-        key: [T, groups, d] of this rank.
-        value: [T, groups, d] of this rank.
-        layout: made by `context_layout` for the same micro-batch.
-        group: the ranks that share the tokens.
-        scale: factor of the scores.
-        window: number of tokens that a query sees, its own the last of them; None is all before it.
-
-    Returns [T, heads, d].
-    """
-    key, value = gathered(key, value, group)
-    return attend(query, key, value, layout, scale=scale, window=window)
-
-
 def gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return the keys and values [T, groups, d] of all ranks, laid end to end; with gradient."""
     both = torch.cat((key, value), -1)
@@ -121,7 +94,7 @@ def gathered_line(tokens: int, ranks: int) -> Tensor:
     return torch.cat([_gathered_chunk(i, ranks, chunk, tokens // ranks, 0) for i in range(2 * ranks)])
 
 
-def attend(
+def attend_to_gathered(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,7 +103,18 @@ def attend(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend from this rank's queries to the keys of all ranks, laid end to end."""
+    """Attend causally within each sequence, from this rank's queries to the keys of all ranks.
+
+    Args:
+        query: [T, heads, d] of this rank.
+        key: [all T, groups, d], as `gathered` lays them end to end.
+        value: [all T, groups, d], likewise.
+        layout: made by `context_layout` for the same micro-batch.
+        scale: factor of the scores.
+        window: number of tokens that a query sees, its own the last of them; None is all before it.
+
+    Returns [T, heads, d].
+    """
     key, value = (x.index_select(0, layout.keys) for x in (key, value))
     if layout.by_length:
         return _attend_by_length(query, key, value, layout, scale, window)

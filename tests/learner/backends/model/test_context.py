@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learner.backends.megatron.model.context_attention import attend, context_layout
+from learner.backends.megatron.model.context_attention import attend_to_gathered, context_layout
 from learner.backends.megatron.sharding import share_of_rank
 from learner.data.packing import pack
 from tests.learner.tiny import random_samples
@@ -40,7 +40,7 @@ def test_what_the_ranks_compute_apart_is_attention_over_whole_sequences(ranks, w
     everywhere = torch.cat(places)
     for rank, here in enumerate(places):
         layout = context_layout(LENGTHS, ranks=ranks, rank=rank, by_length=True)
-        found = attend(
+        found = attend_to_gathered(
             query[here], key[everywhere], value[everywhere], layout, scale=WIDTH**-0.5, window=window
         )
         assert torch.allclose(found, expected[here], atol=1e-6)
@@ -56,5 +56,7 @@ def test_the_kernel_for_any_lengths_sees_what_the_other_way_sees(window):
     ]
     query = torch.randn(sum(LENGTHS) // 2, HEADS, 64, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, sum(LENGTHS), GROUPS, 64, device="cuda", dtype=torch.bfloat16)
-    slow, fast = (attend(query, key, value, layout, scale=0.125, window=window) for layout in layouts)
+    slow, fast = (
+        attend_to_gathered(query, key, value, layout, scale=0.125, window=window) for layout in layouts
+    )
     assert torch.allclose(slow, fast, atol=2e-2)
