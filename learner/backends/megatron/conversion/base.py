@@ -151,6 +151,8 @@ QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=_qkv_shapes, by_gro
 ADAPTER = "_adapter"
 """Ends the name of the module with a layer's adapter, which lies beside the layer."""
 
+ROUTER = "mlp.router.weight"
+"""Name in a layer of the weight that scores its experts."""
 CHOICE_BIAS = "mlp.router.expert_bias"
 """Name in a layer of the bias by which experts are chosen. It is float32 whatever the model is: rounded, it
 would choose others."""

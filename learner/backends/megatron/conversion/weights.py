@@ -18,7 +18,15 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from bus.work_progress import tracked
-from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape
+from learner.backends.megatron.conversion.base import (
+    CHOICE_BIAS,
+    EMBEDDING,
+    OUTPUT,
+    ROUTER,
+    SAME,
+    Rule,
+    Shape,
+)
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import parallel_state
 from learner.lazy_weights import State, part_of, spec_of
@@ -46,12 +54,26 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted)))
     if problems:
         raise ConfigError("these weights do not fit the model:\n" + "\n".join(f"- {p}" for p in problems))
+    if dist.get_rank() == 0:
+        _tell_rounded_routers(rules, state, next(chunks[0].parameters()).dtype)
     if shape.tied and OUTPUT.megatron in slices:  # the last stage of a pipeline has its own copy
         rules.append(Rule(OUTPUT.megatron, EMBEDDING.parts, SAME))
     with torch.no_grad():
         for rule in tracked(rules, "loading the weights"):
             if mine := slices.get(rule.megatron):
                 mine.parameter.copy_(slice_of(rule, mine, state, shape))
+
+
+def _tell_rounded_routers(rules: Sequence[Rule], state: State, dtype: torch.dtype) -> None:
+    """Warn where routers lose digits that transformers would keep: it has them in float32 in the families
+    whose experts are chosen with a bias."""
+    if dtype == torch.float32 or not any(rule.megatron.endswith(CHOICE_BIAS) for rule in rules):
+        return
+    routers = [name for rule in rules if rule.megatron.endswith(ROUTER) for name in rule.parts]
+    rounded = [name for name in routers if spec_of(state, name).dtype == torch.float32]
+    if rounded:
+        why = "transformers keeps them in float32: some tokens will go to other experts than there"
+        log.warning("router_weights_rounded", tensors=len(rounded), dtype=str(dtype), why=why)
 
 
 def export_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig) -> dict[str, Tensor]:

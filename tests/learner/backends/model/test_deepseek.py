@@ -103,6 +103,15 @@ def test_the_bias_chooses_experts_and_stays_exact_in_bfloat16():
     assert (built_from(reference).logits(batch) - unbiased.logits(batch)).abs().max() > 1e-3
 
 
+def test_routers_of_float32_that_are_rounded_are_told():
+    model = tiny_model("deepseek_v3")
+    for dtype, tensors in ((torch.bfloat16, [1]), (torch.float32, [])):
+        with capture_logs() as said:
+            load_hf_weights([build_model(model.config, dtype=dtype)], model.config, hf_state(model))
+        rounded = [entry["tensors"] for entry in said if entry["event"] == "router_weights_rounded"]
+        assert rounded == tensors
+
+
 @pytest.mark.parametrize("query_rank", [40, None])
 def test_names_and_bits_of_weights_are_those_of_transformers(query_rank):
     reference = tiny_model("deepseek_v3", q_lora_rank=query_rank)
