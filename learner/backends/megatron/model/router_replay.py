@@ -19,6 +19,7 @@ from torch import Tensor
 from bus.errors import TrainingError
 from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.core import TransformerConfig, TransformerLayer, parallel_state
+from learner.backends.megatron.model.expert_groups import of_best_groups
 from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.world.process_group import device
 
@@ -70,24 +71,12 @@ class GivenExperts:
         return torch.where(known[:, None], given, chosen)
 
 
-def of_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
-    """Return scores of experts [T, E] with those of all but the `chosen` best groups at minus infinity.
-
-    A group's score is the sum of its two largest (arXiv:2412.19437, section 2.1.2). Megatron-core's own
-    groups add up as many as a group gives experts on average, which is another number in some models."""
-    if chosen == groups:
-        return scores
-    grouped = scores.view(len(scores), groups, -1)
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
-    out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
-    return grouped.masked_fill(out[..., None], -torch.inf).flatten(1)
-
-
 class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
     """A layer with experts, whose router takes those that the pack gives."""
 
     def __init__(self, config: TransformerConfig, *args: Any, experts: Experts, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        assert not config.moe_router_fusion  # a fused router would not ask which experts are given
         router = self.mlp.router
         self.given = router.router_replay = GivenExperts(experts.groups, experts.chosen_groups)
         if experts.choice_bias:

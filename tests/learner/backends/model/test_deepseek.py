@@ -12,9 +12,9 @@ from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
 from learner.backends.megatron.layout import layout_problems
+from learner.backends.megatron.model.expert_groups import of_best_groups
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.model.requirements import unsupported
-from learner.backends.megatron.model.router_replay import of_best_groups
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
@@ -90,6 +90,7 @@ def test_experts_of_all_but_the_best_groups_are_out():
     assert two.equal(torch.tensor([[-inf, -inf, -inf, 0.5, 0.5, 0.4, 0.1, 0.3, 0.8]]))
     assert one.equal(torch.tensor([[-inf, -inf, -inf, -inf, -inf, -inf, 0.1, 0.3, 0.8]]))
     assert of_best_groups(scores, 3, 3).equal(scores)
+    assert of_best_groups(scores[:0], 3, 2).shape == (0, 9)
 
 
 @torch.no_grad()
