@@ -32,7 +32,7 @@ def deepseek_experts(hf_config: PretrainedConfig) -> Experts:
         per_token=hf_config.num_experts_per_tok,
         intermediate=hf_config.moe_intermediate_size,
         sparse_layers=tuple(
-            layer >= hf_config.first_k_dense_replace for layer in range(hf_config.num_hidden_layers)
+            layer >= (hf_config.first_k_dense_replace or 0) for layer in range(hf_config.num_hidden_layers)
         ),
         renormalize=hf_config.norm_topk_prob,
         shared=(hf_config.n_shared_experts or 0) * hf_config.moe_intermediate_size or None,
@@ -47,11 +47,18 @@ def deepseek_experts(hf_config: PretrainedConfig) -> Experts:
 
 def _groups_fit(groups: int | None, hf_config: PretrainedConfig) -> bool:
     experts: int = hf_config.n_routed_experts
-    chosen: int | None = hf_config.topk_group
-    if not groups or not chosen or experts % groups or chosen > groups:
+    if groups is None or groups < 1 or experts % groups:
         return False
-    of_group = experts // groups
-    return of_group >= _BEST_OF_A_GROUP and chosen * of_group >= int(hf_config.num_experts_per_tok)
+    return experts // groups >= _BEST_OF_A_GROUP
+
+
+def _chosen_groups_fit(chosen: int | None, hf_config: PretrainedConfig) -> bool:
+    groups: int = hf_config.n_group
+    if not _groups_fit(groups, hf_config):
+        return True  # that is told alone
+    wanted: int = hf_config.num_experts_per_tok or 0
+    of_group: int = hf_config.n_routed_experts // groups
+    return chosen is not None and 0 < chosen <= groups and chosen * of_group >= wanted
 
 
 DEEPSEEK_ROUTER = (
@@ -60,12 +67,14 @@ DEEPSEEK_ROUTER = (
 )
 DEEPSEEK_SHARED_EXPERT = shared_expert_rules("mlp.shared_experts")
 DEEPSEEK_ROUTING: tuple[Requirement, ...] = (
+    ("n_group", _groups_fit, "groups must divide n_routed_experts into two or more"),
     (
-        "n_group",
-        _groups_fit,
-        "groups must divide n_routed_experts into two or more, and topk_group of them, which must be at most "
-        "n_group, must have num_experts_per_tok experts",
+        "topk_group",
+        _chosen_groups_fit,
+        "must be at most n_group, and so many groups must have num_experts_per_tok experts",
     ),
+    ("num_experts_per_tok", lambda count, _: count is not None, "must be a number of experts"),
+    ("first_k_dense_replace", lambda count, _: count is not None, "must be a number of layers"),
     ("norm_topk_prob", lambda wanted, _: wanted, "weights of experts must be normalised"),
 )
 

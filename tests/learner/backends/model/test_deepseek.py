@@ -168,8 +168,10 @@ def test_the_published_configuration_is_taken():
     [
         ({"n_group": 3}, "n_group=3: groups must divide n_routed_experts"),
         ({"n_group": 8}, "n_group=8: groups must divide n_routed_experts into two or more"),
-        ({"topk_group": 5}, "n_group=4: groups must divide"),
-        ({"topk_group": 1}, "n_group=4: groups must divide"),
+        ({"topk_group": 5}, "topk_group=5: must be at most n_group"),
+        ({"topk_group": 1}, "topk_group=1: must be at most n_group, and so many groups must have"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok=None: must be a number of experts"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace=None: must be a number of layers"),
         ({"n_group": None}, "n_group=None: groups must divide"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False: weights of experts must be normalised"),
         ({"n_shared_experts": 0}, "n_shared_experts=0: there must be at least 1"),
@@ -184,4 +186,5 @@ def test_the_published_configuration_is_taken():
 def test_what_would_be_computed_otherwise_is_refused(changes, says):
     with pytest.raises(ConfigError) as error:
         build_model(tiny_config("deepseek_v3", **changes), dtype=torch.float32)
-    assert says in str(error.value)
+    [_, problem] = str(error.value).splitlines()
+    assert says in problem
