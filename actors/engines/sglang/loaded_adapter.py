@@ -28,7 +28,7 @@ class LoadedAdapter:
         other = np.flatnonzero(generation.policy_versions != self.base_version)
         if len(other):
             raise OtherWeightsError(
-                f"token {other[0]} of {len(other)} was drawn with weights of version "
+                f"token {other[0]} of {len(generation.token_ids)} was drawn with weights of version "
                 f"{generation.policy_versions[other[0]]}, and those of adapter {self.name} are of version "
                 f"{self.base_version}"
             )
