@@ -70,7 +70,8 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
     if shape.groups < tensor and (tensor % shape.groups or 2 * shape.groups * shape.head_dim % tensor):
         yield (
             f"tensor={tensor} ranks cannot share num_key_value_heads={shape.groups} of head_dim="
-            f"{shape.head_dim} evenly: choose a power of 2, or at most {shape.groups}"
+            f"{shape.head_dim} evenly: choose a divisor of {shape.groups}, or a multiple of it that divides "
+            f"{2 * shape.groups * shape.head_dim}"
         )
     if shape.experts is None and parallel.expert * parallel.expert_tensor > 1:
         yield (

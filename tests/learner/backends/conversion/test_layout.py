@@ -108,7 +108,12 @@ def test_the_last_stage_has_fewer_layers_where_they_do_not_divide(layers, stages
     ("sizes", "tensor", "message"),
     [
         ({"num_key_value_heads": 4}, 3, "num_key_value_heads=4 does not divide by tensor=3"),
-        ({"num_key_value_heads": 3}, 4, "tensor=4 ranks cannot share num_key_value_heads=3 of head_dim=24"),
+        (
+            {"num_key_value_heads": 3},
+            4,
+            "tensor=4 ranks cannot share num_key_value_heads=3 of head_dim=24 evenly: "
+            "choose a divisor of 3, or a multiple of it that divides 144",
+        ),
         ({"num_key_value_heads": 1, "head_dim": 2}, 12, "tensor=12 ranks cannot share num_key_value_heads=1"),
     ],
 )
@@ -116,6 +121,12 @@ def test_key_value_heads_that_ranks_cannot_share_are_named(sizes, tensor, messag
     config = tiny_config(num_attention_heads=12, **sizes)
     [problem] = layout_problems(ParallelConfig(tensor=tensor), shape_of(config))
     assert message in problem
+
+
+@pytest.mark.parametrize("tensor", [3, 6, 12])
+def test_layouts_that_the_remedy_names_are_accepted(tensor):
+    config = tiny_config(num_attention_heads=12, num_key_value_heads=3, intermediate_size=96)
+    assert layout_problems(ParallelConfig(tensor=tensor), shape_of(config)) == []
 
 
 def test_a_vocabulary_too_small_for_its_ranks_is_refused():
