@@ -20,7 +20,7 @@ from learner.world.process_group import device, gathered
 
 
 class ShardedOptimizer:
-    """Torch's AdamW (arXiv:1711.05101) on plain tensors that share their memory with the `DTensor`s."""
+    """AdamW (arXiv:1711.05101), or Muon beside it, on plain tensors that share the `DTensor`s' memory."""
 
     def __init__(
         self, config: OptimizerConfig, parameters: Mapping[str, DTensor],
@@ -54,12 +54,13 @@ class ShardedOptimizer:
     def _add_muon(
         self, optimizer: MuonAdamW, matrices: Mapping[str, FileMatrices], dtype: torch.dtype
     ) -> None:
-        trained = {name: each for name, each in self._trained.items() if name in matrices}
-        optimizer.parts = {name: self._shards[name] for name in trained if self._shards[name].numel()}
+        # A rank whose shard is empty has no piece, and state of the same names as the others.
+        optimizer.parts = {name: part for name, part in self._shards.items() if name in matrices}
         mine = []
         for name, part in optimizer.parts.items():
-            start = first_row(trained[name]) * part[0].numel()
-            mine.append(Piece(name, dist.get_rank(), 0, start, start + part.numel()))
+            if part.numel():
+                start = first_row(self._trained[name]) * part[0].numel()
+                mine.append(Piece(name, dist.get_rank(), 0, start, start + part.numel()))
         pieces = [piece for of_rank in gathered(mine) for piece in of_rank]
         optimizer.exchange = MatrixExchange(pieces, matrices, partial(muon_steps, dtype=dtype))
         begin_with_zeros(optimizer)

@@ -62,7 +62,7 @@ class MuonAdamW(AdamW):
     exchange: MatrixExchange
     """Has the matrices put together."""
     parts: dict[str, Tensor]
-    """Parameters that Muon updates, by the names of the tensors that they are parts of."""
+    """Parameters that Muon updates, of which some may be empty, by the names of their tensors."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
