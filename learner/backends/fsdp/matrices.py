@@ -46,7 +46,8 @@ class FileMatrices:
 def matrix_names(model: PreTrainedModel, names: FileNames) -> set[str]:
     """Return the names of the parameters that are made of matrices.
 
-    Raises `ConfigError` where a tensor of the files is several matrices in one."""
+    Raises `ConfigError` where a tensor of the files is several matrices in one, and where a trained weight
+    may be made of matrices that cannot be found."""
     found = set(_hidden_weights(model))
     files = [(part, shape) for name in found for part, shape in names.tensors[name].files.items()]
     if fused := sorted(part for part, shape in files if len(shape) != 2 or FUSED.search(part)):
@@ -54,16 +55,39 @@ def matrix_names(model: PreTrainedModel, names: FileNames) -> set[str]:
             f"optimizer.matrices=muon cannot tell the matrices apart that {fused[0]} of this model is made "
             "of: set it to adamw, or learner.backend to megatron if that has the model's family"
         )
+    if unknown := sorted(_trained_weights(model) - found - set(_other_weights(model))):
+        raise ConfigError(
+            f"optimizer.matrices=muon cannot tell which matrices {unknown[0]} of this model is made of "
+            f"({len(unknown)} such weights): set it to adamw, freeze them with model.freeze, or set "
+            "learner.backend to megatron if that has the model's family"
+        )
     return {name for name in found if all(min(each) > 1 for each in names.tensors[name].files.values())}
 
 
 def _hidden_weights(model: PreTrainedModel) -> Iterator[str]:
-    output = model.get_output_embeddings()
     for path, module in model.named_modules():
-        if module is output or not ROUTERS.isdisjoint(path.split(".")):
+        if _is_of_adamw(path, module, model):
             continue
         if isinstance(module, torch.nn.Linear):
             yield f"{path}.weight"
         elif path.endswith("experts"):
             parameters = module.named_parameters(recurse=False)
             yield from (f"{path}.{name}" for name, each in parameters if each.dim() == 3)
+
+
+def _is_of_adamw(path: str, module: torch.nn.Module, model: PreTrainedModel) -> bool:
+    """Tell whether the weights of a module are none of Muon's, though they have rows and columns."""
+    is_embedding = isinstance(module, torch.nn.Embedding) or module is model.get_output_embeddings()
+    return is_embedding or not ROUTERS.isdisjoint(path.split("."))
+
+
+def _other_weights(model: PreTrainedModel) -> Iterator[str]:
+    for path, module in model.named_modules():
+        if _is_of_adamw(path, module, model):
+            yield from (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
+
+
+def _trained_weights(model: PreTrainedModel) -> set[str]:
+    """Return the names of those that have rows and columns."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return {name for name, each in trained.items() if each.dim() > 1 and not name.endswith("bias")}

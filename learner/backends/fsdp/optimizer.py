@@ -14,7 +14,7 @@ from learner.backends.fsdp.weights import first_row, local
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.backends.update.decision import Decision
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece
-from learner.backends.update.muon import MuonAdamW, begin_with_zeros, muon_steps
+from learner.backends.update.muon import MuonAdamW, begin_with_zeros, muon_steps, refuse_none_trained
 from learner.config.optimizer import OptimizerConfig
 from learner.world.process_group import device, gathered
 
@@ -28,7 +28,8 @@ class ShardedOptimizer:
     ) -> None:  # fmt: skip
         """Begin with moments of 0 for those of `parameters` that are trained. Every rank calls this.
 
-        Muon updates those of `matrices`, which it computes with in `dtype`."""
+        Muon updates those of `matrices`, which it computes with in `dtype`. Raises `ConfigError` where it has
+        none to update."""
         self._trained = {name: each for name, each in parameters.items() if each.requires_grad}
         self._shards = {name: torch.nn.Parameter(local(each)) for name, each in self._trained.items()}
         decayed: list[Tensor] = []
@@ -62,6 +63,7 @@ class ShardedOptimizer:
                 start = first_row(self._trained[name]) * part[0].numel()
                 mine.append(Piece(name, dist.get_rank(), 0, start, start + part.numel()))
         pieces = [piece for of_rank in gathered(mine) for piece in of_rank]
+        refuse_none_trained(pieces)
         optimizer.exchange = MatrixExchange(pieces, matrices, partial(muon_steps, dtype=dtype))
         begin_with_zeros(optimizer)
 

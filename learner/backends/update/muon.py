@@ -6,7 +6,7 @@ mean square is that of AdamW's, which lets both share a learning rate and a weig
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import AdamW
 
 from bus.errors import ConfigError
-from learner.backends.update.matrix_exchange import MatrixExchange
+from learner.backends.update.matrix_exchange import MatrixExchange, Piece
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5, for which few iterations bring singular values near 1, from 0.7 to 1.2."""
@@ -110,6 +110,15 @@ def begin_with_zeros(optimizer: MuonAdamW) -> None:
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{moment: torch.zeros_like(parameter) for moment in moments},
             }
+
+
+def refuse_none_trained(pieces: Sequence[Piece]) -> None:
+    """Raise `ConfigError` where the ranks train no piece of a matrix."""
+    if not pieces:
+        raise ConfigError(
+            "optimizer.matrices=muon has no matrix of a layer to train: set it to adamw, or train other "
+            "weights"
+        )
 
 
 def refuse_other_optimizer(directory: Path, saved: str, ours: str, section: str = "optimizer") -> None:

@@ -260,6 +260,21 @@ def test_frozen_matrices_stay():
     }
 
 
+@pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
+def test_a_run_that_trains_no_matrix_is_refused(backend):
+    model = tiny_model()
+    norms = TrainableWeights(train_only=("norm",))
+    with pytest.raises(ConfigError, match=r"optimizer\.matrices=muon has no matrix of a layer to train"):
+        backend(model.config, hf_state(model), OPTIMIZER, trainable=norms)
+
+
+def test_a_model_of_transformers_with_trained_weights_that_may_be_matrices_is_refused_and_the_weight_named():
+    config = transformers.GPT2Config(vocab_size=58, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    state = hf_state(transformers.GPT2LMHeadModel(config))
+    with pytest.raises(ConfigError, match=r"which matrices transformer\.h\.0\.attn\.c_attn\.weight of this"):
+        FsdpTrainer(config, state, OPTIMIZER)
+
+
 def test_in_bfloat16_steps_stay_near_those_in_float32():
     [(rounded, _), (exact, _)] = (train({}, {}, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert [loss for loss, _ in rounded] == pytest.approx([loss for loss, _ in exact], abs=0.15)

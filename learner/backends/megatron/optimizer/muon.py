@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import (
@@ -29,7 +28,14 @@ from learner.backends.megatron.core import DistributedOptimizer, MegatronOptimiz
 from learner.backends.megatron.lora import LINEAR
 from learner.backends.megatron.optimizer.shards import main_shards
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece
-from learner.backends.update.muon import MOMENTUM, SECOND, MuonAdamW, begin_with_zeros, muon_steps
+from learner.backends.update.muon import (
+    MOMENTUM,
+    SECOND,
+    MuonAdamW,
+    begin_with_zeros,
+    muon_steps,
+    refuse_none_trained,
+)
 from learner.world.process_group import gathered
 
 
@@ -87,11 +93,7 @@ def add_muon(
             mine.append(piece)
             part.optimizer.parts[piece.tensor], tensors[piece.tensor] = main, stored
     pieces = [piece for of_rank in gathered(mine) for piece in of_rank]
-    if not pieces:
-        raise ConfigError(
-            "optimizer.matrices=muon has no matrix of a layer to train: set it to adamw, or train other "
-            "weights"
-        )
+    refuse_none_trained(pieces)
     for part in optimizer.chained_optimizers:
         # Experts have an optimizer of their own, which on ranks of other stages has nothing to do.
         kinds = {_is_of_expert(name) for name in part.optimizer.parts}
