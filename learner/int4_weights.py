@@ -17,6 +17,10 @@ GROUP = 128
 """Columns of a row that share a scale."""
 METHOD, LAYOUT = "compressed-tensors", "pack-quantized"
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
+GROUP_INDEX = "_g_idx"
+"""Ends the names of tensors that say which group each column is in, where that is not by its place."""
+IN_ORDER = (None, False, "weight", "static")
+"""What `actorder` may be where groups are of columns beside each other."""
 _COLUMNS = 8
 """Columns in an int32."""
 _LARGEST = 7.5
@@ -47,13 +51,16 @@ def int4_config(shapes: Shapes) -> dict[str, Json]:
 
 
 def group_size(config: Mapping[str, Json]) -> int | None:
-    """Return how many columns share a scale, by a `quantization_config`; None where it is another format."""
+    """Return how many columns beside each other share a scale, by a `quantization_config`; None where it is
+    another format."""
     groups = config.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     if config.get("format") != LAYOUT or len(schemes) != 1 or not isinstance(schemes[0], dict):
         return None
     weights = schemes[0].get("weights")
     if not isinstance(weights, dict) or (weights.get("num_bits"), weights.get("symmetric")) != (4, True):
+        return None
+    if weights.get("actorder") not in IN_ORDER:
         return None
     size = weights.get("group_size")
     return size if isinstance(size, int) and size > 0 else None
@@ -125,7 +132,8 @@ class Int4Weights(LazyWeights):
 class FromInt4Weights(LazyWeights):
     """The weights that packed codes and scales stand for, in `dtype`; the others are as they are.
 
-    Raises `ConfigError` when it is made for codes whose scales do not fit."""
+    Raises `ConfigError` when it is made for codes whose scales do not fit, or are of columns in another
+    order."""
 
     def __init__(self, weights: LazyWeights, group: int, dtype: torch.dtype) -> None:
         self._weights = weights
@@ -135,6 +143,11 @@ class FromInt4Weights(LazyWeights):
         for name in (found.removesuffix(PACKED) for found in weights if found.endswith(PACKED)):
             if name + SCALE not in weights or name + SHAPE not in weights:
                 raise ConfigError(f"{name}{PACKED} has no {name}{SCALE} or no {name}{SHAPE} beside it")
+            if name + GROUP_INDEX in weights:
+                raise ConfigError(
+                    f"{name}{GROUP_INDEX} puts columns into groups in another order than theirs (actorder): "
+                    "groups of columns beside each other alone can be converted"
+                )
             shape = tuple(weights[name + SHAPE].tolist())
             rows, columns = weights.spec(name + PACKED).shape
             given = weights.spec(name + SCALE).shape

@@ -98,7 +98,7 @@ def _undone(source: Path, found: Json, dtype: torch.dtype) -> LazyWeights:
     if size is None:
         raise ConfigError(
             f"{source} is quantised by {METHOD} in another way than {LAYOUT} with 4 bits, symmetric, in "
-            "groups of columns: that alone can be converted"
+            "groups of columns in their order (no actorder): that alone can be converted"
         )
     return FromInt4Weights(stored, size, dtype)
 

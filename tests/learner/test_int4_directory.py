@@ -94,10 +94,16 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
     for key, value, why in (
         ("group_size", 32, r"_scale must be \[\d+, \d+\] for"),
         ("num_bits", 8, "in another way"),
+        ("actorder", "group", r"in their order \(no actorder\)"),
     ):
         scheme = config["quantization_config"]["config_groups"]["group_0"]["weights"]
         file.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | {
             "config_groups": {"group_0": {"weights": scheme | {key: value}}}}}))  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             dequantise(tmp_path / "int4", tmp_path / "back", F32)
+    file.write_text(json.dumps(config))
+    codes = weights(tmp_path / "int4") | {f"{UP}_g_idx": torch.zeros(128, dtype=torch.int32)}
+    save_file(codes, tmp_path / "int4/model.safetensors")
+    with pytest.raises(ConfigError, match=f"{UP}_g_idx puts columns into groups in another order"):
+        dequantise(tmp_path / "int4", tmp_path / "back", F32)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "int4", "narrow"]
