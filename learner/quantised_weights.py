@@ -79,7 +79,8 @@ class DequantisedWeights(LazyWeights):
         self._dtype = dtype
         self._scale_of = dict(_scales_of_codes(weights, blocks))
         scales = set(self._scale_of.values())
-        self._names = [name for name in weights if name not in scales and not name.endswith(INPUT_SCALE)]
+        kept = (name for name in weights if name not in scales and not name.endswith(INPUT_SCALE))
+        self._names = dict.fromkeys(kept)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._scale_of:
@@ -148,6 +149,6 @@ def _scales_of_codes(weights: LazyWeights, blocks: Blocks | None) -> Iterator[tu
             )
         counts = (shape[0], 1) if blocks is None else blocks.counts(shape)
         given = weights.spec(found[0]).shape
-        if given not in (counts, (), (1,), (1, 1)) and not (blocks is None and given == (shape[0],)):
+        if given != counts and (blocks is not None or given not in ((), (1,), (1, 1), (shape[0],))):
             raise ConfigError(f"{found[0]} must be {list(counts)}, and is {list(given)}")
         yield name, found[0]

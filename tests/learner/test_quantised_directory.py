@@ -131,6 +131,14 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
             ({"weight_block_size": size}, {UP: codes}, ConfigError, "weight_block_size=.* is no pair")
             for size in ("128", 128, [1, 2, 3], [0, 16], [])
         ),
+        (
+            {"weight_block_size": [32, 32]}, {UP: codes, f"{UP}_scale_inv": torch.ones(1, 1)}, ConfigError,
+            rf"{UP}_scale_inv must be \[3, 2\], and is \[1, 1\]",
+        ),
+        (
+            {"weight_block_size": [32, 32]}, {UP: codes, f"{UP}_scale_inv": torch.tensor(1.0)}, ConfigError,
+            rf"{UP}_scale_inv must be \[3, 2\], and is \[\]",
+        ),
     ]):  # fmt: skip
         directory = stored(tmp_path / f"fp8-{number}", tensors, **quantisation)
         with pytest.raises(error, match=why):
