@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from actors.config import PluginEnvironmentConfig
-from actors.engines.config import SglangEngineConfig, refuse_quantised
+from actors.engines.config import SglangEngineConfig, refuse_quantised, refuse_running
 from actors.environments.agent_config import AgentConfig
 from actors.environments.clients_config import ClientsConfig
 from actors.environments.length_config import LengthProfileConfig
@@ -111,7 +111,7 @@ def _check_adapters(config: "RunConfig") -> None:
 
 
 def _check_quantisation(config: "RunConfig") -> None:
-    """Refuse quantised weights where adapters travel, and engines that could not take them."""
+    """Refuse quantised weights where adapters travel, and servers that could not take them."""
     chosen, engine = config.learner.publication.quantisation, config.actors.engine
     if chosen == "none":
         return
@@ -121,13 +121,20 @@ def _check_quantisation(config: "RunConfig") -> None:
             f"{where} with learner.lora.publish=adapter: adapters alone are published, and never quantised; "
             "set learner.lora.publish=merged, or quantisation to none"
         )
-    if not isinstance(engine, SglangEngineConfig):
-        return
-    if chosen == "fp8_tensor":
+    serves, evaluation = isinstance(engine, SglangEngineConfig), config.actors.evaluation
+    if chosen == "fp8_tensor" and (serves or evaluation.has_own_servers):
+        servers = "actors.engine.type=sglang" if serves else "actors.evaluation.servers or urls"
         raise ConfigError(
-            f"{where} with actors.engine.type=sglang: SGLang merges the scales of fused layers when it loads "
+            f"{where} with {servers}: SGLang merges the scales of fused layers when it loads "
             "them, and takes no second version; set quantisation to fp8_block"
         )
+    for url in evaluation.urls:
+        refuse_running(url, where, setting="actors.evaluation.urls")
+    if not isinstance(engine, SglangEngineConfig):
+        return
+    for name, opponent in config.actors.opponents.items():
+        if opponent.url is not None and opponent.path is None and opponent.engine == "same":
+            refuse_running(opponent.url, where, setting=f"actors.opponents.{name}.url")
     if engine.update == "group":
         raise ConfigError(
             f"{where} with actors.engine.update=group: the learner broadcasts weights that are not quantised "

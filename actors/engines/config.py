@@ -285,19 +285,35 @@ class SglangEngineConfig(Config):
         return 2
 
 
-def refuse_quantised(engine: SglangEngineConfig) -> None:
-    """Raise `ConfigError` for servers that cannot take quantised weights, as far as settings tell."""
+NOT_QUANTISED = (
+    "set learner.publication.quantisation=none for those of the policy; a directory that you chose is undone "
+    "by `launch convert dequantise`"
+)
+"""How weights are had that are not quantised."""
+
+
+def refuse_quantised(engine: SglangEngineConfig, model: Path | None = None) -> None:
+    """Raise `ConfigError` for servers that cannot take quantised weights, as far as settings tell.
+
+    They are those of a directory `model`, or without it those that the learner will publish."""
+    which = "quantised weights" if model is None else f"the quantised weights of {model}"
     if engine.attached:
-        raise ConfigError(
-            f"quantised weights for the running server {engine.attached[0]}: SGLang does not say how its "
-            "model is quantised, and one that is not would serve codes as weights; leave out "
-            "actors.engine.url, or set learner.publication.quantisation=none"
-        )
+        refuse_running(engine.attached[0], which, setting="actors.engine.url")
     if (chosen := engine.settings.get("quantization")) is not None:
         raise ConfigError(
-            f"actors.engine.server.quantization={chosen!r} with quantised weights: their config.json says "
-            "how they are; leave it out, or set learner.publication.quantisation=none"
+            f"actors.engine.server.quantization={chosen!r} with {which}: their config.json says how they "
+            f"are: leave it out, or have weights that are not quantised: {NOT_QUANTISED}"
         )
+
+
+def refuse_running(url: str, which: str, *, setting: str) -> None:
+    """Raise `ConfigError` for a running server, which `setting` names, that would be given quantised
+    weights."""
+    raise ConfigError(
+        f"{which} for the running server {url}: SGLang does not say how its model is quantised, and one that "
+        f"is not would serve codes as weights; leave out {setting}, or have weights that are not quantised: "
+        f"{NOT_QUANTISED}"
+    )
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]

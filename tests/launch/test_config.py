@@ -74,6 +74,21 @@ FP8 = {"learner": {"publication": {"quantisation": "fp8_block"}}}
             {"actors": {"engine": {"type": "sglang", "server": {"quantization": "awq"}}}},
             "actors.engine.server.quantization='awq' with quantised weights",
         ),
+        (
+            {
+                "actors": {
+                    "engine": {"type": "sglang"},
+                    "opponents": {"old": {"version": "latest - 3", "url": "http://h:2"}},
+                }
+            },
+            "the running server http://h:2: SGLang does not say how its model is quantised, and one that is "
+            "not would serve codes as weights; leave out actors.opponents.old.url",
+        ),
+        (
+            {"actors": {"evaluation": {"urls": ["http://h:3"]}}},
+            "the running server http://h:3: SGLang does not say how its model is quantised, and one that is "
+            "not would serve codes as weights; leave out actors.evaluation.urls",
+        ),
     ],
 )
 def test_quantised_weights_are_refused_for_engines_that_cannot_take_them(layer, complaint):
@@ -81,12 +96,14 @@ def test_quantised_weights_are_refused_for_engines_that_cannot_take_them(layer, 
     resolve(layer)
     resolve(FP8)
     resolve(FP8, {"actors": {"engine": {"type": "sglang"}}})
+    resolve(FP8, {"actors": {"evaluation": {"servers": 1}}})
 
 
 def test_one_scale_for_each_tensor_is_for_the_embedded_engine_alone():
     by_tensor = {"learner": {"publication": {"quantisation": "fp8_tensor"}}}
     resolve(by_tensor)
-    assert "set quantisation to fp8_block" in refusal(by_tensor, {"actors": {"engine": {"type": "sglang"}}})
+    for actors in ({"engine": {"type": "sglang"}}, {"evaluation": {"servers": 1}}):
+        assert "set quantisation to fp8_block" in refusal(by_tensor, {"actors": actors})
 
 
 def test_later_layers_win_key_by_key():

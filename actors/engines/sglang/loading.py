@@ -45,7 +45,7 @@ class Loading:
     def check(self, config: SglangEngineConfig) -> None:
         """Raise `ConfigError` for a server that weights cannot get into as configured."""
         if self.held.quantised:
-            refuse_quantised(config)
+            refuse_quantised(config, self.held.source)
         if self._facts.speculation == "NGRAM" and not self._facts.update_sessions:
             raise ConfigError(
                 f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from actors.engines.config import SglangEngineConfig, SglangSetting
+from actors.engines.config import NOT_QUANTISED, SglangEngineConfig, SglangSetting
 from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.engines.sglang.in_server import sluice_changes
 from bus.errors import ConfigError
@@ -35,8 +35,10 @@ ON_CPU: Settings = {
     "mem_fraction_static": 0.2,
 }
 """What runs on any CPU, without SGLang's own kernels."""
-BLACKWELL = 10
-"""Compute capability from which SGLang's kernels want the scales of fp8 packed."""
+FP8_FROM, PACKED_FROM = (8, 9), (10, 0)
+"""Compute capabilities from which GPUs multiply in fp8, and SGLang's kernels want the scales packed."""
+FORCES_PACKING = "SGLANG_FORCE_FP8_MARLIN"
+"""Variable that has SGLang pack fp8 weights as on GPUs that do not multiply in fp8."""
 BUILT_HERE = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
 """Made by `make sglang`."""
 NEEDS_CUDA = {
@@ -99,7 +101,8 @@ def server_settings(
     device = device_of(given)
     refuse_unfit(config, given, device)
     if is_quantised_model(model):
-        refuse_packing(given, device)
+        refuse_packing(given, device, {**os.environ, **config.environment}, model)
+        refuse_wide(given.get("dtype", _dtype(model)), model)
     return {
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
@@ -171,25 +174,52 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
     _check_replicas(config, given)
 
 
-def refuse_packing(given: Settings, device: str) -> None:
-    """Raise `ConfigError` where SGLang would pack fp8 weights for its kernels, and take no second version.
+def refuse_packing(given: Settings, device: str, environment: Mapping[str, str], model: Path) -> None:
+    """Raise `ConfigError` where SGLang would pack quantised weights for its kernels, and take no second
+    version.
 
     Args:
         given: the `server` table by SGLang's names.
-        device: which the server will use."""
+        device: which the server will use.
+        environment: its variables.
+        model: directory whose weights are quantised."""
     if device == "cpu":
+        raise _packed(model, "on the CPU")
+    if environment.get(FORCES_PACKING, "").lower() in ("1", "true", "yes", "y"):
         raise ConfigError(
-            "SGLang on the CPU packs quantised weights as it loads them, and takes no second version: set "
-            "learner.publication.quantisation=none, or give it a GPU"
+            f"{FORCES_PACKING}={environment[FORCES_PACKING]}: SGLang packs the quantised weights of {model} "
+            "as it loads them, and takes no second version: leave it out"
         )
-    packs = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= BLACKWELL
+    if not torch.cuda.is_available():
+        return
+    if torch.version.hip is not None:
+        raise _packed(model, "on AMD's GPUs")
+    capability = torch.cuda.get_device_capability()
+    if capability < FP8_FROM:
+        raise _packed(model, f"on GPUs of compute capability {'.'.join(map(str, capability))}, below 8.9,")
     for name in ("fp8_gemm_backend", "moe_runner_backend"):
-        if packs and given.get(name) != "triton":
+        if capability >= PACKED_FROM and given.get(name) != "triton":
             raise ConfigError(
-                "SGLang packs the scales of quantised weights on this GPU as it loads them, and takes no "
-                f'second version: set actors.engine.server.{name}="triton", whose kernels take them as they '
-                "are"
+                f"SGLang packs the scales of the quantised weights of {model} on this GPU as it loads them, "
+                f'and takes no second version: set actors.engine.server.{name}="triton", whose kernels take '
+                "them as they are"
             )
+
+
+def refuse_wide(dtype: object, model: Path) -> None:
+    """Raise `ConfigError` for a type of activations that SGLang does not multiply with quantised weights."""
+    if str(dtype).removeprefix("torch.") in ("float32", "float"):
+        raise ConfigError(
+            f"the weights of {model} are quantised, and SGLang computes with them in bfloat16 or float16, "
+            f'not in {dtype}: set actors.engine.server.dtype="bfloat16"'
+        )
+
+
+def _packed(model: Path, where: str) -> ConfigError:
+    return ConfigError(
+        f"SGLang {where} packs the quantised weights of {model} as it loads them, and takes no second "
+        f"version: give it another GPU, or weights that are not quantised: {NOT_QUANTISED}"
+    )
 
 
 def added(given: Settings) -> dict[str, SglangSetting]:

@@ -43,6 +43,8 @@ class HeldWeights:
         self._lock = (self._root / "lock").open("w")
         locked = try_lock(self._lock)
         assert locked  # nobody else knows this new directory
+        self.source = model_dir
+        """Directory of the model that they are of."""
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         config = json.loads((model_dir / "config.json").read_text())
@@ -50,7 +52,7 @@ class HeldWeights:
         self.has_experts = any(config.get(name) for name in EXPERTS)
         """Whether it is a mixture of experts."""
         self.quantised = is_quantised_model(model_dir)
-        """Whether they are in a format that a server packs for its kernels when it has loaded them."""
+        """Whether they are quantised: a server can be given them as whole tensors only."""
         self.policy_version = -1
         """Version of the tensors; -1 when there are none yet."""
         self._tensors: dict[str, torch.Tensor] = {}

@@ -34,9 +34,12 @@ def in_fp8(model, name):
     return tensors, quantisation_config(FORMATS[name], shapes)
 
 
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+
+
 def directory_of(tmp_path, quantisation=None):
     path = tmp_path / "model"
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps(config | (quantisation or {})))
     return path
@@ -61,7 +64,7 @@ class Taking:
         self.seen.append(file.name.split("-")[0])
 
 
-@pytest.mark.parametrize("quantisation", [{}, {"quantization_config": {"quant_method": "fp8"}}])
+@pytest.mark.parametrize("quantisation", [{}, FP8])
 async def test_quantised_weights_go_whole_into_a_server_that_would_take_changes_of_others(
     tmp_path, quantisation
 ):
@@ -82,22 +85,66 @@ async def test_quantised_weights_go_whole_into_a_server_that_would_take_changes_
 
 def test_a_server_on_the_cpu_is_refused_before_it_starts(tmp_path):
     config = SglangEngineConfig(server={"device": "cpu"})
-    model = directory_of(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(ConfigError, match=r"SGLang on the CPU.*learner.publication.quantisation=none"):
+    model = directory_of(tmp_path, FP8)
+    with pytest.raises(
+        ConfigError, match=r"SGLang on the CPU.*learner.publication.quantisation=none"
+    ) as told:
         server_settings(config, model, host="::1", port=7, first_gpu=0)
+    assert f"weights of {model} as it loads them" in str(told.value)
+    assert "a directory that you chose is undone by `launch convert dequantise`" in str(told.value)
+
+
+def on_a_gpu(monkeypatch, model, capability=(9, 0)):
+    """Return what makes the settings of a server for `model` on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    def settings(environment=None, **server):
+        given = {"device": "cuda", "dtype": "bfloat16"} | server
+        config = SglangEngineConfig(server=given, environment=environment or {})
+        return server_settings(config, model, host="::1", port=7, first_gpu=0)
+
+    return settings
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5)])
+def test_gpus_without_fp8_are_refused_whatever_kernels_are_chosen(tmp_path, monkeypatch, capability):
+    settings = on_a_gpu(monkeypatch, directory_of(tmp_path, FP8), capability)
+    below = f"capability {capability[0]}.{capability[1]}, below 8.9, packs the quantised weights of .*none"
+    for given in ({}, {"fp8_gemm_backend": "triton", "moe_runner_backend": "triton"}):
+        with pytest.raises(ConfigError, match=below):
+            settings(**given)
+    on_a_gpu(monkeypatch, directory_of(tmp_path), capability)()
+
+
+def test_servers_that_are_made_to_pack_and_those_on_amds_gpus_are_refused(tmp_path, monkeypatch):
+    settings = on_a_gpu(monkeypatch, directory_of(tmp_path, FP8), (8, 9))
+    settings({"SGLANG_FORCE_FP8_MARLIN": "0"})
+    with pytest.raises(ConfigError, match=r"SGLANG_FORCE_FP8_MARLIN=1: SGLang packs .*: leave it out"):
+        settings({"SGLANG_FORCE_FP8_MARLIN": "1"})
+    monkeypatch.setenv("SGLANG_FORCE_FP8_MARLIN", "true")
+    with pytest.raises(ConfigError, match=r"SGLANG_FORCE_FP8_MARLIN=true: SGLang packs"):
+        settings()
+    settings({"SGLANG_FORCE_FP8_MARLIN": "0"})
+    monkeypatch.delenv("SGLANG_FORCE_FP8_MARLIN")
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    with pytest.raises(ConfigError, match=r"SGLang on AMD's GPUs packs"):
+        settings()
+
+
+def test_float32_is_refused_for_quantised_weights_with_the_setting_to_change(tmp_path, monkeypatch):
+    settings = on_a_gpu(monkeypatch, directory_of(tmp_path, FP8 | {"dtype": "float32"}))
+    with pytest.raises(ConfigError, match=r'not in float32: set actors.engine.server.dtype="bfloat16"'):
+        settings(dtype="float32")
+    assert settings()["dtype"] == "bfloat16"
+    without = SglangEngineConfig(server={"device": "cuda"})
+    with pytest.raises(ConfigError, match="not in float32"):
+        server_settings(without, tmp_path / "model", host="::1", port=7, first_gpu=0)
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
 def test_gpus_on_which_scales_would_be_packed_need_other_kernels(tmp_path, monkeypatch, capability, refused):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    model = directory_of(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
-
-    def settings(**server):
-        return server_settings(
-            SglangEngineConfig(server={"device": "cuda"} | server), model, host="::1", port=7, first_gpu=0
-        )
-
+    settings = on_a_gpu(monkeypatch, directory_of(tmp_path, FP8), capability)
     triton = {"fp8_gemm_backend": "triton", "moe_runner_backend": "triton"}
     assert settings(**triton).items() >= triton.items()
     if not refused:
@@ -109,11 +156,13 @@ def test_gpus_on_which_scales_would_be_packed_need_other_kernels(tmp_path, monke
 
 
 def test_a_running_server_is_refused_for_it_does_not_say_how_it_is_quantised(tmp_path):
-    model = directory_of(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
+    model = directory_of(tmp_path, FP8)
     held = HeldWeights(model, tmp_path / "weights")
     facts = ServerFacts("0.5.23", "m", True, True, False, True, 1, ({},))
     config = SglangEngineConfig(url="http://host:30000")
-    with pytest.raises(ConfigError, match="running server http://host:30000: SGLang does not say"):
+    with pytest.raises(
+        ConfigError, match=rf"{model} for the running server http://host:30000: .* `launch conv"
+    ):
         Loading(held, Taking(), facts).check(config)
     held.close()
 
