@@ -12,12 +12,13 @@ from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.changes import note
 from actors.weights.adapter_bases import base_weights
 from actors.weights.adapters import beside, merged_weights
-from bus.errors import BusError, StorageError
+from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import AdaptedBase, BlobRef, DeltaRef, PolicyManifest
 from bus.publish import together
 from storage.weights.array_pool import SpareMemory
 from storage.weights.blob_sources import BlobSource
 from storage.weights.deltas import apply_delta
+from storage.weights.quantisation import published_as
 from storage.weights.tensors import Weights, read_snapshot, spare_threads
 
 log = structlog.get_logger()
@@ -25,7 +26,10 @@ T = TypeVar("T")
 
 
 class Receiver:
-    """Holds the newest weights received from one learner, and makes later ones from them."""
+    """Holds the newest weights received from one learner, and makes later ones from them.
+
+    `ConfigError` is raised for weights that are quantised in another way than the first: engines were started
+    for those."""
 
     def __init__(self, blobs: BlobSource, *, served: ServedAdapters | None = None) -> None:
         """Receive from `blobs`. Adapters that are `served` are handed on beside their frozen weights."""
@@ -38,6 +42,8 @@ class Receiver:
         self._base: tuple[str, Weights] | None = None
         """Frozen weights of the adapters, with the digest of their bytes."""
         self._incarnation = ""
+        self._published_as = ""
+        """How the first weights are quantised."""
         self._spare = SpareMemory()
         """Memory of earlier versions; engines keep the last of them until they have the next."""
 
@@ -49,6 +55,7 @@ class Receiver:
         """
         try:
             published = await self._by_deltas(manifest) or await self._from_snapshot(manifest)
+            self._refuse_other_format(published)
             whole = await self._whole(manifest.adapted, published)
         finally:
             self._spare.trim()  # memory of an older version, or of other tensors
@@ -78,6 +85,16 @@ class Receiver:
         return await _in_threads(
             partial(merged_weights, base, published, adapted.scale, like=self._spare.like)
         )
+
+    def _refuse_other_format(self, published: Weights) -> None:
+        """Raise `ConfigError` unless these weights are quantised as the first were."""
+        found = published_as(published.tensors)
+        self._published_as = self._published_as or found
+        if found != self._published_as:
+            raise ConfigError(
+                f"the learner publishes weights with learner.publication.quantisation={found} now, and the "
+                f"engines of this actor were started for {self._published_as}: start this actor again"
+            )
 
     async def _fetch_base(self, ref: BlobRef) -> Weights:
         data = await self._blobs.get(ref)

@@ -10,6 +10,7 @@ from bus.errors import ConfigError
 from bus.messages import BlobRef, KeptVersion
 from storage.disk.atomic_files import Content, publish_files, remove
 from storage.weights.adapter_names import are_adapters
+from storage.weights.quantisation import published_as
 from storage.weights.tensors import Weights, read_snapshot, snapshot_content
 
 log = structlog.get_logger()
@@ -35,12 +36,13 @@ class KeptVersions:
     async def up_to(self, weights: Weights, put: Put) -> tuple[KeptVersion, ...]:
         """Return those that have been published, these weights included if they are to stay.
 
-        Raises `ConfigError` where files have adapters and whole weights are published, or the reverse.
+        Raises `ConfigError` where files have adapters and whole weights are published, or the reverse, and
+        where they are quantised in another way than what is published.
         Files of later versions are of steps that a resumed learner has taken back, and go."""
         if not self._versions:
             return ()
         if not self._looked:
-            await self._take_over(weights.policy_version, put)
+            await self._take_over(weights, put)
         version = weights.policy_version
         if version in self._versions and version not in self._named:
             content = snapshot_content(weights)
@@ -56,19 +58,20 @@ class KeptVersions:
         self._named = {}
         self._looked = False
 
-    async def _take_over(self, newest: int, put: Put) -> None:
+    async def _take_over(self, newest: Weights, put: Put) -> None:
         self._looked = True
         if self._directory is None or not self._directory.is_dir():
             return
         for path in sorted(self._directory.glob("version-*")):
             number = path.name.removeprefix("version-")
             version = int(number) if number.isdecimal() else -1
-            if version > newest:
+            if version > newest.policy_version:
                 await asyncio.to_thread(remove, path)
             elif version in self._versions:
                 data = await asyncio.to_thread((path / FILE).read_bytes)
                 kept = await asyncio.to_thread(read_snapshot, data, version)
                 self._refuse_other_kind(path, kept)
+                _refuse_other_format(path, kept, newest)
                 blob = await put([data], version, "kept")
                 self._named[version] = KeptVersion(policy_version=version, snapshot=blob)
 
@@ -93,3 +96,14 @@ class KeptVersions:
         if path.exists():
             await asyncio.to_thread(remove, path)
         await asyncio.to_thread(publish_files, path, {FILE: content})
+
+
+def _refuse_other_format(path: Path, kept: Weights, published: Weights) -> None:
+    """Raise `ConfigError` unless both are quantised in the same way, which the one config.json tells."""
+    before, now = published_as(kept.tensors), published_as(published.tensors)
+    if before != now:
+        raise ConfigError(
+            f"learner.publication.keep_versions: {path} was published with quantisation={before}, and this "
+            f"learner publishes with {now}: set learner.publication.quantisation={before} as it was before, "
+            "or remove that directory"
+        )

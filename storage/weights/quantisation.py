@@ -84,6 +84,12 @@ def weight_of(name: str) -> str | None:
     return None
 
 
+def published_as(names: Iterable[str]) -> str:
+    """Return what `learner.publication.quantisation` is where tensors of these names are published."""
+    ends = {name.rpartition(_WEIGHT)[2] for name in names}
+    return " or ".join(one.name for one in FORMATS.values() if one.suffix in ends) or "none"
+
+
 def with_partners(some: Mapping[str, T], every: Mapping[str, T]) -> dict[str, T]:
     """Return `some` of the tensors, with the scales of each weight among them and the weight of each scale.
 

@@ -15,7 +15,7 @@ from actors.engines.sglang.changes import changes
 from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, write_tensors
 from bus.errors import ConfigError, EngineError
 from storage.disk.atomic_files import try_lock
-from storage.weights.model_files import is_quantised_model
+from storage.weights.model_files import QUANTISATION, is_quantised_model
 from storage.weights.tensors import spare_threads
 
 IN_MEMORY = Path("/dev/shm")
@@ -53,6 +53,7 @@ class HeldWeights:
         """Whether it is a mixture of experts."""
         self.quantised = is_quantised_model(model_dir)
         """Whether they are quantised: a server can be given them as whole tensors only."""
+        self._in_fp8 = self.quantised and config[QUANTISATION].get("quant_method") == "fp8"
         self.policy_version = -1
         """Version of the tensors; -1 when there are none yet."""
         self._tensors: dict[str, torch.Tensor] = {}
@@ -71,7 +72,8 @@ class HeldWeights:
     def keep(self, state: State, policy_version: int) -> None:
         """Take the tensors, the first time all of them.
 
-        Raises `EngineError`, and takes none, when they are another model's."""
+        Raises `EngineError`, and takes none, when they are another model's, and `ConfigError` when the first
+        are in fp8 and the model is not, or the reverse."""
         self._check(state)
         self._tensors.update(state)
         self.policy_version = policy_version
@@ -146,6 +148,7 @@ class HeldWeights:
 
     def _check(self, state: State) -> None:
         if self.policy_version < 0:
+            self._refuse_other_format(state)
             return
         for name, tensor in state.items():
             held = self._tensors.get(name)
@@ -156,6 +159,15 @@ class HeldWeights:
                     f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
                     f"and was {held.dtype} {tuple(held.shape)}"
                 )
+
+    def _refuse_other_format(self, state: State) -> None:
+        codes = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
+        if codes != self._in_fp8:
+            are, model = ("", "not ") if codes else ("not ", "")
+            raise ConfigError(
+                f"these weights are {are}in fp8, and by its config.json the model is {model}so: after a change "
+                "of learner.publication.quantisation, start this actor again"
+            )
 
 
 def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:

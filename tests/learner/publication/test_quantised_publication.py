@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from actors.engines.embedded.decoder import prepare_weights
 from actors.weights.follow import PolicyFollower, fetch_model_files, fetch_state
 from actors.weights.received import Receiver
-from bus.errors import EngineError, StorageError
+from bus.errors import ConfigError, EngineError, StorageError
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
@@ -67,7 +67,7 @@ async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(b
         manifest = await learning.publish(version)
         digests.add(learning.publisher.announced().digest())
         state = await fetch_state(Blobs(bus), manifest)
-    assert len(manifest.deltas) <= 1
+    assert len(manifest.deltas) == 1
     assert len(digests) == 2
     assert {tensor.dtype for tensor in state.values()} == {E4M3, torch.float32}
     config = AutoConfig.for_model(**learning.hf_config.to_dict())
@@ -87,6 +87,7 @@ async def test_deltas_of_codes_and_scales_lead_to_what_a_snapshot_would_have(bus
     receiver, sizes = Receiver(Blobs(bus)), []
     for version in range(4):
         manifest = await learning.publish(version)
+        assert len(manifest.deltas) == version
         got = await receiver.advance(manifest)
         sizes.append(learning.publisher.figures["weights/wire_bytes"])
         assert got.digest() == learning.publisher.announced().digest()
@@ -129,6 +130,49 @@ class _Recording:
         self.loads.append({key: tensor.clone() for key, tensor in state.items()})
         self.policy_version = policy_version
         return 0.0
+
+
+async def publish_by(bus, directory, name, version, **config):
+    """Publish a layer by a learner that begins."""
+    made = WeightPublisher(
+        bus, BusBlobs(bus), PublicationConfig(quantisation=name, **config), incarnation=f"{name}-{version}",
+        kept=directory / "kept",
+    )  # fmt: skip
+    await made.start(directory)
+    tensors = host_tensors({"layers.0.up_proj.weight": torch.ones(2, 2) + version})
+    return await made.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("fp8_block", "none", "quantisation=none now, .* started for fp8_block or fp8_ue8m0: start"),
+        ("none", "fp8_block", "quantisation=fp8_block or fp8_ue8m0 now, .* started for none: start"),
+        ("fp8_block", "fp8_tensor", "quantisation=fp8_tensor now"),
+    ],
+)
+async def test_an_actor_ends_when_a_resumed_learner_quantises_otherwise(bus, tmp_path, before, after, said):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    engine = _Recording()
+    follower = PolicyFollower(bus, engine)
+    running = asyncio.create_task(follower.run(asyncio.Event()))
+    for version in range(2):  # a resume as it was changes nothing
+        await publish_by(bus, tmp_path, before, version)
+        await asyncio.wait_for(follower.at_least(version), TIMEOUT_S)
+    await publish_by(bus, tmp_path, after, 2)
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=f"{said}.*this actor again")):
+        await asyncio.wait_for(running, TIMEOUT_S)
+    assert engine.policy_version == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp8_block", "none"), ("none", "fp8_tensor")])
+async def test_kept_versions_are_refused_where_others_are_quantised_otherwise(bus, tmp_path, before, after):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    for version in range(2):  # a resume as it was takes it over
+        manifest = await publish_by(bus, tmp_path, before, version, keep_versions=[0])
+        assert [kept.policy_version for kept in manifest.kept] == [0]
+    with pytest.raises(ConfigError, match=rf"version-0 was .* set learner.publication.quantisation={before}"):
+        await publish_by(bus, tmp_path, after, 2, keep_versions=[0])
 
 
 async def test_engines_are_told_of_the_format_in_the_models_config(bus, tmp_path):

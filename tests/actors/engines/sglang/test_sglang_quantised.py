@@ -76,7 +76,8 @@ async def test_quantised_weights_go_whole_into_a_server_that_would_take_changes_
     weight = torch.arange(5000, dtype=torch.float32)
     changed = weight.clone()
     changed[7] = -1
-    for version, state in enumerate(({"a": weight}, {"a": changed})):
+    codes = {"c": torch.zeros(2, 2).to(torch.float8_e4m3fn)} if quantisation else {}
+    for version, state in enumerate(({"a": weight} | codes, {"a": changed})):
         load = await loading.tensors(SglangEngineConfig(), state, version)
         assert await load(False, math.inf) == version
     held.close()
@@ -164,6 +165,18 @@ def test_a_running_server_is_refused_for_it_does_not_say_how_it_is_quantised(tmp
         ConfigError, match=rf"{model} for the running server http://host:30000: .* `launch conv"
     ):
         Loading(held, Taking(), facts).check(config)
+    held.close()
+
+
+@pytest.mark.parametrize("quantisation", [{}, FP8])
+def test_first_weights_in_another_format_than_the_models_are_refused(tmp_path, quantisation):
+    held = HeldWeights(directory_of(tmp_path, quantisation), tmp_path / "weights")
+    plain, codes = ({"a": torch.zeros(2, 2, dtype=dtype)} for dtype in (torch.float32, torch.float8_e4m3fn))
+    right, wrong, said = (codes, plain, "not in fp8.*is so") if quantisation else (plain, codes, "is not so")
+    with pytest.raises(ConfigError, match=f"{said}: .*start this actor again"):
+        held.keep(wrong, 0)
+    held.keep(right, 0)
+    assert held.tensors == right
     held.close()
 
 
