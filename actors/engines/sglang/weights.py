@@ -165,8 +165,8 @@ class HeldWeights:
         if codes != self._in_fp8:
             are, model = ("", "not ") if codes else ("not ", "")
             raise ConfigError(
-                f"these weights are {are}in fp8, and by its config.json the model is {model}so: after a change "
-                "of learner.publication.quantisation, start this actor again"
+                f"these weights are {are}in fp8, and by its config.json the model is {model}so: after a "
+                "change of learner.publication.quantisation, start this actor again"
             )
 
 
