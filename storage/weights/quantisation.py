@@ -5,9 +5,10 @@ A weight `x.weight` that is quantised has its codes under its own name and its s
 whole tensor has one. Both are factors of the codes, whatever their name says."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 BLOCK = 128
 """Rows and columns of a block."""
 BLOCKS = Blocks(BLOCK, BLOCK)
+TASK_ELEMENTS = 1 << 23
+"""Elements that a thread takes at a time: large models have millions of blocks, and tasks cost the main
+thread."""
 CODES = "F8_E4M3"
 """Name of the codes' dtype in safetensors."""
 BLOCK_SCALE, TENSOR_SCALE = "_scale_inv", "_scale"
@@ -29,7 +33,7 @@ BLOCK_SCALE, TENSOR_SCALE = "_scale_inv", "_scale"
 _WEIGHT = ".weight"
 _LINEAR = re.compile(r"(^|\.)(\w+_proj|kv_a_proj_with_mqa|in_proj_qkvz?|in_proj_z|w[123]|wq_b|wk)\.weight$")
 """Linear layers of attention, of MLPs and of experts, by their names in the model families there are."""
-_KEPT = re.compile(r"(^|\.)(weights_proj|eh_proj)\.weight$|(^|\.)(visual|vision\w*)\.")
+_KEPT = re.compile(r"(^|\.)(weights_proj|eh_proj)\.weight$|(^|\.)(visual|vision\w*|audio\w*)\.")
 """Small or sensitive layers among them, which published fp8 checkpoints have in bfloat16."""
 
 
@@ -187,6 +191,27 @@ class _Job:
         }
 
 
+def _tasks(jobs: Iterable[_Job]) -> Iterator[list[tuple[_Job, int]]]:
+    """Yield rows of blocks, as jobs and where they start, in order: as many as a thread takes at a time."""
+    task: list[tuple[_Job, int]] = []
+    elements = 0
+    for job in jobs:
+        for start in job.bands:
+            task.append((job, start))
+            elements += BLOCK * job.width
+            if elements >= TASK_ELEMENTS:
+                yield task
+                task, elements = [], 0
+    if task:
+        yield task
+
+
+def _encode(task: Iterable[tuple[_Job, int]]) -> None:
+    """Write the codes of a task."""
+    for job, start in task:
+        job.encode(start)
+
+
 def quantised(
     tensors: Mapping[str, HostTensor], found: Fp8Format, threads: Executor | None = None
 ) -> dict[str, HostTensor]:
@@ -198,11 +223,12 @@ def quantised(
         for name, tensor in tensors.items()
         if is_quantised(name, tensor.shape) and len(tensor.words)
     }
-    bands = [(job, start) for job in jobs.values() for start in job.bands]
-    largest = in_order(threads, lambda one: one[0].largest(one[1]), bands)
+    tasks = list(_tasks(jobs.values()))
+    found_largest = in_order(threads, lambda task: [job.largest(start) for job, start in task], tasks)
+    largest = chain.from_iterable(found_largest)
     for job in jobs.values():
         job.set_scales([next(largest) for _ in job.bands])
-    for _ in in_order(threads, lambda one: one[0].encode(one[1]), bands):
+    for _ in in_order(threads, _encode, tasks):
         pass
     result: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():

@@ -136,6 +136,29 @@ def test_threads_do_not_change_a_bit():
     assert all(np.array_equal(alone[name].words, together[name].words) for name in alone)
 
 
+class Counting(ThreadPoolExecutor):
+    """Threads that count what they are asked to do."""
+
+    asked = 0
+
+    def submit(self, *args, **settings):
+        self.asked += 1
+        return super().submit(*args, **settings)
+
+
+@pytest.mark.parametrize(("elements", "asked"), [(1 << 23, 2), (1, 2 * 3 * 4), (2 * 128 * 300, 2 * 6)])
+def test_threads_take_as_many_rows_of_blocks_at_a_time_as_make_it_worth_it(monkeypatch, elements, asked):
+    monkeypatch.setattr(quantisation, "TASK_ELEMENTS", elements)
+    names = [NAME.replace("0", str(number)) for number in range(4)]
+    tensors = {name: host(matrix(300, 300, seed)) for seed, name in enumerate(names)}
+    with Counting(3) as threads:
+        found = quantised(tensors, BLOCK, threads)
+    assert threads.asked == asked
+    for name, tensor in tensors.items():
+        alone = quantised({name: tensor}, BLOCK)
+        assert all(np.array_equal(found[key].words, alone[key].words) for key in alone)
+
+
 def test_blocks_of_zeros_stay_zeros_with_their_signs():
     values = np.zeros((128, 256), np.float32)
     values[:, 128:] = -0.0
@@ -171,6 +194,7 @@ def test_linear_layers_are_quantised_and_the_others_are_not():
     assert all(is_quantised(of_layer(name), (8, 8)) for name in layers)
     assert not any(is_quantised(of_layer(name), (8, 8)) for name in kept)
     others = ["lm_head.weight", "model.embed_tokens.weight", "model.visual.blocks.0.mlp.up_proj.weight"]
+    others.append("thinker.audio_tower.layers.0.self_attn.q_proj.weight")
     assert not any(is_quantised(name, (8, 8)) for name in others)
     assert not is_quantised("model.layers.0.self_attn.q_proj.bias", (8,))
     assert not is_quantised("model.layers.0.conv.in_proj.weight", (8, 8, 4))
