@@ -20,6 +20,7 @@ from bus.messages import PolicyManifest
 from bus.plugins import refuse_of_record
 from bus.waiting import set_within
 from storage.weights.blob_sources import BlobSource
+from storage.weights.model_files import is_quantised_model
 
 LOOK_S = 1.0
 """Seconds from one look at the announced policy to the next."""
@@ -70,6 +71,8 @@ class Opponents:
                 refuse_other_tokenizer(f"actors.opponents.{name}.path", opponent.path, model)
                 directory = opponent.path
             settings = opponent_engine(name, opponent, actors.engine)
+            if isinstance(settings, EmbeddedEngineConfig) and opponent.path is not None:
+                refuse_quantised_directory(f"actors.opponents.{name}.path", opponent.path)
             log_file = logs / f"opponent-{name}-{actor}.log"
             build = partial(build_engine, settings, directory, log_file, first_gpu=gpus[name])
             engines[name] = Fleet({f"opponent-{name}": partial(asyncio.to_thread, build)}, fleet)
@@ -111,6 +114,15 @@ class Opponents:
         """Close the engines."""
         for engine in self.engines.values():
             await engine.close()
+
+
+def refuse_quantised_directory(setting: str, path: Path) -> None:
+    """Raise `ConfigError` for a directory, which `setting` names, that the embedded engine cannot read."""
+    if is_quantised_model(path):
+        raise ConfigError(
+            f"{setting}={path} is quantised, and the embedded engine reads weights that are not: undo it "
+            "with `launch convert dequantise`, and name what that wrote"
+        )
 
 
 def refuse_other_tokenizer(setting: str, path: Path, model: Path) -> None:

@@ -1,6 +1,7 @@
 """Frozen opponents: which version they are, what becomes of pinned versions, and what they sample."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -276,6 +277,19 @@ async def test_a_directory_with_another_tokenizer_or_without_a_model_is_refused(
         Opponents.from_config(
             ActorsConfig(opponents={"rival": {"path": path}}), model, tmp_path, Blobs(bus), actor="a"
         )
+
+
+@pytest.mark.nats
+async def test_a_quantised_directory_is_refused_for_an_embedded_engine_with_what_undoes_it(
+    bus, tmp_path, directories
+):
+    model, path = directories
+    config = json.loads((path / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": "fp8"}}
+    (path / "config.json").write_text(json.dumps(quantised))
+    actors = ActorsConfig(opponents={"rival": {"path": path}})
+    with pytest.raises(ConfigError, match=r"rival\.path=.* is quantised.*`launch convert dequantise`"):
+        Opponents.from_config(actors, model, tmp_path, Blobs(bus), actor="a")
 
 
 def test_an_opponent_has_a_server_of_its_own():
