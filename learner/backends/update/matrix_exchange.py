@@ -16,7 +16,8 @@ from torch import Tensor
 from learner.world.process_group import device
 
 ROUND_ELEMENTS = 2**26
-"""Elements of the whole tensors that an owner puts together at a time, a larger one by itself."""
+"""Elements of the whole tensors that an owner puts together at a time, a larger one by itself, and of the
+matrices of one shape whose steps it computes at a time."""
 
 
 class Piece(NamedTuple):
@@ -110,17 +111,21 @@ class MatrixExchange:
             yield from mine.items()
 
     def _replace_by_steps(self, owned: dict[str, list[Tensor]]) -> None:
-        found = {name: self._tensors[name].matrices(slices) for name, slices in owned.items()}
-        alike: dict[torch.Size, list[tuple[str, int]]] = {}
-        for name, matrices in found.items():
-            for number, matrix in enumerate(matrices):
-                alike.setdefault(matrix.shape, []).append((name, number))
-        for places in alike.values():
-            steps = self._steps(torch.stack([found[name][number] for name, number in places]))
-            for (name, number), step in zip(places, steps, strict=True):
-                found[name][number] = step
-        for name, matrices in found.items():
-            owned[name] = [each.contiguous() for each in self._tensors[name].slices(matrices)]
+        found = {name: self._tensors[name].matrices(owned.pop(name)) for name in list(owned)}
+        self._overwrite_by_steps([matrix for matrices in found.values() for matrix in matrices])
+        for name in list(found):  # each is let go before the next is put together
+            owned[name] = [each.contiguous() for each in self._tensors[name].slices(found.pop(name))]
+
+    def _overwrite_by_steps(self, matrices: Sequence[Tensor]) -> None:
+        alike: dict[torch.Size, list[Tensor]] = {}
+        for matrix in matrices:
+            alike.setdefault(matrix.shape, []).append(matrix)
+        for shape, those in alike.items():
+            at_a_time = max(1, ROUND_ELEMENTS // shape.numel())
+            for start in range(0, len(those), at_a_time):
+                stacked = those[start : start + at_a_time]
+                for matrix, step in zip(stacked, self._steps(torch.stack(stacked)), strict=True):
+                    matrix.copy_(step)
 
 
 def _place(piece: Piece) -> tuple[int, int]:

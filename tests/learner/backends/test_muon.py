@@ -17,6 +17,7 @@ from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.trainable import TrainableWeights
+from learner.backends.update import matrix_exchange
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece
 from learner.backends.update.muon import MOMENTUM, SECOND, muon_steps
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
@@ -349,6 +350,32 @@ def test_settings_without_effect_or_room_are_refused(settings, why):
 def test_adapters_are_refused():
     with pytest.raises(ValidationError, match=r"rank=8 with learner\.optimizer\.matrices=muon"):
         LearnerConfig.model_validate({"lora": {"rank": 8}, "optimizer": {"matrices": "muon"}})
+
+
+def test_an_owner_computes_the_steps_of_so_many_matrices_at_a_time(monkeypatch):
+    class Experts:
+        """Keeps its matrices like the experts of a layer, and copies of the first two."""
+
+        slice_shapes = ((5, 2, 3),)
+
+        def matrices(self, slices):
+            return [each.clone() if number < 2 else each for number, each in enumerate(slices[0])]
+
+        def slices(self, matrices):
+            return [torch.stack(matrices)]
+
+    stacks = []
+
+    def doubled(momenta):
+        stacks.append(len(momenta))
+        return 2 * momenta
+
+    monkeypatch.setattr(matrix_exchange, "ROUND_ELEMENTS", 13)
+    exchange = MatrixExchange([Piece("experts", 0, 0, 0, 30)], {"experts": Experts()}, doubled)
+    [(name, step)] = exchange.steps(lambda _: torch.arange(30.0))
+    assert name == "experts"
+    assert torch.equal(step, 2 * torch.arange(30.0))
+    assert stacks == [2, 2, 1]
 
 
 def test_pieces_that_leave_gaps_are_refused():

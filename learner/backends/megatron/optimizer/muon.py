@@ -64,6 +64,8 @@ class CutMatrices:
 
     def slices(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Undo `matrices`."""
+        if self.rule.layout.mixes(self.shape, self.cut.ranks):  # merges them once for all ranks
+            return list(self.rule.layout.merge(matrices, self.shape).chunk(self.cut.ranks))
         state = dict(zip(self.rule.parts, matrices, strict=True))
         return [slice_of(self.rule, cut, state, self.shape) for cut in self._cuts]
 
