@@ -8,8 +8,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
 from learner.data.demonstrations import Demonstrations
-from learner.lazy_weights import State
-from learner.model_directory import load_hf_directory, load_tokenizer, refuse_other_vocabulary
+from learner.model_directories.lazy_weights import State
+from learner.model_directories.model_directory import (
+    load_hf_directory,
+    load_tokenizer,
+    refuse_other_vocabulary,
+)
 from learner.scratch_model import ensure_model_directory
 from learner.settings import LearnerSettings
 from storage.disk.atomic_files import one_at_a_time

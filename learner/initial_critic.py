@@ -3,7 +3,7 @@
 from bus.errors import ConfigError
 from learner.backends.base import CriticSource
 from learner.initial import Initial
-from learner.model_directory import load_hf_directory, other_tokens
+from learner.model_directories.model_directory import load_hf_directory, other_tokens
 from learner.settings import LearnerSettings
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from bus.errors import ConfigError
 from learner.config.model import ScratchModel
-from learner.model_directory import save_hf_directory
+from learner.model_directories.model_directory import save_hf_directory
 
 PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>"
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=():,.?\n%<>|"

@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from actors.engines.config import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.benchmarks.model_shapes import SHAPES
-from learner.model_directory import save_hf_directory
+from learner.model_directories.model_directory import save_hf_directory
 from learner.scratch_model import character_tokenizer
 from learner.world.process_group import device
 

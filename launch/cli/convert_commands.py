@@ -72,7 +72,7 @@ def quantise(
         `fp8_block` has a scale for each block of 128 x 128, `fp8_ue8m0` powers of two for these, `fp8_tensor`
         one for each tensor. `int4` is compressed-tensors' layout, symmetric, with groups of 128 columns.
     """
-    from learner.quantised_directory import quantise
+    from learner.model_directories.quantised_directory import quantise
 
     configure_logging()
     print(quantise(source, target, to))  # noqa: T201 - the user's terminal
@@ -95,7 +95,7 @@ def dequantise(source: Path, target: Path, *, dtype: Literal["bfloat16", "float3
     """
     import torch
 
-    from learner.quantised_directory import dequantise
+    from learner.model_directories.quantised_directory import dequantise
 
     configure_logging()
     print(dequantise(source, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal

@@ -25,7 +25,7 @@ from learner.config.lora import LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
-from learner.lazy_weights import State
+from learner.model_directories.lazy_weights import State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
-from learner.lazy_weights import State
+from learner.model_directories.lazy_weights import State
 from learner.world.process_group import init_process_group
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.lazy_weights import State
+from learner.model_directories.lazy_weights import State
 from learner.publication.transfer import host_memory
 
 Weights = list[dict[str, Tensor]]

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 
 from bus.errors import ConfigError
 from learner.config.lora import LoraConfig
-from learner.lazy_weights import State, part_of, spec_of, tensor_bytes
+from learner.model_directories.lazy_weights import State, part_of, spec_of, tensor_bytes
 
 SEEDS = (1 << 63) - 1
 """Bits that the seed of a generator may have."""

@@ -28,7 +28,7 @@ from learner.checkpoint.manifest import (
     write_manifest,
     written_by,
 )
-from learner.model_directory import load_hf_config
+from learner.model_directories.model_directory import load_hf_config
 from learner.world.process_group import gathered
 from storage.disk import checkpoints
 

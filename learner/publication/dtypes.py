@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from bus.errors import ConfigError
-from learner.lazy_weights import Spec, State, main_dtype, spec_of
+from learner.model_directories.lazy_weights import Spec, State, main_dtype, spec_of
 
 
 def exact_dtypes(state: State, published: torch.dtype, trained: torch.dtype) -> dict[str, torch.dtype]:

@@ -12,7 +12,7 @@ from learner.backends.base import Backend
 from learner.backends.frozen import FrozenPolicies
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
-from learner.model_directory import load_hf_directory, other_tokens
+from learner.model_directories.model_directory import load_hf_directory, other_tokens
 from learner.progress import Stage
 from learner.settings import LearnerSettings
 

@@ -19,13 +19,13 @@ from bus.errors import UnreadableGroupsError, WorldError
 from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups
-from learner.adapter_directory import SUBDIRECTORY, write_adapter
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
-from learner.model_directory import stream_hf_directory
+from learner.model_directories.adapter_directory import SUBDIRECTORY, write_adapter
+from learner.model_directories.model_directory import stream_hf_directory
 from learner.progress import kept_steps
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import NONE_EXACT, Copied, HostCopy, copy_weights

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bus.errors import ConfigError, StorageError
-from learner.int4_weights import packed, unpacked
-from learner.quantised_directory import dequantise, quantise
+from learner.model_directories.int4_weights import packed, unpacked
+from learner.model_directories.quantised_directory import dequantise, quantise
 from tests.learner.tiny import tiny_model
 
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -7,7 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError
-from learner.model_directory import HFWeights, load_hf_config, save_hf_directory, stream_hf_directory
+from learner.model_directories.model_directory import (
+    HFWeights,
+    load_hf_config,
+    save_hf_directory,
+    stream_hf_directory,
+)
 from tests.learner.tiny import hf_state, tiny_model
 
 

@@ -16,7 +16,7 @@ from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import local, whole
 from learner.backends.lora import base_digest, first_a, merged, saved_settings, targeted
 from learner.config.lora import LoraConfig
-from learner.lazy_weights import State
+from learner.model_directories.lazy_weights import State
 from storage.weights.adapter_names import WEIGHT, adapter_names
 
 

@@ -39,7 +39,7 @@ from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
-from learner.lazy_weights import SomeWeights, State
+from learner.model_directories.lazy_weights import SomeWeights, State
 from learner.world.process_group import device, most_over_ranks
 
 

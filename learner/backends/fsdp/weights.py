@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from bus.errors import ConfigError
 from bus.work_progress import tracked
 from learner.backends.fsdp.names import FileNames
-from learner.lazy_weights import State, part_of, spec_of
+from learner.model_directories.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered
 
 

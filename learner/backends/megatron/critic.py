@@ -25,7 +25,7 @@ from learner.backends.update.loss_step import Sums
 from learner.config.critic import CriticConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
-from learner.lazy_weights import SomeWeights, spec_of
+from learner.model_directories.lazy_weights import SomeWeights, spec_of
 
 SCORE = "score."
 """Begins the names of a value head in Hugging Face files, as of `AutoModelForTokenClassification`."""

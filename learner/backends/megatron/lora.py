@@ -26,7 +26,7 @@ from learner.backends.megatron.conversion.weights import (
 from learner.backends.megatron.model.adapter import COLUMN, ROW, WHOLE, AdaptedLayer, Adapter
 from learner.backends.megatron.model.model import PolicyModel
 from learner.config.lora import LoraConfig
-from learner.lazy_weights import SomeWeights, State
+from learner.model_directories.lazy_weights import SomeWeights, State
 from storage.weights.adapter_names import WEIGHT, adapter_names
 
 CUTS = {

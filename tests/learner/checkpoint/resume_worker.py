@@ -17,7 +17,7 @@ from learner.checkpoint.commit import (
 from learner.config.optimizer import OptimizerConfig
 from learner.config.schedule import CosineSchedule
 from learner.data.packing import pack
-from learner.lazy_weights import tensor_digest
+from learner.model_directories.lazy_weights import tensor_digest
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 

@@ -14,7 +14,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.data.packing import pack
-from learner.model_directory import HFWeights
+from learner.model_directories.model_directory import HFWeights
 from learner.publication.dtypes import exact_dtypes
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from learner.publication.publisher import WeightPublisher

@@ -26,7 +26,7 @@ from learner.config.parallel import ParallelConfig
 from learner.config.warmup import WarmupConfig
 from learner.history.retrain import retrain_steps
 from learner.initial import prepare
-from learner.model_directory import save_hf_directory
+from learner.model_directories.model_directory import save_hf_directory
 from learner.scoring.frozen_policies import hold_frozen_policies
 from storage.disk.checkpoints import latest as latest_checkpoint
 from storage.store.replay import ReplayStore

@@ -13,7 +13,7 @@ from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.history.retrain import retrain_steps
 from learner.initial import prepare
-from learner.model_directory import save_hf_directory
+from learner.model_directories.model_directory import save_hf_directory
 from learner.scratch_model import character_tokenizer
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, mini_run

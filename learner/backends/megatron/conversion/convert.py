@@ -24,8 +24,8 @@ from learner.checkpoint.manifest import (
     refuse_other_model,
     write_manifest,
 )
-from learner.lazy_weights import LazyWeights, Spec, main_dtype
-from learner.model_directory import (
+from learner.model_directories.lazy_weights import LazyWeights, Spec, main_dtype
+from learner.model_directories.model_directory import (
     SHARD_BYTES,
     HFWeights,
     copy_tokenizer,
@@ -35,8 +35,14 @@ from learner.model_directory import (
     refuse_other_vocabulary,
     save_hf_directory,
 )
-from learner.quantised_weights import DequantisedWeights
-from learner.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
+from learner.model_directories.quantised_weights import DequantisedWeights
+from learner.model_directories.written_directory import (
+    Converted,
+    Digesting,
+    filling,
+    refuse_existing,
+    verified_size,
+)
 from storage.disk import checkpoints
 
 

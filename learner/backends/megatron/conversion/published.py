@@ -7,8 +7,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from learner.lazy_weights import State
-from learner.model_directory import (
+from learner.model_directories.lazy_weights import State
+from learner.model_directories.model_directory import (
     ALIASES,
     STORED_DTYPES,
     UNREADABLE,
@@ -16,7 +16,7 @@ from learner.model_directory import (
     load_hf_directory,
     raw_config,
 )
-from learner.quantised_weights import DequantisedWeights, blocks_of
+from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
 from storage.weights.fp8 import Blocks
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from bus.errors import StorageError
 from learner.backends.lora import refuse_adapters_alone
 from learner.backends.megatron.conversion.base import Rule, Shape, is_adapter
-from learner.lazy_weights import LazyWeights, Spec
+from learner.model_directories.lazy_weights import LazyWeights, Spec
 
 TENSORS = "__0_0.distcp"
 """The file that holds all tensors of a converted model."""

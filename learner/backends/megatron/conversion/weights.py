@@ -29,7 +29,7 @@ from learner.backends.megatron.conversion.base import (
 )
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import parallel_state
-from learner.lazy_weights import State, part_of, spec_of
+from learner.model_directories.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered
 
 log = structlog.get_logger()

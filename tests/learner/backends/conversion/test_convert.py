@@ -18,7 +18,7 @@ from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.model_directory import load_hf_config, load_hf_directory
+from learner.model_directories.model_directory import load_hf_config, load_hf_directory
 from learner.scratch_model import character_tokenizer
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 

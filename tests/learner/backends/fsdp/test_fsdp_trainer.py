@@ -17,7 +17,7 @@ from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.model_directory import load_hf_directory
+from learner.model_directories.model_directory import load_hf_directory
 from storage.disk.checkpoints import latest
 from tests.learner.backends.fsdp.families import family_model
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model

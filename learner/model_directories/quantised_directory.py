@@ -8,7 +8,7 @@ import torch
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from learner.int4_weights import (
+from learner.model_directories.int4_weights import (
     LAYOUT,
     METHOD,
     FromInt4Weights,
@@ -16,10 +16,22 @@ from learner.int4_weights import (
     group_size,
     int4_config,
 )
-from learner.lazy_weights import LazyWeights
-from learner.model_directory import INDEX_FILE, SHARD_BYTES, STORED_DTYPES, HFWeights, save_weights
-from learner.quantised_weights import DequantisedWeights, QuantisedWeights, blocks_of
-from learner.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
+from learner.model_directories.lazy_weights import LazyWeights
+from learner.model_directories.model_directory import (
+    INDEX_FILE,
+    SHARD_BYTES,
+    STORED_DTYPES,
+    HFWeights,
+    save_weights,
+)
+from learner.model_directories.quantised_weights import DequantisedWeights, QuantisedWeights, blocks_of
+from learner.model_directories.written_directory import (
+    Converted,
+    Digesting,
+    filling,
+    refuse_existing,
+    verified_size,
+)
 from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.quantisation import FORMATS, quantisation_config

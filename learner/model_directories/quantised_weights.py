@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
-from learner.lazy_weights import LazyWeights, Spec
+from learner.model_directories.lazy_weights import LazyWeights, Spec
 from learner.publication.host_copy import host_tensors
 from storage.weights.fp8 import Blocks, dequantised
 from storage.weights.quantisation import Fp8Format, is_quantised, quantised, scale_names, weight_of

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from bus.errors import ConfigError
 from bus.work_progress import tracked
 from learner.backends.factory import checkpoint_weights
-from learner.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
+from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 
 SINGLE_FILE = "model.safetensors"

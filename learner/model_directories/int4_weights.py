@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
-from learner.lazy_weights import LazyWeights, Spec
+from learner.model_directories.lazy_weights import LazyWeights, Spec
 from storage.weights.quantisation import Shapes, is_quantised, kept_modules, refuse_fused_experts
 
 GROUP = 128
