@@ -318,7 +318,7 @@ async def test_weights_that_only_the_learner_has_are_not_given_up_and_no_older_o
         assert learner.fetched == [0]
         with pytest.raises(EngineError, match="the first weights of an engine must be all of them"):
             await engine.load_weights({}, 3)
-        with pytest.raises(EngineError, match="could not take them back"):
+        with pytest.raises(EngineError, match="could not take back from here"):
             await engine.release()
         assert (engine.policy_version, server.version, engine.failure) == (2, "2", "")
 
