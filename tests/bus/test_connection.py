@@ -27,6 +27,7 @@ from bus.trajectory import Trajectory, TrajectoryBatch
 from launch.chaos.link import faulty_link
 from tests.conftest import Connect
 from tests.factories import make_trajectory
+from tests.processes import suspend
 
 ASK = StoredRequest(after=3)
 
@@ -305,20 +306,6 @@ async def test_waiting_for_a_key_ends_with_its_message_or_a_hint(bus: Bus):
     await asyncio.sleep(0)
     await bus.put("run", RunRecord(name="test", config_json="{}"))
     assert (await waiting).name == "test"
-
-
-async def suspend(pid: int) -> None:
-    """Return once the process has stopped: the signal takes a moment."""
-    os.kill(pid, signal.SIGSTOP)
-    async with asyncio.timeout(10):
-        while not _stopped(pid):  # noqa: ASYNC110  # nothing tells of it
-            await asyncio.sleep(0.01)
-
-
-def _stopped(pid: int) -> bool:
-    """Tell whether none of a process's threads runs."""
-    stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(") ")[2][0] == "T" for stat in stats)
 
 
 @pytest.mark.nats

@@ -12,6 +12,7 @@ from launch.config import RunConfig, resolve
 from launch.operations.doctor import bus as checked
 from launch.operations.doctor.bus import check_bus
 from launch.operations.doctor.findings import Finding
+from tests.processes import suspend
 
 pytestmark = pytest.mark.nats
 
@@ -67,7 +68,7 @@ async def test_a_bus_that_falls_silent_is_an_error(
     bus: Bus, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(checked, "TRIP_S", 0.1)
-    os.kill(server.pid, signal.SIGSTOP)
+    await suspend(server.pid)
     try:
         [found] = [finding async for finding in checked._look(bus, server.url)]
     finally:
