@@ -33,7 +33,7 @@ CLOSE_S = 2.0
 async def connected(config: BusConfig, name: str, credentials: Credentials | None) -> Client:
     """Return a connected client, which from then on reconnects for ever."""
     client = BusClient()
-    began, starting, complaint = time.monotonic(), True, ""
+    began, starting, complaint, is_ready = time.monotonic(), True, "", False
 
     async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once
         nonlocal complaint
@@ -73,6 +73,7 @@ async def connected(config: BusConfig, name: str, credentials: Credentials | Non
         if not connecting.done():
             raise TimeoutError
         await connecting
+        is_ready = True
     except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
         silence = "no answer" if credentials else "no answer: a bus with keys needs --creds"
         reason = complaint or str(error) or silence
@@ -84,7 +85,9 @@ async def connected(config: BusConfig, name: str, credentials: Credentials | Non
     finally:
         starting = False
         await cancelled(connecting)  # to cancel it once is not enough: it would go on for ever
-        if client.options and not client.is_connected:  # no options: the URL did not parse
+        # It may connect although it was cancelled, and nobody else would close it then. Without options the
+        # URL did not parse.
+        if client.options and not (is_ready and client.is_connected):
             await close(client)
     return client
 

@@ -14,8 +14,10 @@ from structlog.testing import capture_logs
 
 from bus import answers, waiting
 from bus.answers import PART, send_answer
+from bus.client import BusClient
 from bus.codec import Message, encode
 from bus.config import BusConfig
+from bus.connect import connected
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError, ConfigError, StorageError
 from bus.messages import RunRecord
@@ -468,3 +470,28 @@ async def test_a_connection_whose_end_is_cancelled_leaves_no_socket_open(
         await asyncio.wait([using])
     assert clients[0]._transport._io_writer.is_closing()
     await clients[0].close()
+
+
+@pytest.mark.nats
+async def test_a_client_that_connects_though_its_caller_was_cancelled_is_closed(
+    server: NatsServer, monkeypatch
+):
+    """As Python 3.11's `asyncio.wait_for` forgets a cancellation that comes with the answer."""
+    begun, clients, connect = asyncio.Event(), [], BusClient.connect
+
+    async def connects_anyway(self, *args, **settings):
+        clients.append(self)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await connect(self, *args, **settings)
+
+    monkeypatch.setattr(BusClient, "connect", connects_anyway)
+    connecting = asyncio.create_task(connected(BusConfig(url=server.url), "t", None))
+    async with asyncio.timeout(15):
+        await begun.wait()
+        connecting.cancel()
+        await asyncio.wait([connecting])
+    assert connecting.cancelled()
+    assert clients[0].is_closed
