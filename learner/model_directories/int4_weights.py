@@ -3,7 +3,7 @@
 A weight `x.weight` becomes `x.weight_packed`, eight columns in an int32, the first in the lowest bits, each
 with 8 added; `x.weight_scale`, one for each group of columns of a row; and `x.weight_shape`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -98,6 +98,7 @@ class Int4Weights(LazyWeights):
             quantised = is_quantised(name, weights.spec(name).shape)
             suffixes = (PACKED, SCALE, SHAPE) if quantised else ("",)
             self._source |= {name + suffix: name for suffix in suffixes}
+        super().__init__(self._source)
         self._last: tuple[str, Mapping[str, Tensor]] = "", {}
         """The weight quantised last, whose other tensors are asked for next."""
 
@@ -108,15 +109,6 @@ class Int4Weights(LazyWeights):
         if self._last[0] != source:
             self._last = source, packed(source, self._weights[source])
         return self._last[1][name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._source
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype of a tensor, unread."""
@@ -158,9 +150,8 @@ class FromInt4Weights(LazyWeights):
                 )
             self._shapes[name] = shape
         gone = {name + suffix for name in self._shapes for suffix in (PACKED, SCALE, SHAPE)}
-        self._names = {
-            name.removesuffix(PACKED): None for name in weights if name not in gone or name.endswith(PACKED)
-        }
+        kept = (name for name in weights if name not in gone or name.endswith(PACKED))
+        super().__init__(dict.fromkeys(name.removesuffix(PACKED) for name in kept))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._shapes:
@@ -170,15 +161,6 @@ class FromInt4Weights(LazyWeights):
         if not found.isfinite().all():
             raise StorageError(f"{name} has values that are not finite: its scales are damaged")
         return found.to(self._dtype)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype of a tensor, unread."""

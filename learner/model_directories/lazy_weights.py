@@ -28,9 +28,18 @@ class Spec(NamedTuple):
 class LazyWeights(Mapping[str, Tensor]):
     """Weights by Hugging Face name; each look-up reads from disk."""
 
-    @abstractmethod
+    def __init__(self, names: Collection[str]) -> None:
+        """`names` are those of all weights, in their order; many may be looked up."""
+        self._listed = names
+
     def __contains__(self, name: object) -> bool:
-        """Tell without reading; the look-up that `Mapping` does by default would read."""
+        return name in self._listed  # the look-up that `Mapping` does by default would read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def __len__(self) -> int:
+        return len(self._listed)
 
     @abstractmethod
     def spec(self, name: str) -> Spec:
@@ -45,22 +54,13 @@ class SomeWeights(LazyWeights):
     """Some of the weights of a state; the others are as if they were not there."""
 
     def __init__(self, state: State, names: Collection[str]) -> None:
+        super().__init__(names)
         self._state = state
-        self._names = names
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
+        if name not in self:
             raise KeyError(name)
         return self._state[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype without reading the tensor, where the state can."""

@@ -64,20 +64,12 @@ class HFWeights(LazyWeights):
                     found = opened.get_slice(name)
                     self._file_of[name] = file
                     self._kinds[name] = tuple(found.get_shape()), found.get_dtype()
+        super().__init__(self._file_of)
 
     def __getitem__(self, name: str) -> Tensor:
         with _opened(self._file_of[name]) as opened:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
 
     def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to `stop` along a dimension; the others stay on disk."""

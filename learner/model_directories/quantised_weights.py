@@ -29,6 +29,10 @@ class QuantisedWeights(LazyWeights):
             name + found.suffix: name for name in weights if is_quantised(name, weights.spec(name).shape)
         }
         """The weight of each scale."""
+        names = ((name, name + found.suffix) for name in weights)  # a weight, then its scale if it has one
+        super().__init__(
+            dict.fromkeys(name for pair in names for name in pair if name in weights or name in self._scales)
+        )
         self._last: tuple[str, Mapping[str, HostTensor]] = "", {}
         """The weight quantised last, whose scales are asked for next."""
 
@@ -42,18 +46,6 @@ class QuantisedWeights(LazyWeights):
         found = self._last[1][name]
         dtype, kind = self.spec(name).dtype, f"i{found.words.itemsize}"
         return torch.from_numpy(found.words.view(kind)).view(dtype).reshape(found.shape)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._scales or name in self._weights
-
-    def __iter__(self) -> Iterator[str]:
-        for name in self._weights:
-            yield name
-            if name + self._format.suffix in self._scales:
-                yield name + self._format.suffix
-
-    def __len__(self) -> int:
-        return len(self._weights) + len(self._scales)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype of a tensor, unread."""
@@ -80,7 +72,7 @@ class DequantisedWeights(LazyWeights):
         self._scale_of = dict(_scales_of_codes(weights, blocks))
         scales = set(self._scale_of.values())
         kept = (name for name in weights if name not in scales and not name.endswith(INPUT_SCALE))
-        self._names = dict.fromkeys(kept)
+        super().__init__(dict.fromkeys(kept))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._scale_of:
@@ -98,15 +90,6 @@ class DequantisedWeights(LazyWeights):
         if not found.isfinite().all():
             raise StorageError(f"{name} has values that are not finite: codes or scales are damaged")
         return found.to(self._dtype)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype of a tensor, unread."""

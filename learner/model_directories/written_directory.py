@@ -35,6 +35,7 @@ class Digesting(LazyWeights):
     """Notes the digest of every tensor that is read."""
 
     def __init__(self, weights: LazyWeights) -> None:
+        super().__init__(weights)
         self.digests: dict[str, str] = {}
         self._weights = weights
         self._advance: Advance = uncounted
@@ -50,15 +51,6 @@ class Digesting(LazyWeights):
         """Show how many of all bytes are read inside."""
         with long_work(what, sum(self.spec(name).size_bytes for name in self)) as self._advance:
             yield
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype of a tensor, unread."""

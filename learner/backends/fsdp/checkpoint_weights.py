@@ -1,6 +1,5 @@
 """The weights in a checkpoint of this backend, read one tensor at a time, without a world of ranks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ class CheckpointWeights(LazyWeights):
         self._tensor_of = {
             file: name for name, tensor in self._names.tensors.items() for file in tensor.files
         }
+        super().__init__(self._tensor_of)
         try:
             self._stored = FileSystemReader(directory).read_metadata().state_dict_metadata
         except Exception as error:  # a torn pickle raises anything
@@ -44,15 +44,6 @@ class CheckpointWeights(LazyWeights):
             self._last = None
             self._last = tensor, self._names.split(tensor, self._read(tensor))
         return self._last[1][name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensor_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensor_of)
-
-    def __len__(self) -> int:
-        return len(self._tensor_of)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype as the metadata has them."""

@@ -3,7 +3,7 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class MegatronWeights(LazyWeights):
         self._shape = shape
         self._metadata = _read_metadata(directory)
         self._rule_of = {part: (rule, n) for rule in rules for n, part in enumerate(rule.parts)}
+        super().__init__(self._rule_of)
         self._last: tuple[Rule, Sequence[Tensor]] | None = None
         if any(is_adapter(key) for key in self._metadata.state_dict_metadata):
             refuse_adapters_alone(directory)
@@ -80,15 +81,6 @@ class MegatronWeights(LazyWeights):
             self._last = None
             self._last = rule, rule.layout.split(self._read(rule), self._shape)
         return self._last[1][part].reshape(self.spec(name).shape)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rule_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rule_of)
-
-    def __len__(self) -> int:
-        return len(self._rule_of)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype as the metadata has them."""

@@ -1,7 +1,6 @@
 """Tests what each rank reads of the files of a model."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ class Watched(LazyWeights):
     """Counts the elements that are read of each tensor."""
 
     def __init__(self, weights: HFWeights) -> None:
+        super().__init__(weights)
         self._weights = weights
         self.read: dict[str, int] = {}
 
@@ -37,15 +37,6 @@ class Watched(LazyWeights):
 
     def spec(self, name: str) -> Spec:
         return self._weights.spec(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def read_by_rank(directory, family, layout):

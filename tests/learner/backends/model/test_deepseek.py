@@ -17,9 +17,9 @@ from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
 
-BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 LENGTHS = [5, 60, 1, 32, 9]
 PUBLISHED = {
     "aux_loss_alpha": 0.001, "ep_size": 1, "max_position_embeddings": 163840, "moe_layer_freq": 1,
@@ -31,12 +31,6 @@ PUBLISHED = {
     },
 }  # fmt: skip
 """What config.json of DeepSeek-V3 says besides the defaults of transformers, which are its sizes."""
-
-
-def built_from(reference, state=None, dtype=torch.float32):
-    model = build_model(reference.config, dtype=dtype)
-    load_hf_weights([model], reference.config, state or hf_state(reference))
-    return model
 
 
 @torch.no_grad()
@@ -91,17 +85,6 @@ def test_experts_of_all_but_the_best_groups_are_out():
     assert one.equal(torch.tensor([[-inf, -inf, -inf, -inf, -inf, -inf, 0.1, 0.3, 0.8]]))
     assert of_best_groups(scores, 3, 3).equal(scores)
     assert of_best_groups(scores[:0], 3, 2).shape == (0, 9)
-
-
-@torch.no_grad()
-def test_the_bias_chooses_experts_and_stays_exact_in_bfloat16():
-    reference = tiny_model("deepseek_v3")
-    state = hf_state(reference)
-    model = built_from(reference, dtype=torch.bfloat16)
-    assert export_hf_weights([model], reference.config)[BIAS].equal(state[BIAS])
-    [batch] = pack(random_samples([30]), 1000)
-    unbiased = built_from(reference, {**state, BIAS: torch.zeros_like(state[BIAS])})
-    assert (built_from(reference).logits(batch) - unbiased.logits(batch)).abs().max() > 1e-3
 
 
 def test_routers_of_float32_that_are_rounded_are_told():

@@ -4,18 +4,11 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.conversion.weights import export_hf_weights
 from learner.backends.megatron.model.model import build_model
 from learner.data.packing import pack
+from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
-
-BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-
-
-def built_from(reference, state=None, dtype=torch.float32):
-    model = build_model(reference.config, dtype=dtype)
-    load_hf_weights([model], reference.config, state or hf_state(reference))
-    return model
 
 
 @pytest.mark.parametrize(
@@ -36,17 +29,6 @@ def test_logits_are_those_of_transformers_as_the_configuration_says(changes):
     [batch] = pack(samples, 1000)
     difference = built_from(reference).logits(batch) - reference_logits(reference, samples)
     assert difference.abs().max() < 1e-5
-
-
-@torch.no_grad()
-def test_the_bias_chooses_experts_and_stays_exact_in_bfloat16():
-    reference = tiny_model("glm4_moe")
-    state = hf_state(reference)
-    model = built_from(reference, dtype=torch.bfloat16)
-    assert export_hf_weights([model], reference.config)[BIAS].equal(state[BIAS])
-    [batch] = pack(random_samples([30]), 1000)
-    unbiased = built_from(reference, {**state, BIAS: torch.zeros_like(state[BIAS])})
-    assert (built_from(reference).logits(batch) - unbiased.logits(batch)).abs().max() > 1e-3
 
 
 def test_heads_for_several_next_tokens_are_left_out():

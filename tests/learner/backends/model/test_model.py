@@ -2,26 +2,20 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.conversion.weights import export_hf_weights
 from learner.backends.megatron.model.model import build_model
 from learner.data.packing import pack
+from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import (
     FAMILIES,
     ROPES,
     SPARSE,
     hf_gradients,
-    hf_state,
     random_samples,
     reference_logits,
     tiny_config,
     tiny_model,
 )
-
-
-def built_from(model):
-    built = build_model(model.config, dtype=torch.float32)
-    load_hf_weights([built], model.config, hf_state(model))
-    return built
 
 
 @pytest.mark.parametrize("tied", [False, True])
