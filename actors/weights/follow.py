@@ -24,7 +24,7 @@ from bus.messages import BlobRef, ModelFiles, PolicyManifest, SnapshotWanted
 from bus.waiting import set_within
 from storage.weights.blob_sources import Blobs, BlobSource
 from storage.weights.model_files import unbundle
-from storage.weights.quantisation import with_partners
+from storage.weights.quantisation import with_scales
 from storage.weights.tensors import Weights
 
 log = structlog.get_logger()
@@ -202,7 +202,7 @@ class PolicyFollower:
 
     async def _load(self, received: _Received) -> bool:
         weights = received.weights
-        changed = with_partners(weights.changed_since(self._given), weights.tensors)
+        changed = with_scales(weights.changed_since(self._given), weights.tensors)
         self._given = weights.digests
         pause_s = await self._engine.load_weights(torch_tensors(changed), weights.policy_version)
         await self._loaded(received.manifest, pause_s)

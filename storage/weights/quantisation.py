@@ -94,7 +94,7 @@ def published_as(names: Iterable[str]) -> str:
     return " or ".join(one.name for one in FORMATS.values() if one.suffix in ends) or "none"
 
 
-def with_partners(some: Mapping[str, T], every: Mapping[str, T]) -> dict[str, T]:
+def with_scales(some: Mapping[str, T], every: Mapping[str, T]) -> dict[str, T]:
     """Return `some` of the tensors, with the scales of each weight among them and the weight of each scale.
 
     Either means nothing without the other to those who undo the quantisation."""

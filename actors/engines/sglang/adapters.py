@@ -114,7 +114,7 @@ class Adapters:
 
     def _request(self, name: str, base: State) -> tuple[str, bytes]:
         """Return the name, to which a digest is added, and the JSON that has the server load them by it."""
-        tensors, name = with_partners(self._tensors, base), f"{name}-{_digest(self._tensors)}"
+        tensors, name = with_fused_layers(self._tensors, base), f"{name}-{_digest(self._tensors)}"
         body = {
             "lora_name": name,
             "config_dict": _config(self._served, tensors),
@@ -237,7 +237,7 @@ def _written(value: bool | int | tuple[str, ...]) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def with_partners(adapters: State, base: State) -> dict[str, torch.Tensor]:
+def with_fused_layers(adapters: State, base: State) -> dict[str, torch.Tensor]:
     """Return adapters with zeros for those layers without one that SGLang computes together with others."""
     found = dict(adapters)
     for name, tensor in adapters.items():

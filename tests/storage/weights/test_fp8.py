@@ -15,7 +15,7 @@ from storage.weights.quantisation import (
     is_quantised,
     quantisation_config,
     quantised,
-    with_partners,
+    with_scales,
 )
 from storage.weights.tensors import HostTensor
 
@@ -220,9 +220,9 @@ def test_experts_in_one_tensor_are_refused():
 
 def test_a_weight_and_its_scales_go_together_whichever_changed():
     every = {"a.weight": 1, "a.weight_scale_inv": 2, "b.weight": 3, "b.weight_scale": 4, "norm": 5}
-    assert with_partners({"a.weight": 1, "norm": 5}, every).keys() == {
+    assert with_scales({"a.weight": 1, "norm": 5}, every).keys() == {
         "a.weight",
         "a.weight_scale_inv",
         "norm",
     }
-    assert with_partners({"b.weight_scale": 4}, every).keys() == {"b.weight", "b.weight_scale"}
+    assert with_scales({"b.weight_scale": 4}, every).keys() == {"b.weight", "b.weight_scale"}

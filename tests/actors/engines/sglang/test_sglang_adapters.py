@@ -12,7 +12,7 @@ from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang import requests_in_progress
-from actors.engines.sglang.adapters import serving, with_partners
+from actors.engines.sglang.adapters import serving, with_fused_layers
 from actors.engines.sglang.engine import SglangEngine
 from bus.errors import ConfigError, EngineError
 from tests.actors.adapters import MODULES, RANK, SCALE, served
@@ -82,6 +82,17 @@ def begun(engine, name):
     return asyncio.create_task(engine.generate(request(name, [1], new=4)))
 
 
+async def with_oldest_under_way(server, attach):
+    """An engine, and a request that the server has under the first adapter and does not go on with."""
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(BASE | adapter(0.0), 0)
+    server.running.clear()
+    oldest = begun(engine, "oldest")
+    await asked(server, 1)
+    return engine, oldest
+
+
 @pytest.mark.parametrize("update", ["disk", "tensor"])
 async def test_frozen_weights_come_once_and_each_version_as_an_adapter_of_its_own(server, attach, update):
     engine = attach(update=update)
@@ -106,12 +117,7 @@ async def test_frozen_weights_come_once_and_each_version_as_an_adapter_of_its_ow
 
 
 async def test_requests_end_under_the_adapter_they_began_with_until_it_is_too_old(server, attach):
-    engine = attach()
-    await engine.start()
-    await engine.load_weights(BASE | adapter(0.0), 0)
-    server.running.clear()
-    oldest = begun(engine, "oldest")
-    await asked(server, 1)
+    engine, oldest = await with_oldest_under_way(server, attach)
     await engine.load_weights(adapter(1.0), 1)
     older = begun(engine, "older")
     await asked(server, 2)
@@ -130,12 +136,7 @@ async def test_requests_end_under_the_adapter_they_began_with_until_it_is_too_ol
 async def test_requests_end_that_have_a_version_outside_the_window_though_those_between_were_skipped(
     server, attach
 ):
-    engine = attach()
-    await engine.start()
-    await engine.load_weights(BASE | adapter(0.0), 0)
-    server.running.clear()
-    oldest = begun(engine, "oldest")
-    await asked(server, 1)
+    engine, oldest = await with_oldest_under_way(server, attach)
     await asyncio.wait_for(engine.load_weights(adapter(1.0), 2), TIMEOUT_S)
     assert (await asyncio.wait_for(oldest, TIMEOUT_S)).policy_versions.tolist() == [0, 0]
     assert [name.split("-")[3] for name in server.lora.loaded] == ["v2"]
@@ -145,12 +146,7 @@ async def test_requests_whose_abort_the_server_has_lost_are_ended_with_all_other
     server, attach, monkeypatch
 ):
     monkeypatch.setattr(requests_in_progress, "ABORT_ALL_AFTER_S", 0.1)
-    engine = attach()
-    await engine.start()
-    await engine.load_weights(BASE | adapter(0.0), 0)
-    server.running.clear()
-    oldest = begun(engine, "oldest")
-    await asked(server, 1)
+    engine, oldest = await with_oldest_under_way(server, attach)
     await engine.load_weights(adapter(1.0), 1)
     older = begun(engine, "older")
     await asked(server, 2)
@@ -467,7 +463,7 @@ async def test_whole_weights_where_adapters_should_be_are_refused(server, attach
 
 
 def test_layers_that_sglang_computes_together_have_an_adapter_each():
-    found = with_partners(adapter(1.0), BASE)
+    found = with_fused_layers(adapter(1.0), BASE)
     assert len(found) == 6
     for name in ("k_proj", "v_proj"):
         assert torch.equal(found[A.replace("q_proj", name)], torch.zeros(RANK, 6))

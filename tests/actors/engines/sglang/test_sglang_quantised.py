@@ -21,7 +21,7 @@ from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
 from learner.publication.host_copy import host_tensors
-from storage.weights.quantisation import FORMATS, quantisation_config, quantised, with_partners
+from storage.weights.quantisation import FORMATS, quantisation_config, quantised, with_scales
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request
 
@@ -224,7 +224,7 @@ async def test_a_server_computes_with_the_codes_and_scales_of_each_version(tmp_p
             tensors, _ = in_fp8(model, name)
             changed = {key: t for key, t in tensors.items() if key not in before or not torch.equal(
                 t.view(torch.uint8), before[key].view(torch.uint8))}  # fmt: skip
-            await engine.load_weights(with_partners(changed, tensors), version)
+            await engine.load_weights(with_scales(changed, tensors), version)
             before = tensors
             generation = await engine.generate(request(f"v{version}", PROMPT, new=32))
             model.load_state_dict(dict(without_quantisation(tensors)))
