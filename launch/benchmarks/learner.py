@@ -2,10 +2,10 @@
 transformers on the same batch.
 
 `python -m launch.benchmarks.learner` prints the figures as JSON. On CPU a small Qwen3 in float32, the sides
-taking turns step by step; on CUDA a Qwen3-0.6B and a small mixture of experts in bfloat16, the sides taking
-longer turns. Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a
-plain cross-entropy. A loss over whole sequences, which makes the logits twice, is measured against ours over
-tokens.
+taking turns step by step; on CUDA a Qwen3-0.6B and two small mixtures of experts in bfloat16, the sides
+taking longer turns, and besides adapters and Muon beside whole weights and AdamW. Our sides compute the RL
+loss with its importance ratios, entropy and diagnostics; the others a plain cross-entropy. A loss over whole
+sequences, which makes the logits twice, is measured against ours over tokens.
 """
 
 import gc
@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
@@ -25,16 +24,17 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bus.codec import Json
 from launch.benchmarks.learner_bare_megatron import BareLoop
-from launch.benchmarks.model_shapes import SHAPES
+from launch.benchmarks.learner_workloads import Workload, qwen3_600m, small, small_experts, small_latent
 from learner.algorithms.objective import Objective
 from learner.backends.base import StepResult
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.backend import BackendName
 from learner.config.correction import TokenTIS
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import GSPOLoss, ReinforceLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from learner.data.packing import MicroBatch, Sample, pack
+from learner.data.packing import MicroBatch
 from learner.world.process_group import device
 
 PEAK_FLOPS = 989e12
@@ -42,6 +42,8 @@ PEAK_FLOPS = 989e12
 CUDA_ROUNDS = 2
 """Turns that each side has on CUDA, where it has the memory for itself."""
 OPTIMIZER = OptimizerConfig(lr=1e-6)
+MUON = OptimizerConfig(lr=1e-6, matrices="muon")
+ADAPTERS = LoraConfig(rank=16)
 OVER_TOKENS = Objective(ReinforceLoss(), TokenTIS())
 OVER_SEQUENCES = Objective(GSPOLoss())
 LIMITS: dict[str, Json] = {
@@ -58,121 +60,10 @@ LIMITS_CUDA: dict[str, Json] = {
     "fsdp_over_hf": 0.9,
     "experts_over_hf": 1.0,
     "experts_fsdp_over_hf": 0.9,
+    "latent_over_hf": 1.0,
+    "adapters_over_weights": 1.1,
+    "muon_over_adamw": 0.9,
 }
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and the shape of the batches it trains on."""
-
-    model: Qwen3Config | Qwen3MoeConfig
-    dtype: torch.dtype
-    sequence: int
-    """Tokens of each sequence."""
-    micro_batch: int
-    """Tokens of each micro-batch."""
-    micro_batches: int
-    rounds: int
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of one step."""
-        return self.micro_batch * self.micro_batches
-
-    def samples(self) -> list[Sample]:
-        """Random trajectories, all of whose tokens but the first are trained, as by the other sides."""
-        rng = np.random.default_rng(0)
-        mask = np.arange(self.sequence) > 0
-        return [
-            Sample(
-                token_ids=rng.integers(0, self.model.vocab_size, self.sequence).astype(np.int32),
-                loss_mask=mask,
-                streams={
-                    "behaviour_logprobs": -float(np.log(self.model.vocab_size)),
-                    "policy_versions": 0,
-                    "advantages": float(rng.normal()),
-                },
-            )
-            for _ in range(self.tokens // self.sequence)
-        ]
-
-    def batches(self) -> list[MicroBatch]:
-        """Return the micro-batches of a step."""
-        return pack(self.samples(), self.micro_batch)
-
-    def flops(self) -> float:
-        """Return the FLOPs of one step, forward and backward without recomputation.
-
-        Each weight and token take 6, and so does each pair that attention multiplies, half of which
-        causality leaves out.
-        """
-        config = self.model
-        heads = config.num_attention_heads * config.head_dim
-        attention = 6 * config.num_hidden_layers * heads * self.sequence
-        return float(self.tokens * (6 * weights(config) + attention))
-
-
-def weights(config: Qwen3Config | Qwen3MoeConfig) -> int:
-    """Count the weights that a token is multiplied with; the embedding counts once, as output layer."""
-    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    groups = config.num_key_value_heads * config.head_dim
-    if isinstance(config, Qwen3MoeConfig):
-        router, width = config.num_experts, config.num_experts_per_tok * config.moe_intermediate_size
-    else:
-        router, width = 0, config.intermediate_size
-    layer = hidden * (2 * heads + 2 * groups + 3 * width + router)
-    return int(config.num_hidden_layers * layer + config.vocab_size * hidden)
-
-
-def small() -> Workload:
-    """Return what a laptop trains in a fraction of a second."""
-    return Workload(qwen3(256, 768, 4, 8, 4, 32, 4096), torch.float32, 256, 2048, 2, rounds=7)
-
-
-def qwen3_600m(*, tokens: int) -> Workload:
-    """Qwen3-0.6B on 64k tokens a step, packed from sequences of 2k."""
-    config = Qwen3Config(**SHAPES["qwen3-0.6b"], attn_implementation="sdpa", use_cache=False)
-    return Workload(config, torch.bfloat16, 2048, tokens, 65536 // tokens, rounds=5)
-
-
-def small_experts() -> Workload:
-    """Return a Qwen3-MoE of 1.0 billion weights, of which a token meets 0.35, on 64k tokens a step."""
-    config = Qwen3MoeConfig(
-        hidden_size=1024,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=512,
-        norm_topk_prob=True,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    return Workload(config, torch.bfloat16, 2048, 16384, 4, rounds=5)
-
-
-def qwen3(
-    hidden: int, intermediate: int, layers: int, heads: int, groups: int, head_dim: int, vocab: int
-) -> Qwen3Config:
-    """Return the shape of a model with tied embeddings."""
-    return Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
 
 
 Step = Callable[[], object]
@@ -180,16 +71,17 @@ Step = Callable[[], object]
 
 def ours(
     workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS,
-    backend: BackendName = "megatron",
+    backend: BackendName = "megatron", optimizer: OptimizerConfig = OPTIMIZER, lora: LoraConfig = NO_LORA,
 ) -> Callable[[], StepResult]:  # fmt: skip
     """Return a step of the learner on batches that are packed."""
     parallel, model = ParallelConfig(recompute="full" if recompute else "none"), model_of(workload)
     trainer = BACKENDS[backend]()(
         workload.model,
         revert_weight_conversion(model, model.state_dict()),  # by the names that files have
-        OPTIMIZER,
+        optimizer,
         dtype=workload.dtype,
         parallel=parallel,
+        lora=lora,
     )
     batches = workload.batches()
     return lambda: trainer.train_step(batches, objective, policy_version=0)
@@ -198,6 +90,16 @@ def ours(
 def fsdp(workload: Workload) -> Step:
     """Return a step of the learner's other backend."""
     return ours(workload, backend="fsdp")
+
+
+def adapters(workload: Workload) -> Step:
+    """Return a step of the learner that trains low-rank adapters of all linear layers."""
+    return ours(workload, lora=ADAPTERS)
+
+
+def muon(workload: Workload) -> Step:
+    """Return a step of the learner whose matrices are updated by Muon."""
+    return ours(workload, optimizer=MUON)
 
 
 def model_of(workload: Workload) -> PreTrainedModel:
@@ -222,8 +124,9 @@ def hugging_face(workload: Workload) -> Step:
     if torch.cuda.is_available() and find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
 
-        sparse = isinstance(workload.model, Qwen3MoeConfig)
-        (apply_liger_kernel_to_qwen3_moe if sparse else apply_liger_kernel_to_qwen3)()
+        if isinstance(workload.model, Qwen3Config | Qwen3MoeConfig):  # it knows no DeepSeek
+            sparse = isinstance(workload.model, Qwen3MoeConfig)
+            (apply_liger_kernel_to_qwen3_moe if sparse else apply_liger_kernel_to_qwen3)()
     model = model_of(workload).to(device(), workload.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, fused=True)
     batches = [_rows(batch, workload.sequence) for batch in workload.batches()]
@@ -286,6 +189,7 @@ def side_by_side(workload: Workload) -> dict[str, Json]:
 def _on_cuda() -> dict[str, Json]:
     """Return ratios of the medians of several rounds, in each of which every side has its turn by itself."""
     large, small, experts = qwen3_600m(tokens=32768), qwen3_600m(tokens=16384), small_experts()
+    latent = small_latent()
     sides: tuple[tuple[str, Callable[[Workload], Step], Workload], ...] = (
         ("", ours, large),
         ("hf_", hugging_face, large),
@@ -298,6 +202,10 @@ def _on_cuda() -> dict[str, Json]:
         ("experts_", ours, experts),
         ("experts_fsdp_", fsdp, experts),
         ("experts_hf_", hugging_face, experts),
+        ("latent_", ours, latent),
+        ("latent_hf_", hugging_face, latent),
+        ("adapters_", adapters, large),
+        ("muon_", muon, large),
     )
     rounds = [[_measured(side, workload) for _, side, workload in sides] for _ in range(CUDA_ROUNDS)]
     figures = {
@@ -315,6 +223,9 @@ def _on_cuda() -> dict[str, Json]:
             "fsdp_over_hf": figures["fsdp_16k_tokens_per_s"] / figures["hf_16k_tokens_per_s"],
             "experts_over_hf": figures["experts_tokens_per_s"] / figures["experts_hf_tokens_per_s"],
             "experts_fsdp_over_hf": figures["experts_fsdp_tokens_per_s"] / figures["experts_hf_tokens_per_s"],
+            "latent_over_hf": figures["latent_tokens_per_s"] / figures["latent_hf_tokens_per_s"],
+            "adapters_over_weights": figures["adapters_tokens_per_s"] / rate,
+            "muon_over_adamw": figures["muon_tokens_per_s"] / rate,
         },
         "limits": LIMITS_CUDA,
         "absolute": {

@@ -15,7 +15,8 @@ import torch
 from transformers import Qwen3Config
 
 from bus.codec import Json
-from launch.benchmarks.learner import Workload, ours, qwen3, seconds_of, world
+from launch.benchmarks.learner import ours, seconds_of, world
+from launch.benchmarks.learner_workloads import Workload, qwen3
 from launch.benchmarks.model_shapes import SHAPES
 from learner.backends.base import StepResult
 from learner.data.packing import MicroBatch, Sample, pack

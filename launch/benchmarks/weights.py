@@ -35,7 +35,7 @@ from bus.messages import BlobRef, PolicyManifest
 from bus.process_tuning import few_collections
 from bus.server import NatsServer
 from bus.topology import ensure
-from launch.benchmarks.learner import Workload, weights
+from launch.benchmarks.learner_workloads import Workload, weights
 from launch.benchmarks.random_models import refuse_several
 from launch.benchmarks.weights_learner import Learning, medium, named
 from launch.config import Layer, RunConfig, validate

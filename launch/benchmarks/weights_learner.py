@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from launch.benchmarks.learner import Workload, qwen3
+from launch.benchmarks.learner_workloads import Workload, qwen3
 from launch.benchmarks.random_models import shape
 from learner.algorithms.objective import Objective
 from learner.backends.megatron.trainer import Trainer

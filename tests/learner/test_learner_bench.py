@@ -2,7 +2,8 @@ import dataclasses
 
 import torch
 
-from launch.benchmarks.learner import side_by_side, small, small_experts, weights
+from launch.benchmarks.learner import side_by_side
+from launch.benchmarks.learner_workloads import small, small_experts, small_latent, weights
 
 
 def test_all_sides_train_and_are_compared():
@@ -23,3 +24,10 @@ def test_weights_are_counted_once():
 def test_a_token_meets_few_of_the_experts():
     attention, router, experts = 1024 * (2 * 2048 + 2 * 1024), 1024 * 32, 4 * 3 * 1024 * 512
     assert weights(small_experts().model) == 12 * (attention + router + experts) + 151936 * 1024
+
+
+def test_narrow_vectors_and_the_shared_expert_count_and_experts_that_are_not_chosen_do_not():
+    queries, keys_and_values = 1024 * 384 + 384 * 16 * 192, 1024 * (256 + 64) + 256 * 16 * (128 + 128)
+    attention = queries + keys_and_values + 16 * 128 * 1024
+    dense, sparse = 3 * 1024 * 3072, 1024 * 32 + (4 + 1) * 3 * 1024 * 512
+    assert weights(small_latent().model) == 12 * attention + dense + 11 * sparse + 151936 * 1024

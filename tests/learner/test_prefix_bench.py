@@ -2,7 +2,7 @@ import dataclasses
 
 import torch
 
-from launch.benchmarks.learner import qwen3
+from launch.benchmarks.learner_workloads import qwen3
 from launch.benchmarks.prefix import side_by_side, workload_of
 
 
