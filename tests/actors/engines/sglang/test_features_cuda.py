@@ -10,6 +10,7 @@ import torch
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from bus.errors import ConfigError
+from tests.actors.adapters import adapter_of, served, with_adapter
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.sglang_served import noted
 from tests.actors.tiny import recomputed, request
@@ -98,6 +99,38 @@ async def test_a_deterministic_server_answers_alike_alone_and_in_company(tmp_pat
 async def test_elements_that_changed_are_written_where_a_gpu_has_them(tmp_path):
     async with serving(tmp_path, policy(0)) as engine:
         await takes_changes(engine)
+
+
+@pytest.mark.gpu
+async def test_a_server_adds_the_adapter_of_each_version_itself(tmp_path):
+    model = policy(0)
+    adapters = [small(adapter_of(model, seed)) for seed in range(2)]
+    model.config.save_pretrained(tmp_path / "model")
+    config = SglangEngineConfig(server=SERVER, adapter="loaded")
+    engine = SglangEngine(tmp_path / "model", config, tmp_path / "engine.log", served=served(2))
+    try:
+        await engine.start()
+        await engine.load_weights(model.state_dict() | adapters[0], 0)
+        earlier = asyncio.create_task(engine.generate(request("earlier", PROMPT, new=2000)))
+        first = await engine.generate(request("first", PROMPT, new=64))
+        await engine.load_weights(adapters[1], 1)
+        assert not earlier.done()
+        later = await engine.generate(request("later", PROMPT, new=64))
+        for version, generation in ((0, first), (1, later), (0, await earlier)):
+            check(
+                with_adapter(model.float(), {n: t.float() for n, t in adapters[version].items()}),
+                generation,
+                PROMPT,
+                version=version,
+            )
+            model.bfloat16()
+    finally:
+        await engine.close()
+
+
+def small(adapter):
+    """It changes no layer by more than the size of its weights, so that bfloat16 is near float32."""
+    return {name: (0.3 * tensor).bfloat16() for name, tensor in adapter.items()}
 
 
 async def takes_changes(engine):
