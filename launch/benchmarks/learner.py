@@ -238,20 +238,30 @@ def _on_cuda() -> dict[str, Json]:
 
 def _measured(side: Callable[[Workload], Step], workload: Workload) -> dict[str, float]:
     """Measure one side by itself, then give its memory back."""
-    step = side(workload)
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    seconds = statistics.median(seconds_of(step) for _ in range(workload.rounds))
-    peak = torch.cuda.max_memory_allocated()
-    del step
-    gc.collect()
-    torch.cuda.empty_cache()
+    with released():
+        step = side(workload)
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        seconds = statistics.median(seconds_of(step) for _ in range(workload.rounds))
+        peak = torch.cuda.max_memory_allocated()
+        del step
     return {
         "tokens_per_s": workload.tokens / seconds,
         "mfu": workload.flops() / seconds / PEAK_FLOPS,
         "peak_gib": peak / 2**30,
     }
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Give back the GPU's memory of what was made inside and is gone."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def seconds_of(step: Step) -> float:
