@@ -10,14 +10,12 @@ Ranks that share the tokens (context parallelism) hold two runs each of the line
 end, and gather the keys of all. A piece of a segment sees itself causally, and then what of its segment comes
 before it, which is one more set of keys.
 
-Softmax over the union of these sets of keys comes from softmax over each (arXiv:2112.05682): with the
-logarithm l_i of the sum of exponentials over set i and l = logaddexp of them, the output is the sum of
-exp(l_i - l) * output_i. Backwards a set's probabilities are exp(score - l), and the kernels compute the
-gradients from exactly that l and the whole output, as in ring attention (arXiv:2310.01889).
+What each set of keys contributes is put together by the logarithms of the softmax's sums
+(learner/backends/megatron/model/key_sets.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,29 +23,8 @@ import torch
 from torch import Tensor
 
 from learner.backends.megatron.model.context_attention import gathered_line
+from learner.backends.megatron.model.key_sets import KeySets, attend, common, differentiate, key_sets
 from learner.publication.transfer import to_device
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeySets:
-    """Runs of queries, each with its run of keys."""
-
-    causal: bool
-    """Says that a run's queries are its keys, of which each sees itself and those before it."""
-    query_sizes: tuple[int, ...]
-    key_sizes: tuple[int, ...]
-    cu_queries: Tensor
-    """int32 [runs + 1], where each run's queries start."""
-    cu_keys: Tensor
-    """int32 [runs + 1], where each run's keys start."""
-
-    def to(self, device: torch.device) -> "KeySets":
-        """Copy to `device`; a no-op when already there."""
-        return replace(
-            self,
-            cu_queries=to_device(self.cu_queries, device),
-            cu_keys=to_device(self.cu_keys, device),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +82,13 @@ def tree_layout(
     starts = [0, *accumulate(lengths)]
     runs = held or [range(starts[-1])]
     segments = [range(*pair) for pair in pairwise(starts)]
-    pieces = [(piece, segment) for run in runs for segment in segments if (piece := _common(run, segment))]
+    pieces = [(piece, segment) for run in runs for segment in segments if (piece := common(run, segment))]
     earlier = [(piece, range(segment.start, piece.start)) for piece, segment in pieces]
     sees = [[(queries, keys) for queries, keys in earlier if keys], *_levels(starts, parents)]
     levels = [[(own, keys) for queries, keys in each for own in _numbers(queries, runs)] for each in sees]
     sizes = [len(piece) for piece, _ in pieces]
     return TreeLayout(
-        own=_key_sets(sizes, sizes, causal=True),
+        own=key_sets(sizes, sizes, causal=True),
         above=tuple(_level(each) for each in levels if each),
         line=gathered_line(starts[-1], ranks) if held else None,
         own_keys=torch.cat([torch.arange(run.start, run.stop) for run in held]) if held else None,
@@ -122,14 +99,10 @@ Run = tuple[range, range]
 """Queries and keys, by their numbers in the line of segments."""
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
-
-
 def _numbers(tokens: range, runs: Sequence[range]) -> list[range]:
     """Return those of the tokens that are in the runs, by their numbers when the runs lie end to end."""
     firsts = accumulate((len(run) for run in runs), initial=0)
-    found = ((_common(run, tokens), first - run.start) for run, first in zip(runs, firsts, strict=False))
+    found = ((common(run, tokens), first - run.start) for run, first in zip(runs, firsts, strict=False))
     return [range(part.start + shift, part.stop + shift) for part, shift in found if part]
 
 
@@ -152,24 +125,10 @@ def _levels(starts: Sequence[int], parents: Sequence[int]) -> list[list[Run]]:
 def _level(runs: Sequence[Run]) -> Level:
     queries, keys = zip(*runs, strict=True)
     return Level(
-        _key_sets([len(run) for run in queries], [len(run) for run in keys], causal=False),
+        key_sets([len(run) for run in queries], [len(run) for run in keys], causal=False),
         torch.cat([torch.arange(run.start, run.stop) for run in queries]),
         torch.cat([torch.arange(run.start, run.stop) for run in keys]),
     )
-
-
-def _key_sets(query_sizes: Sequence[int], key_sizes: Sequence[int], *, causal: bool) -> KeySets:
-    return KeySets(
-        causal=causal,
-        query_sizes=tuple(query_sizes),
-        key_sizes=tuple(key_sizes),
-        cu_queries=_starts(query_sizes),
-        cu_keys=_starts(key_sizes),
-    )
-
-
-def _starts(sizes: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
 
 
 def attend_along_paths(
@@ -190,7 +149,6 @@ class _TreeAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
     ) -> Tensor:
         """Attend to one set of keys after another; keep the outputs in float32 until all are in."""
-        attend = _attend_cuda if query.is_cuda else _attend_cpu
         own_key, own_value = _own(layout, key, value)
         output, log_total = attend(query, own_key, own_value, layout.own, scale)
         if layout.above:
@@ -213,7 +171,6 @@ class _TreeAttention(torch.autograd.Function):
         """Add up the gradients through each set of keys."""
         query, key, value, output, log_total = ctx.saved_tensors
         layout: TreeLayout = ctx.layout
-        differentiate = _differentiate_cuda if query.is_cuda else _differentiate_cpu
         grad = grad.contiguous()
         own_key, own_value = _own(layout, key, value)
         of_query, of_key, of_value = differentiate(
@@ -244,103 +201,3 @@ def _own(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 def _of_line(layout: TreeLayout, own: Tensor, line: Tensor) -> Tensor:
     """Return gradients of this rank's tokens as those of the whole line of keys."""
     return own if layout.own_keys is None else torch.zeros_like(line).index_add_(0, layout.own_keys, own)
-
-
-def _attend_cuda(
-    query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs [q, heads, d], and the logarithms of their softmax's sums, float32 [q, heads]."""
-    output, log_total, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        sets.cu_queries,
-        sets.cu_keys,
-        max(sets.query_sizes),
-        max(sets.key_sizes),
-        0.0,
-        sets.causal,
-        False,
-        scale=scale,
-    )
-    return output, log_total.t().contiguous()
-
-
-def _differentiate_cuda(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_total: Tensor,
-    sets: KeySets,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value from those of the whole output."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        output,
-        log_total.t().contiguous(),
-        sets.cu_queries,
-        sets.cu_keys,
-        max(sets.query_sizes),
-        max(sets.key_sizes),
-        0.0,
-        sets.causal,
-        no_dropout,
-        torch.empty(0, device=query.device),
-        scale=scale,
-    )
-    return found
-
-
-def _attend_cpu(
-    query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Do what `_attend_cuda` does, run by run; the logarithms have the dtype in which the kernel computes."""
-    found = [
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*run, 0.0, sets.causal, scale=scale)
-        for run in zip(*_by_run(sets, (query,), (key, value)), strict=True)
-    ]
-    outputs, log_totals = zip(*found, strict=True)
-    return _joined(outputs), torch.cat([each[0].t() for each in log_totals])
-
-
-def _differentiate_cpu(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_total: Tensor,
-    sets: KeySets,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `_differentiate_cuda` does, run by run."""
-    grads, queries, outputs, keys, values = _by_run(sets, (grad, query, output), (key, value))
-    log_totals = [each.t()[None] for each in torch.split(log_total, list(sets.query_sizes))]
-    found = [
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *run, 0.0, sets.causal, scale=scale
-        )
-        for run in zip(grads, queries, keys, values, outputs, log_totals, strict=True)
-    ]
-    of_query, of_key, of_value = zip(*found, strict=True)
-    return _joined(of_query), _joined(of_key), _joined(of_value)
-
-
-def _by_run(sets: KeySets, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut tensors [tokens, heads, d] into their runs, [1, heads, tokens, d] each."""
-    sizes = [sets.query_sizes] * len(of_queries) + [sets.key_sizes] * len(of_keys)
-    return [
-        [run.transpose(0, 1)[None] for run in torch.split(tensor, list(size))]
-        for tensor, size in zip((*of_queries, *of_keys), sizes, strict=True)
-    ]
-
-
-def _joined(runs: Sequence[Tensor]) -> Tensor:
-    return torch.cat([run[0].transpose(0, 1) for run in runs])
