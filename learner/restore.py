@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from learner.backends.base import Backend
-from learner.backends.factory import build_backend, refuse_batches, refuse_router_replay
+from learner.backends.factory import build_backend, refuse_attention, refuse_batches, refuse_router_replay
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig
 from learner.initial import Initial
@@ -33,6 +33,7 @@ def restore_backend(
     trained on here.
     """
     refuse_batches(settings.model, settings.learner.batch, initial.hf_config)
+    refuse_attention(settings.model, parallel)
     refuse_router_replay(settings.learner, initial.hf_config)
     # a run without a warm-up begins in this stage too, but takes no step in it
     stage = settings.warmup if progress.stage == "warmup" and settings.warmup.steps else settings.learner

@@ -70,6 +70,15 @@ def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: Pretrained
         refuse_shared_window(shortest_window(hf_config), hf_config.max_position_embeddings)
 
 
+def refuse_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise `ConfigError` for attention over context ranks that has no kernel on this machine."""
+    if parallel.context_attention == "ring" and model.dtype == "float32" and torch.cuda.is_available():
+        raise ConfigError(
+            "learner.parallel.context_attention=ring has no attention kernel for model.dtype=float32 on a "
+            "GPU: set model.dtype=bfloat16, or context_attention=gather"
+        )
+
+
 def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` for router replay of a model without experts."""
     if learner.router_replay != "none" and shape_of(hf_config).experts is None:

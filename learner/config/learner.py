@@ -242,6 +242,15 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _shared_prefixes_are_gathered(self) -> Self:
+        if self.batch.share_prefixes and self.parallel.context_attention == "ring":
+            raise ValueError(
+                "learner.batch.share_prefixes=true needs the keys of all ranks at once: set "
+                "learner.parallel.context_attention=gather, or share_prefixes=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_suit_the_rest(self) -> Self:
         refuse_lora(
             self.lora,

@@ -90,6 +90,13 @@ CASES = {
     "cp2 llama3": Case(2, {"context": 2}, LLAMA3),
     "cp2 window": Case(2, {"context": 2}, WINDOW),
     "cp2 plain tied": Case(2, PLAIN | {"context": 2}, TIED),
+    "cp2 ring": Case(2, {"context": 2, "context_attention": "ring"}),
+    "cp2 ring window": Case(2, {"context": 2, "context_attention": "ring", "recompute": "full"}, WINDOW),
+    "cp2 ring deepseek": Case(
+        2, {"context": 2, "context_attention": "ring", "recompute": "selective"}, DEEPSEEK
+    ),
+    "cp4 ring": Case(4, {"context": 4, "context_attention": "ring"}, LLAMA),
+    "pp2 cp2 ring": Case(4, {"pipeline": 2, "context": 2, "context_attention": "ring"}, TIED),
     "full recompute": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}),
     "selective recompute": Case(2, {"context": 2, "recompute": "selective"}),
     "ep2": Case(2, {"expert": 2}, MOE),
@@ -140,7 +147,7 @@ IN_EVERY_RUN = ("tp2 sp",)
 NIGHTLY = (
     "tp2 sp ep2 etp2", "pp2 ep2", "tp2 pp2", "tp2 sp pp2 plain tied", "tp2 cp2", "tp2 sp cp2 plain tied",
     "dp2 tp2 sp overlapped", "dp2 pp2 tied overlapped",
-    "tp2 cp2 of one key-value head",
+    "tp2 cp2 of one key-value head", "pp2 cp2 ring",
 )  # fmt: skip
 """Layouts of four ranks whose parts other layouts have too."""
 

@@ -6,8 +6,8 @@ Here everything that depends on the lengths is computed once per micro-batch, in
 travels in the place of megatron-core's `PackedSeqParams`.
 
 Ranks that share the tokens of each sequence (context parallelism) hold them zig-zag, as
-learner/backends/megatron/sharding.py cuts them; each gathers all keys and values, and attends from its own
-queries.
+learner/backends/megatron/sharding.py cuts them; each gathers all keys and values, or has those of one rank
+after another, and attends from its own queries.
 """
 
 import math
@@ -29,12 +29,16 @@ from learner.backends.megatron.core import (
     tensor_parallel,
 )
 from learner.backends.megatron.model.context_attention import (
+    ALONE,
     ContextLayout,
+    ContextRanks,
     attend_to_gathered,
     context_layout,
     gathered,
 )
 from learner.backends.megatron.model.qkv import HeadSettings, split_heads
+from learner.backends.megatron.model.ring_attention import attend_around
+from learner.backends.megatron.model.ring_layout import RingLayout
 from learner.backends.megatron.model.rope import Rope
 from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
 from learner.backends.megatron.model.windows import refuse_shared_window
@@ -63,6 +67,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """int64 [T], place of each token in the padded buckets laid end to end; `None` means the same place."""
     context: ContextLayout | None = None
     """Keys of all ranks that this rank's queries see; `None` if the rank holds whole sequences."""
+    ring: RingLayout | None = None
+    """Takes the place of `context` where keys and values pass by instead of being gathered."""
     tree: TreeLayout | None = None
     """Segments that each query sees, where sequences share them; `None` if they share nothing."""
     experts: Tensor | None = None
@@ -77,8 +83,7 @@ def pack_layout(
     rope: Rope,
     dtype: torch.dtype,
     *,
-    context_ranks: int = 1,
-    context_rank: int = 0,
+    context: ContextRanks = ALONE,
     tree: PrefixTree | None = None,
 ) -> PackedLayout:
     """Precompute what attention needs, once per micro-batch.
@@ -89,8 +94,7 @@ def pack_layout(
         position_ids: [T], position of each token of this rank in its own sequence.
         rope: angles of the positions.
         dtype: dtype of the queries and keys.
-        context_ranks: number of ranks that share the tokens.
-        context_rank: number of this rank among them.
+        context: the ranks that share the tokens.
         tree: segments that the tokens of this rank are, where sequences share them.
     """
     layout = PackedLayout(
@@ -103,12 +107,14 @@ def pack_layout(
     )
     by_length = not has_varlen_kernel(cu_seqlens.device, dtype)
     if tree is not None:
-        layout.tree = tree_layout(tree.lengths, tree.parents, tree.held, ranks=context_ranks).to(
+        layout.tree = tree_layout(tree.lengths, tree.parents, tree.held, ranks=context.ranks).to(
             cu_seqlens.device
         )
-    elif context_ranks > 1:
+    elif context.ranks > 1 and context.ring:
+        layout.ring = RingLayout(lengths, ranks=context.ranks, rank=context.rank, device=cu_seqlens.device)
+    elif context.ranks > 1:
         layout.context = context_layout(
-            lengths, ranks=context_ranks, rank=context_rank, by_length=by_length
+            lengths, ranks=context.ranks, rank=context.rank, by_length=by_length
         ).to(cu_seqlens.device)
     elif len(set(lengths)) == 1:
         layout.buckets = (Bucket(len(lengths), lengths[0]),)
@@ -204,6 +210,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         layout, width = packed_seq_params, value.shape[-1]
         if layout.tree is not None:
             refuse_shared_window(self.window, layout.max_seqlen_q)
+        if layout.ring is not None:
+            steps = layout.ring.steps(self.window)
+            return attend_around(query, key, value, steps, self.context_group, scale=self.scale)
         if layout.context is not None or (layout.tree is not None and layout.tree.line is not None):
             key, value = gathered(key, value, self.context_group)
         query, key, value = of_one_width(query, key, value)  # after ranks have sent no padding

@@ -18,6 +18,21 @@ from learner.backends.packed_attention import causal_varlen_attention, seen_keys
 from learner.publication.transfer import to_device
 
 
+@dataclass(frozen=True, slots=True)
+class ContextRanks:
+    """The ranks that share the tokens of each sequence."""
+
+    ranks: int = 1
+    rank: int = 0
+    """Number of this rank among them."""
+    ring: bool = False
+    """Says that keys and values pass by (learner/backends/megatron/model/ring_attention.py)."""
+
+
+ALONE = ContextRanks()
+"""A rank that has whole sequences."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContextLayout:
     """Runs of consecutive queries of this rank, two a sequence, each with the keys up to its end."""

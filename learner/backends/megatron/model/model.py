@@ -28,6 +28,7 @@ from learner.backends.megatron.model.attention import (
     PackedSelfAttention,
     pack_layout,
 )
+from learner.backends.megatron.model.context_attention import ContextRanks
 from learner.backends.megatron.model.latent_attention import LatentAttention
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.requirements import unsupported
@@ -98,8 +99,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             batch.position_ids if tree is None else batch.position_ids[tree.source],
             self.rope,
             self.config.params_dtype,
-            context_ranks=self.pg_collection.cp.size(),
-            context_rank=self.pg_collection.cp.rank(),
+            context=ContextRanks(
+                self.pg_collection.cp.size(),
+                self.pg_collection.cp.rank(),
+                ring=self.config.cp_comm_type == "p2p",
+            ),
             tree=tree,
         )
         layout.experts = self._given_experts(batch)
@@ -277,6 +281,7 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence,
         "pipeline_model_parallel_size": parallel.pipeline,
         "context_parallel_size": parallel.context,
+        "cp_comm_type": {"gather": "all_gather", "ring": "p2p"}[parallel.context_attention],
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "variable_seq_lengths": parallel.pipeline > 1,  # packs differ in length
