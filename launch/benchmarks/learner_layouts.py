@@ -48,6 +48,9 @@ def layouts(ranks: int) -> dict[str, Layout]:
         "tensor and sequence": Layout(dense, {"tensor": ranks, "sequence": True}),
         "context": Layout(dense, {"context": ranks}),
         "context, long": Layout(long, {"context": ranks, "recompute": "full"}),
+        "context ring, long": Layout(
+            long, {"context": ranks, "context_attention": "ring", "recompute": "full"}
+        ),
         "data, long": Layout(long, {"recompute": "full"}),
     }
     if cuda:
