@@ -1,0 +1,30 @@
+"""Log-probabilities of rows of logits, as learner and engine both compute them."""
+
+from torch import Tensor
+
+from bus.errors import ConfigError
+from storage.numerics.elementary import exp, log
+from storage.numerics.sums import MOST_FRACTIONS, sum_of_fractions
+
+
+def refuse_vocabulary(size: int) -> None:
+    """Raise `ConfigError` for more tokens than are added up exactly."""
+    if size > MOST_FRACTIONS:
+        raise ConfigError(
+            f"model.numerics=exact adds up at most {MOST_FRACTIONS} probabilities, the model's vocabulary "
+            f"has {size} tokens: set model.numerics=fast"
+        )
+
+
+def largest_and_log_total(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logit x of each row, and log sum exp(logits - x); float32 [n, 1] each.
+
+    Logits of -inf change neither."""
+    largest = logits.amax(-1, keepdim=True)
+    return largest, log(sum_of_fractions(exp(logits - largest))).float()
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of all tokens, float32 [n, V]."""
+    largest, log_total = largest_and_log_total(logits)
+    return logits - largest - log_total

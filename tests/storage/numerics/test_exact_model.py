@@ -1,0 +1,56 @@
+"""Which models compute in exact arithmetic, and how others are refused."""
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from bus.errors import ConfigError
+from storage.numerics import functions
+from storage.numerics.exact_model import make_exact
+from tests.learner.tiny import DENSE, tiny_config
+from tests.storage.numerics.test_exact_arithmetic import two_threads
+
+KIND = "tests_exact"
+
+
+def attend(module, query, key, value, attention_mask, *, scaling, **_):
+    return functions.causal_attention(query, key, value, scale=scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(KIND, attend)
+TOKENS = torch.randint(0, 58, (3, 40), generator=torch.Generator().manual_seed(0))
+
+
+def exact_model(family: str, **changes: object):
+    torch.manual_seed(0)
+    config = tiny_config(family, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=KIND).eval()
+    make_exact(model, lambda: model(input_ids=TOKENS[:1, :2], use_cache=False))
+    return model
+
+
+@pytest.mark.parametrize("family", DENSE)
+@torch.no_grad()
+def test_logits_of_a_token_do_not_depend_on_the_batch_and_are_near_the_models_own(family):
+    model = exact_model(family)
+    together = model(input_ids=TOKENS, use_cache=False).logits
+    with two_threads():
+        part = model(input_ids=TOKENS[1:, :17], use_cache=False).logits
+    assert torch.equal(part, together[1:, :17])
+    plain = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager").eval()
+    plain.load_state_dict(model.state_dict())
+    assert (plain.double()(input_ids=TOKENS).logits - together).abs().max() < 1e-5
+
+
+def test_a_mixture_and_another_activation_are_refused_by_their_operations():
+    with pytest.raises(ConfigError, match=r"does not know .*aten\._grouped_mm.*Qwen3MoeForCausalLM"):
+        exact_model("qwen3_moe")
+    with pytest.raises(ConfigError, match=r"does not know torch\.ops\.aten\.gelu,"):
+        exact_model("llama", hidden_act="gelu")
+
+
+def test_more_context_or_vocabulary_than_sums_take_is_refused():
+    with pytest.raises(ConfigError, match=r"at most 65536 tokens.*131072"):
+        exact_model("llama", max_position_embeddings=131072)
+    with pytest.raises(ConfigError, match=r"at most 262144 probabilities.*has 262145 tokens"):
+        exact_model("llama", vocab_size=262145, hidden_size=8, num_attention_heads=2)
