@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def build_engine(
     config: EngineConfig, model: Path, log_file: Path, *, first_gpu: int = 0,
-    served: ServedAdapters | None = None,
+    served: ServedAdapters | None = None, exact: bool = False,
 ) -> Engine:  # fmt: skip
     """Return an engine for the model in a directory, not started.
 
@@ -25,11 +25,12 @@ def build_engine(
         model: config.json and tokenizer; weights come by `load_weights`.
         log_file: receives the output of an engine in a process of its own.
         first_gpu: the first GPU that is the engine's own, where it is a server on CUDA.
-        served: adapters that a server adds itself."""
+        served: adapters that a server adds itself.
+        exact: whether an embedded engine computes in exact arithmetic (model.numerics)."""
     if isinstance(config, EmbeddedEngineConfig):
         from actors.engines.embedded.engine import EmbeddedEngine
 
-        return EmbeddedEngine.from_directory(model, config)
+        return EmbeddedEngine.from_directory(model, config, exact=exact)
     from actors.engines.sglang.engine import SglangEngine
 
     return SglangEngine(model, config, log_file, first_gpu=first_gpu, served=served)
@@ -37,7 +38,7 @@ def build_engine(
 
 def engine_builds(
     config: EngineConfig, model: Path, first_gpus: Mapping[str, int], logs: Path, *, actor: str,
-    served: ServedAdapters | None = None,
+    served: ServedAdapters | None = None, exact: bool = False,
 ) -> "Mapping[str, Build]":  # fmt: skip
     """Return what builds each engine in a thread, by its name.
 
@@ -47,11 +48,12 @@ def engine_builds(
         first_gpus: first GPU of each engine, by its name.
         logs: directory of the log files, one for each engine.
         actor: this process among the run's actors.
-        served: as `build_engine` takes it."""
+        served: as `build_engine` takes it.
+        exact: as `build_engine` takes it."""
 
     def build(name: str, first_gpu: int) -> Engine:
         log_file = logs / f"{_log_name(name)}-{actor}.log"
-        return build_engine(config, model, log_file, first_gpu=first_gpu, served=served)
+        return build_engine(config, model, log_file, first_gpu=first_gpu, served=served, exact=exact)
 
     return {name: partial(asyncio.to_thread, build, name, gpu) for name, gpu in first_gpus.items()}
 

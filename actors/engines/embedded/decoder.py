@@ -17,6 +17,8 @@ from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
 from actors.weights.quantised import without_quantisation
 from bus.errors import EngineError, RequestRefusedError
+from storage.numerics.exact_model import ExactFunctions, make_exact
+from storage.numerics.softmax import log_softmax
 
 Finished = list[tuple[GenerationRequest, Generation]]
 
@@ -26,9 +28,12 @@ class BatchedDecoder:
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int, prefill_tokens: int, seed: int | None,
-        routed_experts: bool = False,
+        routed_experts: bool = False, exact: bool = False,
     ) -> None:  # fmt: skip
-        """With `routed_experts`, requests may ask to which experts their tokens go."""
+        """With `routed_experts`, requests may ask to which experts their tokens go.
+
+        With `exact`, log-probs do not depend on the rest of the batch: they are the learner's to the bit. The
+        model's attention has to be `EXACT` then. Raises `ConfigError` for models that cannot."""
         text = model.config.get_text_config()
         _refuse_windows(text)
         self.context_length: int = text.max_position_embeddings
@@ -45,6 +50,9 @@ class BatchedDecoder:
         self.free_cache()
         self._experts = ExpertRecorder(model) if routed_experts else None
         self._generator = torch.Generator(model.device)
+        self._exact: ExactFunctions | None = None
+        if exact:
+            self._exact = make_exact(model, self._pass_of_one_token, keeps_weights=True)
         self._generator.seed() if seed is None else self._generator.manual_seed(seed)
 
     @property
@@ -117,7 +125,8 @@ class BatchedDecoder:
         found = []
         for sequence in sequences:
             tokens = self._tensor(np.array([sequence]))
-            logprobs = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            logits = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+            logprobs = logits.log_softmax(-1) if self._exact is None else log_softmax(logits)
             found.append(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
         return found
 
@@ -128,11 +137,37 @@ class BatchedDecoder:
         self._cache = SlotCache(self._layers, self._slots, self.context_length)
 
     def swap_weights(self, prepared: Mapping[str, Tensor], policy_version: int) -> None:
-        """Point the model at prepared tensors; the KV of rows in flight stays as the old weights made it."""
+        """Point the model at prepared tensors. The KV of rows in flight stays as the old weights made it; in
+        exact arithmetic it is computed again, so that what follows is of one version."""
         held = self.model.state_dict(keep_vars=True)
         for name, tensor in prepared.items():
             held[name].data = tensor
         self.policy_version = policy_version
+        if self._exact is not None:
+            self._exact.forget_weights()
+            self._refill_cache()
+
+    @torch.inference_mode()
+    def _refill_cache(self) -> None:
+        """Compute the keys and values of all rows again, as many rows at a time as prompts in a pass."""
+        cached, first = self._rows.lengths - 1, 0
+        while first < len(cached):
+            end = first + 1
+            while (
+                end < len(cached)
+                and (end + 1 - first) * cached[first : end + 1].max() <= self._prefill_tokens
+            ):
+                end += 1
+            filled = DynamicCache()
+            tokens = self._tensor(self._rows.tokens(first, end, int(cached[first:end].max())))
+            self.model(
+                input_ids=tokens, use_cache=True, logits_to_keep=1, **{self._cache_argument: filled}
+            )  # fmt: skip
+            self._cache.fill(first, filled, torch.arange(end - first, device=tokens.device))
+            first = end
+
+    def _pass_of_one_token(self) -> None:
+        self.model(input_ids=self._tensor(np.zeros((1, 1), np.int64)), use_cache=False)
 
     @torch.inference_mode()
     def step(self) -> Finished:
@@ -217,7 +252,8 @@ class BatchedDecoder:
 
     def _sample(self, logits: Tensor, first: int) -> Finished:
         """Append a token to the rows from `first` on; return and remove the rows that ended."""
-        tokens, logprobs, kept = sample(logits, self._rows.controls(first), self._generator)
+        controls = self._rows.controls(first)
+        tokens, logprobs, kept = sample(logits, controls, self._generator, exact=self._exact is not None)
         values = logprobs.cpu().numpy()
         if not np.isfinite(values).all():
             raise EngineError(

@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
 from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
+from actors.engines.embedded.exact_attention import EXACT
 from bus.errors import EngineError, RequestRefusedError
 from bus.work_progress import long_work
 
@@ -35,12 +36,13 @@ class EmbeddedEngine:
     waiter and every later call as EngineError; generations under way keep their tokens so far."""
 
     def __init__(
-        self, model: PreTrainedModel, config: EmbeddedEngineConfig, *, policy_version: int = -1
-    ) -> None:
+        self, model: PreTrainedModel, config: EmbeddedEngineConfig, *, policy_version: int = -1,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
         self._config = config
         self._decoder = BatchedDecoder(
             model.eval(), slots=config.slots, prefill_tokens=config.prefill_tokens, seed=config.seed,
-            routed_experts=config.routed_experts,
+            routed_experts=config.routed_experts, exact=exact,
         )  # fmt: skip
         self._decoder.policy_version = policy_version
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -56,20 +58,22 @@ class EmbeddedEngine:
 
     @classmethod
     def from_directory(
-        cls, model_dir: Path, config: EmbeddedEngineConfig, *, policy_version: int = -1
+        cls, model_dir: Path, config: EmbeddedEngineConfig, *, policy_version: int = -1, exact: bool = False
     ) -> Self:
         """Build from `config.json`; weights come from safetensors files there, or from `load_weights`.
 
         Args:
             model_dir: a Hugging Face model directory.
             config: the engine's settings.
-            policy_version: what the weights in the directory are; -1 waits for `load_weights`."""
+            policy_version: what the weights in the directory are; -1 waits for `load_weights`.
+            exact: whether the model computes in exact arithmetic (model.numerics)."""
         has_weights = any(model_dir.glob("*.safetensors"))
         if policy_version >= 0 and not has_weights:
             raise EngineError(
                 f"{model_dir} has no safetensors file to serve as policy version {policy_version}"
             )
-        options = {"dtype": getattr(torch, config.dtype), "attn_implementation": config.attention}
+        attention = EXACT if exact else config.attention
+        options = {"dtype": getattr(torch, config.dtype), "attn_implementation": attention}
         with _BUILDING, long_work("loading the model of the engine"):
             if has_weights:
                 model = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False, **options)
@@ -78,7 +82,7 @@ class EmbeddedEngine:
                 with no_init_weights():
                     model = AutoModelForCausalLM.from_config(hf_config, **options)
                 model.tie_weights()  # skipped along with the initialisation
-        return cls(model, config, policy_version=policy_version)
+        return cls(model, config, policy_version=policy_version, exact=exact)
 
     @property
     def policy_version(self) -> int:

@@ -171,6 +171,11 @@ class Rows:
         newest: np.ndarray = self._tokens[np.arange(len(self)), self.lengths - 1]
         return newest.astype(np.int64)
 
+    def tokens(self, first: int, end: int, length: int) -> np.ndarray:
+        """Return the first `length` tokens of the rows from `first` to before `end`, int64; behind the end of
+        a shorter row they mean nothing."""
+        return self._tokens[first:end, :length].astype(np.int64)
+
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Append rows that hold their prompts."""
         first = len(self)

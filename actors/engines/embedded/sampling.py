@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bus.config import MOST_KEPT
+from storage.numerics.softmax import log_softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,22 @@ class Controls:
 Drawn = tuple[Tensor, Tensor, list[np.ndarray] | None]
 
 
-def sample(logits: Tensor, controls: Controls, generator: torch.Generator) -> Drawn:
+def sample(logits: Tensor, controls: Controls, generator: torch.Generator, *, exact: bool = False) -> Drawn:
     """Draw a token for each row.
 
     Args:
         logits: [n, V].
         controls: the settings of the n rows.
         generator: source of randomness, on the logits' device.
+        exact: compute log-probs in exact arithmetic, as the learner does then.
     Returns int64 [n] tokens; float32 [n] log-probs in nats at the row's temperature (1 for greedy rows); and
     None, or the kept token ids of each row, int32, none where they are not recorded. Log-probs are of the
     whole distribution, whatever is cut away; of the kept tokens alone where these are recorded."""
-    logprobs = torch.log_softmax(_scaled(logits.float(), controls.temperature), dim=-1)
+    scaled = _scaled_exactly(logits, controls.temperature) if exact else None
+    if scaled is None:
+        logprobs = torch.log_softmax(_scaled(logits.float(), controls.temperature), dim=-1)
+    else:
+        logprobs = log_softmax(scaled)
     greedy = controls.temperature == 0
     if greedy.all():
         tokens = logprobs.argmax(-1)
@@ -71,8 +77,12 @@ def sample(logits: Tensor, controls: Controls, generator: torch.Generator) -> Dr
         return tokens, found, None
     rows = torch.from_numpy(np.flatnonzero(recorded)).to(mass.device)
     kept = mass[rows] > 0
-    normaliser = logprobs[rows].double().masked_fill(~kept, -torch.inf).logsumexp(-1)
-    found[rows] = (found[rows].double() - normaliser).float()
+    if scaled is None:
+        normaliser = logprobs[rows].double().masked_fill(~kept, -torch.inf).logsumexp(-1)
+        found[rows] = (found[rows].double() - normaliser).float()
+    else:
+        within = log_softmax(scaled[rows].masked_fill(~kept, -torch.inf))
+        found[rows] = within.gather(1, tokens[rows][:, None])[:, 0]
     return tokens, found, _ids_by_row(kept, recorded)
 
 
@@ -89,6 +99,12 @@ def _scaled(logits: Tensor, temperature: np.ndarray) -> Tensor:
     if (divisor == divisor[0]).all():
         return logits if divisor[0] == 1 else logits / float(divisor[0])
     return logits / torch.from_numpy(divisor).to(logits.device)[:, None]
+
+
+def _scaled_exactly(logits: Tensor, temperature: np.ndarray) -> Tensor:
+    """Multiply by the reciprocal, as the learner does, whose last bit is another than that of a quotient."""
+    divisor = np.where(temperature == 0, np.float32(1), temperature)
+    return logits.float() * torch.from_numpy(divisor).to(logits.device).reciprocal()[:, None]
 
 
 def _kept_mass(logprobs: Tensor, controls: Controls) -> Tensor:
