@@ -36,7 +36,7 @@ BACKENDS: dict[BackendName, Callable[[], Callable[..., Backend]]] = {
     "fsdp": _fsdp,
 }
 """Each returns a class, imported where it trains and nowhere else, which takes (hf_config, state, optimizer,
-dtype=, parallel=, trainable=, critic=, lora=)."""
+dtype=, parallel=, trainable=, critic=, lora=, exact=)."""
 
 
 def init_world(
@@ -104,6 +104,7 @@ def build_backend(
         trainable=TrainableWeights(model.freeze, model.train_only),
         critic=critic,
         lora=lora,
+        exact=model.numerics == "exact",
     )
 
 

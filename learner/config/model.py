@@ -43,6 +43,11 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the learner's parameters and activations; the optimizer's main weights are float32."""
 
+    numerics: Literal["fast", "exact"] = "fast"
+    """Arithmetic of learner and engines. With `exact` both compute the log-prob of a token to the same bit,
+    whatever else is in the batch, at several times the cost. It takes a dense model in float32, the embedded
+    engine and `learner.backend=fsdp`."""
+
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in Hugging Face names: these weights stay as they are."""
 

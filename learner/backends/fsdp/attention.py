@@ -27,6 +27,7 @@ from learner.backends.packed_attention import (
 )
 from learner.data.packing import MicroBatch
 from learner.publication.transfer import to_device
+from storage.numerics import functions
 
 PACKED = "sluice_packed"
 """Name of this attention in transformers."""
@@ -46,13 +47,15 @@ class PackedSequences:
     """int64 [T], place of each token in the padded buckets laid end to end."""
     windows: set[int]
     """Sliding windows, in tokens, of the layers that have attended so far."""
+    exact: bool = False
+    """Whether they attend in exact arithmetic."""
 
     @classmethod
-    def of(cls, batch: MicroBatch, windows: set[int]) -> "PackedSequences":
+    def of(cls, batch: MicroBatch, windows: set[int], *, exact: bool = False) -> "PackedSequences":
         """Find them; the host does not wait for the device. Layers add theirs to `windows`."""
         buckets, slots = bucket_by_length(batch.lengths)
         slots = to_device(slots, batch.tokens.device)
-        return cls(batch.cu_seqlens, max(batch.lengths), buckets, slots, windows)
+        return cls(batch.cu_seqlens, max(batch.lengths), buckets, slots, windows, exact)
 
 
 def packed_attention(  # noqa: PLR0913  # transformers names them one by one
@@ -77,6 +80,14 @@ def packed_attention(  # noqa: PLR0913  # transformers names them one by one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     plain = softcap is None and s_aux is None
+    if packed.exact:
+        if not plain or sliding_window is not None:
+            raise ConfigError(
+                f"{type(module).__name__} has a sliding window, sinks or capped scores, which "
+                "model.numerics=exact does not have: set model.numerics=fast"
+            )
+        exactly = partial(functions.causal_attention, scale=scale)
+        return bucketed_attention(q, k, v, packed.buckets, packed.slots, exactly)[None], None
     if plain and has_varlen_kernel(q.device, q.dtype):
         return _of_any_lengths(q, k, v, packed, scale, sliding_window)[None], None
     attend: Attend

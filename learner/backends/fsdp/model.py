@@ -20,18 +20,25 @@ from transformers import PreTrainedModel
 from learner.backends.fsdp.attention import PackedSequences
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
-from learner.data.packing import MicroBatch
+from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.world.process_group import device
+from storage.numerics.exact_model import make_exact
 
 
 class PackedModel(torch.nn.Module):
     """A causal language model over packed sequences."""
 
-    def __init__(self, hf_model: PreTrainedModel) -> None:
+    def __init__(self, hf_model: PreTrainedModel, *, exact: bool = False) -> None:
+        """With `exact`, have the model compute in exact arithmetic (storage/numerics).
+
+        Raises `ConfigError` for models that cannot."""
         super().__init__()
         self.hf = hf_model
+        self.exact = exact
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
+        if exact:
+            make_exact(hf_model, partial(self._hidden, empty_micro_batch()))
 
     def forward(
         self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0, *, plain: bool = False
@@ -42,14 +49,17 @@ class PackedModel(torch.nn.Module):
         another, to compare with."""
         if plain:
             return (self._plain_logits(batch),)
+        weight = self.hf.get_output_embeddings().weight
+        return policy_output(self._hidden(batch), weight, batch, token_loss, top, exact=self.exact)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
         output = self.hf.get_decoder()(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            packed=PackedSequences.of(batch, self.windows),
+            packed=PackedSequences.of(batch, self.windows, exact=self.exact),
         )
-        weight = self.hf.get_output_embeddings().weight
-        return policy_output(output.last_hidden_state[0], weight, batch, token_loss, top)
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def _plain_logits(self, batch: MicroBatch) -> Tensor:
         ours = self.hf.config._attn_implementation
@@ -66,7 +76,9 @@ class ShardedModel(PackedModel, FSDPModule):
     """What `shard` makes of a model: its parameters are `DTensor`s, cut along their first dimension."""
 
 
-def shard(hf_model: PreTrainedModel, *, dtype: torch.dtype, offload: bool, recompute: bool) -> ShardedModel:
+def shard(
+    hf_model: PreTrainedModel, *, dtype: torch.dtype, offload: bool, recompute: bool, exact: bool = False
+) -> ShardedModel:
     """Divide the float32 parameters of a model, its main weights, among all ranks.
 
     Layers are gathered one at a time as `dtype`, in which they compute; the embedding, the output layer and
@@ -77,8 +89,9 @@ def shard(hf_model: PreTrainedModel, *, dtype: torch.dtype, offload: bool, recom
         dtype: of activations.
         offload: the shards lie in the host's memory.
         recompute: the backward pass computes each layer again.
+        exact: as `PackedModel` takes it.
     """
-    model = PackedModel(hf_model)
+    model = PackedModel(hf_model, exact=exact)
     place = device()
     mesh = init_device_mesh(place.type, (dist.get_world_size(),))
     offloading = CPUOffloadPolicy(pin_memory=place.type == "cuda") if offload else OffloadPolicy()

@@ -49,7 +49,7 @@ class FsdpTrainer:
     critic: None = None
     """There is none: the configuration refuses objectives that want one."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of all backends
         self,
         hf_config: PretrainedConfig,
         state: State,
@@ -60,9 +60,11 @@ class FsdpTrainer:
         trainable: TrainableWeights = EVERYTHING,
         critic: CriticSource | None = None,
         lora: LoraConfig = NO_LORA,
+        exact: bool = False,
     ) -> None:
         """Build the model, load `state` by Hugging Face names, and prove that it computes what transformers
-        does. With `lora`, adapters are trained and `trainable` counts for nothing.
+        does. With `lora`, adapters are trained and `trainable` counts for nothing; with `exact`, log-probs
+        are those of the embedded engine to the bit.
 
         Raises `ConfigError` for models, settings and weights that cannot be trained."""
         if critic is not None:
@@ -77,8 +79,9 @@ class FsdpTrainer:
         else:
             self._frozen_weights = self._freeze(hf_model, trainable)
         self.model = shard(
-            hf_model, dtype=dtype, offload=bool(optimizer.offload), recompute=parallel.recompute == "full"
-        )
+            hf_model, dtype=dtype, offload=bool(optimizer.offload), recompute=parallel.recompute == "full",
+            exact=exact,
+        )  # fmt: skip
         self._offloaded = bool(optimizer.offload)
         self._tensors = lasting_tensors(hf_model)
         self._adapters: ModelAdapters | None = None

@@ -55,7 +55,7 @@ from learner.world.process_group import device, most_over_ranks
 class Trainer:
     """A model and its optimizer on this rank, the `Backend` of megatron-core. `init_world` comes first."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of all backends
         self,
         hf_config: PretrainedConfig,
         state: State,
@@ -66,6 +66,7 @@ class Trainer:
         trainable: TrainableWeights = EVERYTHING,
         critic: CriticSource | None = None,
         lora: LoraConfig = NO_LORA,
+        exact: bool = False,
     ) -> None:
         """Build the model and load `state`, by Hugging Face names; `parallel` is what `init_world` got.
 

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.output.chosen_tokens import label_and_chosen_logprobs, top_tokens
+from learner.backends.output.exact_output import exact_output
 from learner.backends.output.output_layer import TokenLoss, kept_columns, label_logprobs, output_layer_loss
 from learner.data.packing import MicroBatch
+from storage.numerics.functions import linear as exact_linear
 
 LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
 """Bytes of logits in memory at a time, counted as float32; longer packs are processed in chunks. On a CPU
@@ -19,9 +21,10 @@ LEAST_ROWS = 256
 """Least rows of logits at a time: matrix products of fewer rows are slow."""
 
 
-def policy_output(
+def policy_output(  # noqa: PLR0913 - what both backends know
     hidden: Tensor, weight: Tensor, batch: MicroBatch, token_loss: TokenLoss | None, top: int, *,
     first_label: int = 0, largest_part: int | None = None, group: dist.ProcessGroup | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
 
@@ -39,20 +42,24 @@ def policy_output(
         largest_part: rows of the rank that has the most, so that all take as many chunks; `None` is those of
             `weight`.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
+        exact: compute in exact arithmetic, of a vocabulary that is on one rank.
     """
     rows, labels = hidden.index_select(0, batch.predicting), batch.labels.index_select(0, batch.trained)
     chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * (largest_part or len(weight))))
     temperatures = batch.of_trained("temperatures")
-    project = partial(F.linear, weight=weight)
+    project = partial(exact_linear if exact else F.linear, weight=weight)
     shared: dict[str, Any] = {"temperatures": temperatures, "group": group, "chunk_size": chunk_size}
     if top:
         return top_tokens(rows, project, top, first=first_label, **shared)
     kept = None if batch.kept is None else batch.kept.index_select(0, batch.trained)
     shared["kept"] = kept_columns(kept, first_label)
     labels = labels - first_label
+    taught = batch.teacher_token_ids
+    chosen = kept_columns(None if taught is None else taught.index_select(0, batch.trained), first_label)
+    if exact:
+        return exact_output(rows, project, labels, token_loss, chosen, **shared)
     if token_loss is not None:
         return output_layer_loss(rows, weight, labels, token_loss, **shared)
-    if batch.teacher_token_ids is None:
+    if chosen is None:
         return label_logprobs(rows, project, labels, **shared)
-    ids = batch.teacher_token_ids.index_select(0, batch.trained)
-    return label_and_chosen_logprobs(rows, project, labels, kept_columns(ids, first_label), **shared)
+    return label_and_chosen_logprobs(rows, project, labels, chosen, **shared)

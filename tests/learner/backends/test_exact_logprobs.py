@@ -1,0 +1,161 @@
+"""With model.numerics=exact the learner gives each token the log-prob that the embedded engine recorded.
+
+Each test compares bits: a prompt that the engine computes at once, tokens that it decodes beside others that
+come and go, and packs of any composition in the learner.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
+from learner.backends.base import Backend
+from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.output import policy_output
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import pack
+from storage.disk.checkpoints import latest
+from tests.learner.exact import (
+    decoder_of,
+    differences,
+    finished,
+    random_requests,
+    shuffled,
+    trained_sample,
+)
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
+BACKENDS = {"fsdp": FsdpTrainer}
+
+
+def learner_of(backend: str, family: str, state: Mapping[str, Tensor] | None = None, **settings: object):
+    model = tiny_model(family, tied=family == "qwen3")
+    return BACKENDS[backend](
+        model.config, hf_state(model) if state is None else state, OPTIMIZER, **{"exact": True} | settings
+    )
+
+
+def take(decoder: BatchedDecoder, learner: Backend, version: int) -> None:
+    """Give an engine the learner's weights."""
+    complete = decoder.policy_version < 0
+    weights = prepare_weights(decoder.model, learner.export(), complete=complete)
+    decoder.swap_weights(weights, version)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_batch_of_the_engine_and_any_pack_of_the_learner_agree_to_the_bit(backend, family):
+    learner = learner_of(backend, family)
+    decoder = decoder_of(learner.hf_config)
+    take(decoder, learner, 0)
+    sampled = finished(decoder, random_requests(20, seed=1))
+    for seed, budget in ((0, 1), (1, 130), (2, 5000)):
+        assert not differences(learner, shuffled(sampled, seed), 0, budget).any(), f"budget {budget}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_exact_arithmetic_they_do_not(backend):
+    learner = learner_of(backend, "qwen3", exact=False)
+    decoder = decoder_of(learner.hf_config, exact=False)
+    take(decoder, learner, 0)
+    found = differences(learner, finished(decoder, random_requests(20, seed=1)), 0, 130)
+    assert 0 < found.mean() < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_come_in_mid_answer(backend):
+    learner = learner_of(backend, "qwen3")
+    decoder = decoder_of(learner.hf_config)
+    take(decoder, learner, 0)
+    decoder.submit(random_requests(20, seed=2))
+    weights, sampled = [learner.export()], []
+    while decoder.busy:
+        sampled += decoder.step()
+        if len(sampled) > 4 * len(weights):
+            learner.train_step(pack(random_samples([40, 17]), 100), TIS, policy_version=0)
+            weights.append(learner.export())
+            take(decoder, learner, len(weights) - 1)
+    mixed = [generation for _, generation in sampled if len(set(generation.policy_versions.tolist())) > 1]
+    assert len(weights) > 3
+    assert mixed
+    for version, state in enumerate(weights):
+        found = differences(learner_of(backend, "qwen3", state), sampled, version, 200)
+        assert len(found)
+        assert not found.any(), f"version {version}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
+    learner = learner_of(backend, "qwen3")
+    decoder = decoder_of(learner.hf_config)
+    take(decoder, learner, 0)
+    sampled = finished(decoder, random_requests(12, seed=3, top_p=0.8, keep_masks=True))
+    assert all(generation.kept is not None for _, generation in sampled)
+    assert not differences(learner, sampled, 0, 200).any()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, monkeypatch):
+    learner = learner_of(backend, "qwen3", parallel=ParallelConfig(recompute=recompute))
+    decoder = decoder_of(learner.hf_config)
+    take(decoder, learner, 0)
+    samples = [trained_sample(*each) for each in finished(decoder, random_requests(12, seed=4))]
+    monkeypatch.setattr(policy_output, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(policy_output, "LEAST_ROWS", 9)  # several chunks of the output layer
+    result = learner.train_step(pack(samples, 150), TIS, policy_version=0)
+    assert result.diagnostics["mismatch_nats"] == 0.0
+    assert result.diagnostics["importance_ratio"] == 1.0
+    assert result.grad_norm > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
+    learner = learner_of(backend, "llama")
+    learner.train_step(pack(random_samples([30, 9]), 100), TIS, policy_version=0)
+    decoder = decoder_of(learner.hf_config)
+    take(decoder, learner, 1)
+    sampled = finished(decoder, random_requests(9, seed=5))
+    save_checkpoint(learner, tmp_path, 1, {}, keep=1)
+    resumed = learner_of(backend, "llama")
+    load_checkpoint(resumed, latest(tmp_path))
+    assert not differences(resumed, sampled, 1, 90).any()
+    steps = [
+        each.train_step(pack(random_samples([25, 12], seed=1), 100), TIS, policy_version=1)
+        for each in (learner, resumed)
+    ]
+    assert steps[0].grad_norm == steps[1].grad_norm
+    take(decoder, learner, 2)
+    assert not differences(resumed, finished(decoder, random_requests(9, seed=6)), 2, 90).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_trains_as_ordinary_arithmetic_does(backend):
+    exact, ordinary = (learner_of(backend, "qwen3", exact=each) for each in (True, False))
+    for step in range(3):
+        batch = pack(random_samples([5, 17, 2, 32, 9], seed=step), 40)
+        ours, theirs = (each.train_step(batch, TIS, policy_version=3) for each in (exact, ordinary))
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+    for name, weight in ordinary.export().items():
+        assert (exact.export()[name] - weight).abs().max() < 1e-4, name
+
+
+def test_two_threads_give_the_same_bits():
+    learner = learner_of("fsdp", "qwen3")
+    decoder = decoder_of(learner.hf_config)
+    take(decoder, learner, 0)
+    torch.set_num_threads(2)
+    try:
+        sampled = finished(decoder, random_requests(9, seed=7))
+    finally:
+        torch.set_num_threads(1)
+    assert not differences(learner, sampled, 0, 400).any()
+    assert np.isfinite(np.concatenate([generation.logprobs for _, generation in sampled])).all()
