@@ -71,6 +71,8 @@ class ActorSettings:
     """What clients of `launch gateway` must know; None on a bus without credentials."""
     further: Mapping[str, FurtherSettings] = field(default_factory=dict)
     """Policies that the run trains beside its own, by name."""
+    exact: bool = False
+    """Whether engines that roll out give the learner's log-probs to the bit (model.numerics)."""
 
     @property
     def engine(self) -> EngineConfig:
@@ -188,7 +190,7 @@ def _actor(
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
-    probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats)
+    probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact)
     follower = PolicyFollower(
         bus, engine, blobs, loads_at_once=2, from_learner=from_learner, served=engines.served,
         on_loaded=probe.loaded,
@@ -375,7 +377,7 @@ def _fleet(settings: ActorSettings, model: Path, served: ServedAdapters | None) 
     planned = gpu_plan(settings.actors).rollouts
     first_gpus = {f"engine-{number}": gpu for number, gpu in enumerate(planned)}
     builds = attached_builds(engine, model, served) or engine_builds(
-        engine, model, first_gpus, settings.logs, actor=actor_name(), served=served
+        engine, model, first_gpus, settings.logs, actor=actor_name(), served=served, exact=settings.exact
     )
     return Fleet(builds, settings.actors.fleet)
 

@@ -10,6 +10,7 @@ from actors.environments.length_config import LengthProfileConfig
 from actors.rewards.config import RewardConfig
 from bus.errors import ConfigError
 from launch.evaluation_checks import check_evaluations
+from launch.numerics_checks import check_numerics
 from launch.policies import refuse_policies
 from launch.settings_tree import nearest
 from learner.config.frozen_policies import refuse_other_sampling, teacher_settings
@@ -57,6 +58,7 @@ def check_together(config: "RunConfig") -> None:
             "learner.router_replay=engine needs the experts that engines chose: set "
             "actors.engine.routed_experts=true, or router_replay to none"
         )
+    check_numerics(config)
     _check_adapters(config)
     _check_quantisation(config)
     _check_colocation(config)

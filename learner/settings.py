@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from bus.config import ColocationConfig
+from learner.config.diagnostics import DiagnosticsConfig
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
@@ -23,6 +24,14 @@ class EngineContext:
     def longest_trajectory(self, model_context: int) -> int:
         """Return the most tokens that a trajectory has, prompt and answers together."""
         return min(model_context, self.tokens or model_context) - self.left_free
+
+
+def used_diagnostics(model: ModelConfig, learner: LearnerConfig) -> DiagnosticsConfig:
+    """Return the ranges of figures. In exact arithmetic engine and learner agree to the bit, unless the
+    weights have moved between the updates of a step."""
+    if model.numerics == "fast" or learner.batch.updates > 1:
+        return learner.diagnostics
+    return learner.diagnostics.model_copy(update={"largest_mismatch_nats": 0.0})
 
 
 @dataclass(frozen=True)
@@ -49,3 +58,8 @@ class LearnerSettings:
     """Says whether actors share this host's devices."""
     engine_context: EngineContext = field(default_factory=EngineContext)
     """Says how long the trajectories of the actors' engines may get."""
+
+    @property
+    def diagnostics(self) -> DiagnosticsConfig:
+        """Return the ranges of the figures of a step."""
+        return used_diagnostics(self.model, self.learner)

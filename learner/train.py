@@ -90,7 +90,7 @@ class Learner:
         """Monotonic time at which that checkpoint was begun."""
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
-        self._steps = StepReporter(bus, incarnation, self._tasks, settings.learner.diagnostics)
+        self._steps = StepReporter(bus, incarnation, self._tasks, settings.diagnostics)
         self._tokens_per_s = 0.0
         self._joined = False
 

@@ -44,6 +44,8 @@ class FurtherSettings:
     """Agents that it is where a call names no policy."""
     max_staleness: int
     """Versions that a trajectory may lag its learner."""
+    exact: bool = False
+    """Whether its engines give its learner's log-probs to the bit (model.numerics)."""
 
 
 class FurtherPolicy:
@@ -157,7 +159,8 @@ class PolicyOpener:
         builds = attached_builds(engine, model, served) or self._builds(name, engine, model, served)
         fleet = Fleet(builds, self._actors.fleet)
         opened.push_async_callback(fleet.close)
-        probe = ProbeCheck(fleet, bound_nats=self._actors.probe_bound_nats)
+        exact = self._policies[name].exact
+        probe = ProbeCheck(fleet, bound_nats=self._actors.probe_bound_nats, exact=exact)
         from_learner = getattr(engine, "update", "") == "group"
         follower = PolicyFollower(
             bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, served=served,
@@ -175,4 +178,7 @@ class PolicyOpener:
     ) -> Mapping[str, Build]:
         """Return what builds each engine, on GPUs after those of all others of this process."""
         gpus = {f"{name}-{number}": gpu for number, gpu in enumerate(self._gpus[name])}
-        return engine_builds(config, model, gpus, self._logs, actor=actor_name(), served=served)
+        return engine_builds(
+            config, model, gpus, self._logs,
+            actor=actor_name(), served=served, exact=self._policies[name].exact,
+        )  # fmt: skip

@@ -35,13 +35,17 @@ class Engines(Protocol):
 class ProbeCheck:
     """Compares engines with the learner after each version, and keeps the alarms."""
 
-    def __init__(self, engines: Engines, *, bound_nats: float) -> None:
+    def __init__(self, engines: Engines, *, bound_nats: float, exact: bool = False) -> None:
+        """With `exact`, any difference is an alarm."""
         self.alarms: dict[str, str] = {}
         """What is wrong, in words, by engine."""
         self.nats: dict[str, float] = {}
         """Mean difference from the learner over the probe's tokens, by engine, at the latest version."""
         self._engines = engines
-        self._bound = bound_nats
+        self._bound = 0.0 if exact else bound_nats
+        self._limit = f"actors.probe_bound_nats is {bound_nats:g}: it samples from another policy"
+        if exact:
+            self._limit = "model.numerics=exact allows none: compare torch and transformers of both hosts"
         self._loaded = asyncio.Event()
         self._newest: PolicyManifest | None = None
         self._expected: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
@@ -97,6 +101,6 @@ class ProbeCheck:
         if not own <= self._bound:
             return (
                 f"{name} differs from the learner by {own:.3g} nats a token on the probe of version "
-                f"{version}, actors.probe_bound_nats is {self._bound:g}: it samples from another policy"
+                f"{version}, {self._limit}"
             )
         return ""

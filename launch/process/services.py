@@ -317,6 +317,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
                 gateway_token=gateway_token(config),
                 further=further,
                 max_staleness=config.admission.max_staleness,
+                exact=config.model.numerics == "exact",
             )
             await run_actors(bus, settings, environment, stop)
 
@@ -333,8 +334,9 @@ async def _further_policies(
         connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop)
         connection = await opened.enter_async_context(connecting)
         found[name] = FurtherSettings(
-            connection, own.actors.engine, policy.agents, own.admission.max_staleness
-        )
+            connection, own.actors.engine, policy.agents, own.admission.max_staleness,
+            own.model.numerics == "exact",
+        )  # fmt: skip
     return found
 
 

@@ -108,3 +108,19 @@ async def test_tokens_of_another_vocabulary_cost_a_warning_and_no_engine(fleet):
 def test_log_probs_that_do_not_belong_to_the_tokens_are_refused(lengths):
     with pytest.raises(SchemaError, match="log-probs"):
         Probe(token_ids=TOKENS[:1], logprobs=tuple((0.0,) * n for n in lengths)).check()
+
+
+async def test_in_exact_arithmetic_any_difference_is_an_alarm(fleet):
+    model = moved(0.0)
+    await fleet.load_weights(model.state_dict(), 0)
+    check = ProbeCheck(fleet, bound_nats=0.1, exact=True)
+    [_, said] = (await fleet.score(TOKENS)).values()
+    same = Probe(token_ids=TOKENS, logprobs=tuple(map(tuple, said.logprobs)))
+    check.loaded(manifest(0, model, probe=same))
+    await check.check()
+    assert check.alarms == {}
+    assert check.nats == {"left": 0.0, "right": 0.0}
+    last = (*same.logprobs[0][:-1], same.logprobs[0][-1] + 1e-6)
+    check.loaded(manifest(0, model, probe=replace(same, logprobs=(last, *same.logprobs[1:]))))
+    await check.check()
+    assert "on the probe of version 0, model.numerics=exact allows none" in check.alarms["left"]

@@ -1,0 +1,38 @@
+"""Settings that do not go with exact arithmetic."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from actors.engines.config import EmbeddedEngineConfig
+from bus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.config import RunConfig
+
+
+def check_numerics(config: "RunConfig") -> None:
+    """Raise `ConfigError` with all settings by which exact arithmetic would not be exact."""
+    if config.model.numerics == "exact" and (problems := list(_problems(config))):
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise ConfigError(f"model.numerics=exact needs other settings; set it to fast, or:\n{listed}")
+
+
+def _problems(config: "RunConfig") -> Iterator[str]:
+    engine, learner = config.actors.engine, config.learner
+    if config.model.dtype != "float32":
+        yield f"model.dtype={config.model.dtype}: set it to float32"
+    if learner.publish_dtype != "float32":
+        yield f"learner.publish_dtype={learner.publish_dtype}: engines would get rounded weights; set float32"
+    if not isinstance(engine, EmbeddedEngineConfig):
+        yield (
+            f"actors.engine.type={engine.type}: its kernels are not the learner's; set it to embedded (with "
+            "server.enable_deterministic_inference SGLang repeats itself, but not the learner)"
+        )
+    elif engine.dtype != "float32":
+        yield f"actors.engine.dtype={engine.dtype}: set it to float32"
+    if learner.lora.exists:
+        yield f"learner.lora.rank={learner.lora.rank}: engines merge what the learner adds; set it to 0"
+    if learner.publication.quantisation != "none":
+        yield f"learner.publication.quantisation={learner.publication.quantisation}: set it to none"
+    if learner.backend != "fsdp":
+        yield f"learner.backend={learner.backend}: its kernels are not the engine's; set it to fsdp"
