@@ -94,21 +94,19 @@ def bucketed_attention(
 
     Returns [T, heads, d].
     """
-    padded = (_pad(x, buckets, slots) for x in (query, key, value))
-    flat = [attend(q, k, v).transpose(1, 2).flatten(0, 1) for q, k, v in zip(*padded, strict=True)]
+    padded = (laid_out(x, buckets, slots) for x in (query, key, value))
+    by_head = (tuple(x.transpose(1, 2) for x in bucket) for bucket in zip(*padded, strict=True))
+    flat = [attend(q, k, v).transpose(1, 2).flatten(0, 1) for q, k, v in by_head]
     return flat[0] if slots is None else torch.cat(flat).index_select(0, slots)
 
 
-def _pad(packed: Tensor, buckets: Sequence[Bucket], slots: Tensor | None) -> list[Tensor]:
-    """Lay [T, heads, d] out as one [sequences, heads, length, d] per bucket; padding is zero."""
+def laid_out(packed: Tensor, buckets: Sequence[Bucket], slots: Tensor | None) -> list[Tensor]:
+    """Lay [T, ...] out as one [sequences, length, ...] per bucket, with zeros behind shorter sequences."""
     sizes = [bucket.sequences * bucket.length for bucket in buckets]
     if slots is not None:
         packed = packed.new_zeros(sum(sizes), *packed.shape[1:]).index_copy(0, slots, packed)
     parts = torch.split(packed, sizes) if len(sizes) > 1 else (packed,)  # the gradient of this is a copy
-    return [
-        part.view(*bucket, *part.shape[1:]).transpose(1, 2)
-        for part, bucket in zip(parts, buckets, strict=True)
-    ]
+    return [part.view(*bucket, *part.shape[1:]) for part, bucket in zip(parts, buckets, strict=True)]
 
 
 def causal_varlen_attention(  # noqa: PLR0913 - those of torch's kernel

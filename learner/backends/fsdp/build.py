@@ -9,6 +9,7 @@ from transformers.initialization import no_init_weights
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.attention import PACKED
+from learner.backends.fsdp.recurrent_layers import RECURRENT, begin_anew
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
 
 LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -34,6 +35,7 @@ def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrained
     model.tie_weights()  # skipped along with the initialisation
     if problems := list(_unsupported_model(model)):
         raise ConfigError(refusal(problems))
+    begin_anew(model)
     # Sampled tokens may be those that pad elsewhere: they are trained like the others.
     model.get_input_embeddings().padding_idx = None
     return model
@@ -55,7 +57,9 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
         yield f"quantization_config: load the unquantized model; {remedy}"
     if getattr(hf_config, "output_router_logits", False):
         yield "output_router_logits=True adds a load-balancing loss, which is not trained on: set it to false"
-    if kinds := sorted(set(getattr(hf_config, "layer_types", None) or ()) - LAYER_KINDS):
+    recurrent = RECURRENT.get(hf_config.model_type)
+    known = LAYER_KINDS | ({recurrent.kind} if recurrent else set())
+    if kinds := sorted(set(getattr(hf_config, "layer_types", None) or ()) - known):
         yield f"layer_types: {', '.join(kinds)} would mix the sequences of a pack"
     if ropes := sorted(_rope_types(hf_config) & PACK_DEPENDENT_ROPES):
         yield f"rope_type={ropes[0]!r}: its angles would depend on the other sequences of a pack"
@@ -74,7 +78,8 @@ def _rope_types(hf_config: PretrainedConfig) -> set[str]:
 
 def _unsupported_model(model: PreTrainedModel) -> Iterator[str]:
     name = type(model).__name__
-    if not model._supports_attention_backend:
+    # Those with linear attention take other attention as all models do, but do not say so.
+    if not model._supports_attention_backend and model.config.model_type not in RECURRENT:
         yield f"{name} computes attention in a way of its own, in which the sequences of a pack would mix"
     output = model.get_output_embeddings()
     if output is None or getattr(output, "bias", None) is not None:

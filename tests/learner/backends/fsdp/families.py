@@ -21,6 +21,16 @@ DEEPSEEK = {
     "moe_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "head_dim": 8,
 }  # fmt: skip
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+}  # fmt: skip
+SHARED_EXPERT = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe")
+CONV = {"layer_types": ["conv", "full_attention"]}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama with scaled rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
     "gemma3": ("Gemma3TextConfig", WINDOWED),
@@ -33,6 +43,18 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK),
     "olmo2": ("Olmo2Config", {}),
+    "qwen3_next": ("Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}),
+    "olmo_hybrid": ("OlmoHybridConfig", {**LINEAR, "pad_token_id": 0}),
+    "lfm2": ("Lfm2Config", {**CONV, "block_multiple_of": 16}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **CONV, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+    ),
 }  # fmt: skip
 
 

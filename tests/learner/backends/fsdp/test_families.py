@@ -35,7 +35,7 @@ def test_four_steps_follow_plain_transformers_and_adamw(family):
         lr = 1e-3 * min(1, (step + 1) / 3)
         expected = reference_step(reference, optimizer, samples, loss="tis", lr=lr)
         result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
-        assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=3e-6)
+        assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=5e-6, abs=3e-6)
     exported, expected = trainer.export(), hf_state(reference)
     assert exported.keys() == expected.keys() - trainer.model.hf.all_tied_weights_keys.keys()
     for name, weight in exported.items():

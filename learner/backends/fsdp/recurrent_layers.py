@@ -1,0 +1,59 @@
+"""Layers that take a state from token to token, in packs: it begins anew at each sequence.
+
+A gated delta net (linear attention) has a recurrent state, and before it a causal convolution that looks at
+the tokens before; some models have such a convolution alone. Both would go on from one sequence of a pack to
+the next. So these layers are given the sequences apart, those of similar length together. The shorter ones
+are padded on the right, where a causal layer cannot look, so that no output and no gradient changes.
+
+Transformers takes kernels of the packages `fla` and `causal_conv1d` where they are installed, also here.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.backends.fsdp.attention import PackedSequences
+from learner.backends.packed_attention import laid_out
+
+
+class Recurrent(NamedTuple):
+    """What a model's layers of this kind are called."""
+
+    kind: str
+    """In `layer_types` of its configuration."""
+    module: str
+    """The class of the part that mixes tokens, which is causal and whose first argument is all it mixes."""
+
+
+RECURRENT = {
+    "lfm2": Recurrent("conv", "Lfm2ShortConv"),
+    "lfm2_moe": Recurrent("conv", "Lfm2MoeShortConv"),
+    "olmo_hybrid": Recurrent("linear_attention", "OlmoHybridGatedDeltaNet"),
+    "qwen3_5_moe_text": Recurrent("linear_attention", "Qwen3_5MoeGatedDeltaNet"),
+    "qwen3_5_text": Recurrent("linear_attention", "Qwen3_5GatedDeltaNet"),
+    "qwen3_next": Recurrent("linear_attention", "Qwen3NextGatedDeltaNet"),
+}
+"""The models that have such layers, by `model_type`."""
+
+
+def begin_anew(model: PreTrainedModel) -> None:
+    """Have the recurrent layers of a model begin anew at each sequence of a pack."""
+    layers = RECURRENT.get(model.config.model_type)
+    for module in model.modules():
+        if layers is not None and type(module).__name__ == layers.module:
+            module.forward = partial(_mixed, module.forward)
+
+
+def _mixed(
+    mix: Callable[..., Tensor], hidden_states: Tensor, *, packed: PackedSequences | None = None, **others: Any
+) -> Tensor:
+    """Do what the layer does, [1, T, hidden] to the same, within each sequence of a pack if there is one."""
+    if packed is None:
+        return mix(hidden_states, **others)
+    apart = laid_out(hidden_states[0], packed.buckets, packed.slots)
+    mixed = torch.cat([mix(each, **others).flatten(0, 1) for each in apart])
+    return mixed.index_select(0, packed.slots)[None]
