@@ -10,6 +10,7 @@ from actors.environments.base import AgentTrajectory, Episode, FailedEpisode
 from actors.further_policies.held_lease import HeldLease
 from actors.policy.rollout_turns import SampledTurn
 from actors.rewards.group_filters import EpisodeSize
+from bus.agent_rewards import AgentReward
 from bus.codec import Json, decode, encode
 from bus.errors import SchemaError
 from bus.messages import Lease, trajectory_name
@@ -17,7 +18,6 @@ from bus.policy_names import DEFAULT_POLICY
 from bus.requests import GroupStatus
 from bus.trajectory import (
     SOURCE,
-    AgentReward,
     Parent,
     Trajectory,
     TrajectoryBatch,
@@ -212,11 +212,11 @@ class Group:
         parts = self._parts(samples)
         size = len(parts) if self.each is None else self.each * self.samples
         places = {(rollout, part.strand): place for place, rollout, part in parts}
-        return TrajectoryBatch(
-            trajectories=tuple(
+        return TrajectoryBatch.of(
+            [
                 self._trajectory(place, size, rollout, part, self._parent(part, rollout, places))
                 for place, rollout, part in parts
-            )
+            ]
         )
 
     def _parts(self, samples: list[int]) -> list[tuple[int, int, AgentTrajectory]]:
@@ -276,6 +276,7 @@ class Group:
             experts_per_token=per_token,
             kept_counts=b"" if part.kept is None else part.kept.counts.tobytes(),
             kept_tokens=b"" if part.kept is None else part.kept.token_ids.tobytes(),
+            images=part.images,
         )
 
 

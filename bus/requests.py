@@ -5,10 +5,10 @@ from typing import Literal
 
 import numpy as np
 
+from bus.agent_rewards import AgentReward
 from bus.codec import Int32Array, Message
 from bus.errors import SchemaError
 from bus.messages import BlobRef
-from bus.trajectory import AgentReward
 
 # --- the answer to many requests; bus/refusal.py has another ---
 

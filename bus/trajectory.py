@@ -1,16 +1,25 @@
 """Tells what an agent did in an episode, token by token: actors send it, shards store it, learners train on
 it."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.agent_rewards import AgentReward
 from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
 from bus.errors import SchemaError
+from bus.images import (
+    ChangeImages,
+    PlacedImage,
+    check_all_given,
+    check_images,
+    given_everywhere,
+    given_once,
+)
 from bus.kept_sets import KeptSets, check_kept_sets
 from bus.logprob_bounds import extremes, refuse_impossible
 from bus.policy_names import DEFAULT_POLICY
@@ -77,30 +86,6 @@ class Parent(NamedTuple):
     """Number of tokens that both begin with."""
 
 
-class AgentReward(NamedTuple):
-    """The outcome's reward of a trajectory that is trained, and whose part of which episode it is."""
-
-    policy: str
-    agent: str
-    rollout: int
-    reward: float
-
-
-def episode_rewards(rewards: Iterable[AgentReward]) -> dict[tuple[str, str], dict[int, float]]:
-    """Return the rewards of a group by (policy, agent), one for each episode: what may be compared with each
-    other.
-
-    Trajectories of one agent in one episode, as of forked contexts, count once, with their mean: an episode
-    that forked often would otherwise weigh more than its siblings."""
-    found: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for policy, agent, rollout, reward in rewards:
-        found.setdefault((policy, agent), {}).setdefault(rollout, []).append(reward)
-    return {
-        whose: {rollout: sum(parts) / len(parts) for rollout, parts in episodes.items()}
-        for whose, episodes in found.items()
-    }
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory(Message, tag="trajectory", version=2):
     """One agent's part of an episode as a flat sequence of L tokens, prompt included.
@@ -154,6 +139,8 @@ class Trajectory(Message, tag="trajectory", version=2):
     others off. 0 where none is recorded; empty where none is for any token."""
     kept_tokens: bytes = b""
     """Token ids of the kept sets, int32, one set after the other."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among its tokens, in order; the tokens that stand for them are never trained."""
 
     def check(self) -> None:
         """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
@@ -175,6 +162,7 @@ class Trajectory(Message, tag="trajectory", version=2):
         self._check_rewards()
         check_kept_sets(self.trajectory_id, self.token_ids, self.kept_counts, self.kept_tokens)
         self._check_experts()
+        check_images(self.trajectory_id, self.images, mask)
 
     def _check_experts(self) -> None:
         layers, per_token = self.moe_layers, self.experts_per_token
@@ -379,3 +367,24 @@ class TrajectoryBatch(Message, tag="trajectories", version=2):
     trajectories: tuple[Trajectory, ...]
     turns: tuple[KeptTurn, ...] = ()
     """Turns of rollouts that have not ended, in messages and answers of their own."""
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> "TrajectoryBatch":
+        """Return the message of these trajectories, in which the bytes of each image travel once."""
+        return cls(trajectories=_with_images(trajectories, given_once))
+
+    @property
+    def whole(self) -> tuple[Trajectory, ...]:
+        """Return the trajectories, each with the bytes of its images."""
+        return _with_images(self.trajectories, given_everywhere)
+
+    def check(self) -> None:
+        """Refuse an image that is named and not there."""
+        check_all_given([trajectory.images for trajectory in self.trajectories])
+
+
+def _with_images(trajectories: Sequence[Trajectory], changed: ChangeImages) -> tuple[Trajectory, ...]:
+    images = [trajectory.images for trajectory in trajectories]
+    if not any(images):  # copies of frozen objects are slow
+        return tuple(trajectories)
+    return tuple(replace(one, images=found) for one, found in zip(trajectories, changed(images), strict=True))

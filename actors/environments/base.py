@@ -10,6 +10,7 @@ import numpy as np
 from actors.rewards.call_times import CallTimes
 from bus.codec import Json
 from bus.errors import SchemaError, SluiceError
+from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
 from bus.messages import Prompt
 from bus.policy_names import DEFAULT_POLICY
@@ -113,6 +114,8 @@ class AgentTrajectory:
     """uint8 [L - 1, layers, experts per token], as `Generation` has it: the last token has no row."""
     kept: KeptSets | None = None
     """Kept sets of the L tokens, where sampling cut tokens off and told which it kept."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the tokens, in order, with their bytes."""
 
     @property
     def is_trained(self) -> bool:

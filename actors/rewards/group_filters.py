@@ -8,8 +8,8 @@ from typing import overload
 import structlog
 
 from actors.group_config import GroupLimitsConfig
+from bus.agent_rewards import AgentReward, episode_rewards
 from bus.plugins import load_function
-from bus.trajectory import AgentReward, episode_rewards
 
 log = structlog.get_logger()
 

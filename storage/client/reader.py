@@ -166,7 +166,7 @@ class ReplayReader:
             TrajectoryBatch,
             timeout_s=ANSWER_TIMEOUT_S,
         )
-        return [trajectory for batch in batches for trajectory in batch.trajectories]
+        return [trajectory for batch in batches for trajectory in batch.whole]
 
 
 def _size_bytes(trajectory: Trajectory) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from bus.agent_rewards import episode_rewards
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
@@ -26,7 +27,7 @@ from bus.requests import (
     StoredRequest,
 )
 from bus.topology import shard_of
-from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch, episode_rewards
+from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
 from storage.client.addresses import host_identity, locate
 from storage.dispatch.short_groups import serve_closing
 from storage.shard.group_status import serve_siblings, serve_turns
@@ -101,7 +102,7 @@ class Shard:
     async def _append(self, batches: list[TrajectoryBatch]) -> None:
         """The segment is durable when this returns; only then are the messages acked."""
         before = self.store.completions
-        trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
+        trajectories = [trajectory for batch in batches for trajectory in batch.whole]
         if self._hear_of is not None and trajectories:
             await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
         if self._quarantine is not None:
@@ -263,11 +264,12 @@ def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
         batch.append(trajectory)
         size += 16 * len(trajectory.token_ids) + len(trajectory.routed_experts) + 512
         size += 64 * len(trajectory.turns) + len(trajectory.kept_counts) + len(trajectory.kept_tokens)
+        size += sum(len(image.data) for image in trajectory.images)
         if size >= ANSWER_BYTES:
-            yield TrajectoryBatch(trajectories=tuple(batch))
+            yield TrajectoryBatch.of(batch)
             batch, size = [], 0
     if batch:
-        yield TrajectoryBatch(trajectories=tuple(batch))
+        yield TrajectoryBatch.of(batch)
 
 
 def _spread(rewards: Sequence[NDArray[np.float64]]) -> float:

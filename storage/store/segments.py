@@ -6,7 +6,8 @@ merged or archived segment are compressed and sharded by zarr (storage/store/com
 
 A segment of N trajectories and T tokens holds `token_ids`, `policy_versions`, `behaviour_logprobs` and
 `loss_mask` [T]; `records` [bytes], a MessagePack list of its other fields for each trajectory; and `rows`
-[N, 6], whose columns `ROW_COLUMNS` names.
+[N, 6], whose columns `ROW_COLUMNS` names. Where trajectories have images, it holds the encoded bytes of each
+once (storage/store/image_blobs.py).
 """
 
 import json
@@ -15,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,9 @@ from bus.codec import fast_constructor
 from bus.errors import LostDataError, StorageError
 from bus.trajectory import Parent, Trajectory, Turn
 from storage.disk.atomic_files import Content, publish_files
+from storage.store.array_document import array_document
 from storage.store.compressed import CompressedArray, compressed_group, open_compressed
+from storage.store.image_blobs import IMAGE_ARRAYS, ImageBlobs, blobs_of, joined_blobs
 from storage.store.index import Columns
 from storage.store.zipped import map_entries, zipped
 
@@ -54,13 +57,13 @@ ROW_COLUMNS = ("tokens_end", "record_end", "lease_id", "sample", "group_size", "
 """Where a trajectory's tokens and record end, whose it is, and the xxh3-64 of its arrays and its record."""
 
 _REQUIRED = {f.name for f in fields(Trajectory) if f.default is MISSING and f.default_factory is MISSING}
-_DTYPES = {**TOKEN_ARRAYS, "records": "uint8", "rows": "int64"}
+_DTYPES = {**TOKEN_ARRAYS, **IMAGE_ARRAYS, "records": "uint8", "rows": "int64"}
 _DOCUMENT = "zarr.json"
 _CHUNK = "c.0"
 _ROWS_CHUNK = "c.0.0"
 _REMEDY = "restore it or move the store away"
 _make: Callable[..., Trajectory] = fast_constructor(Trajectory, *RECORD_FIELDS, *TOKEN_ARRAYS)
-_TURNS, _PARENT = RECORD_FIELDS.index("turns"), RECORD_FIELDS.index("parent")
+_TURNS, _PARENT, _IMAGES = (RECORD_FIELDS.index(name) for name in ("turns", "parent", "images"))
 _UINT64 = (1 << 64) - 1
 _NO_RECORDS = np.empty(0, np.uint8)
 _TWO_ROWS = struct.Struct(f"={2 * len(ROW_COLUMNS)}q")
@@ -93,7 +96,9 @@ def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
         name: [np.concatenate([getattr(t, name) for t in trajectories], dtype=dtype)]
         for name, dtype in TOKEN_ARRAYS.items()
     }
-    records = [_pack([getattr(t, name) for name in RECORD_FIELDS]) for t in trajectories]
+    records = [
+        _pack([getattr(t, name) for name in RECORD_FIELDS]) for t in map(_without_images, trajectories)
+    ]
     arrays["records"] = [np.frombuffer(b"".join(records), np.uint8)]
     rows = np.empty((len(trajectories), len(ROW_COLUMNS)), np.int64)
     rows[:, 0] = np.cumsum([len(t.token_ids) for t in trajectories])
@@ -104,6 +109,7 @@ def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
         for t, record in zip(trajectories, records, strict=True)
     ]
     arrays["rows"] = [rows]
+    arrays |= {name: [array] for name, array in blobs_of(trajectories).items()}
     return _write(path, arrays, record_fields=RECORD_FIELDS, written_s=time.time())
 
 
@@ -142,6 +148,7 @@ def compress_segments(merged: Sequence[Path]) -> tuple[dict[str, Any], Content]:
             name: np.concatenate([segment.decoded(name) for segment in segments])
             for name in (*TOKEN_ARRAYS, "records")
         }
+        arrays |= joined_blobs([(one.images, one.path) for one in segments])
         rows = [segment.rows.copy() for segment in segments]
         summaries = [segment.summary for segment in segments]
     for column in (0, 1):
@@ -176,7 +183,7 @@ def _write(path: Path, arrays: Arrays, *, record_fields: Sequence[str], written_
     document = json.dumps({"attributes": attributes, "zarr_format": 3, "node_type": "group"}).encode()
     contents: dict[str, Content] = {_DOCUMENT: [document]}
     for name, parts in arrays.items():
-        contents[f"{name}/{_DOCUMENT}"] = [_array_document(parts)]
+        contents[f"{name}/{_DOCUMENT}"] = [array_document(parts)]
         contents[_chunk(name)] = [part.data for part in parts]
     file = zipped(contents)
     publish_files(path, {FILE: file})
@@ -184,10 +191,17 @@ def _write(path: Path, arrays: Arrays, *, record_fields: Sequence[str], written_
 
 
 def _chunk(name: str) -> str:
-    return f"{name}/{_ROWS_CHUNK if name == 'rows' else _CHUNK}"
+    return f"{name}/{_ROWS_CHUNK if name in ('rows', 'image_rows') else _CHUNK}"
 
 
 _pack: Callable[[list[Any]], bytes] = msgpack.packb
+
+
+def _without_images(trajectory: Trajectory) -> Trajectory:
+    """Return it without the bytes of its images, which lie in arrays of their own."""
+    if not trajectory.images:
+        return trajectory
+    return replace(trajectory, images=tuple(image._replace(data=b"") for image in trajectory.images))
 
 
 def _checksum(arrays: Sequence[NDArray[Any]], record: bytes | memoryview) -> int:
@@ -196,27 +210,6 @@ def _checksum(arrays: Sequence[NDArray[Any]], record: bytes | memoryview) -> int
     for array in arrays:
         digest = xxhash.xxh3_64_intdigest(array, digest)  # type: ignore[arg-type]  # it is a buffer
     return digest
-
-
-def _array_document(parts: Sequence[NDArray[Any]]) -> bytes:
-    """Return the `zarr.json` of an array in a single uncompressed chunk, of which these are the parts."""
-    codec: dict[str, object] = {"name": "bytes"}
-    if parts[0].itemsize > 1:
-        codec["configuration"] = {"endian": "little"}
-    shape = (sum(map(len, parts)), *parts[0].shape[1:])
-    document = {
-        "shape": shape,
-        "data_type": parts[0].dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": parts[0].dtype.type(0).item(),
-        "codecs": [codec],
-        "attributes": {},
-        "zarr_format": 3,
-        "node_type": "array",
-        "storage_transformers": [],
-    }
-    return json.dumps(document).encode()
 
 
 def check_segment(path: Path) -> Summary:
@@ -326,7 +319,7 @@ class Segment:
     """A published segment, mapped for reading until `close`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._arrays: dict[str, NDArray[Any] | CompressedArray] = {}
         """Views of the mapped chunks, or readers of compressed ones, by name."""
         with _naming(path):
@@ -336,6 +329,10 @@ class Segment:
             self._rows = _rows(path, _array(entries, group, "rows"), self.summary)
             for name in (*TOKEN_ARRAYS, "records"):
                 self._arrays[name] = _array(entries, group, name)
+            self.images = ImageBlobs()
+            if any(name.startswith("image_rows/") for name in entries):
+                images, table = (_array(entries, group, name) for name in IMAGE_ARRAYS)
+                self.images = ImageBlobs(images, _decoded(table).reshape(-1, 3))
         self._tokens = tuple(self._arrays[name] for name in TOKEN_ARRAYS)
         self._records = self._arrays["records"]
         self._row_bytes = self._rows.data.cast("B")
@@ -354,7 +351,7 @@ class Segment:
         """Return all of an array of tokens or records; a view of the mapped file is good until `close`.
 
         Raises `StorageError` when its compressed bytes changed."""
-        with _naming(self._path):
+        with _naming(self.path):
             return _decoded(self._arrays[name])
 
     def trajectory(self, row: int, *, copied: bool = False) -> Trajectory:
@@ -363,11 +360,11 @@ class Segment:
 
         Raises `StorageError` when there is no such row, or its bytes changed."""
         if not 0 <= row < len(self._rows) - 1:
-            raise StorageError(f"{self._path} has {len(self._rows) - 1} trajectories, none in row {row}")
+            raise StorageError(f"{self.path} has {len(self._rows) - 1} trajectories, none in row {row}")
         ends = _TWO_ROWS.unpack_from(self._row_bytes, row * _ROW_BYTES)
         begin, first, *_, end, last, _, _, _, checksum = ends
         if self.summary.compressed:
-            with _naming(self._path):
+            with _naming(self.path):
                 record = self._records[first:last].data
                 arrays = [array[begin:end] for array in self._tokens]
         else:  # slices of mapped files, which cannot fail
@@ -377,12 +374,14 @@ class Segment:
                 arrays = [array.copy() for array in arrays]
         if _checksum(arrays, record) != checksum & _UINT64:
             raise LostDataError(
-                f"{self._path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"
+                f"{self.path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"
             )
         values = msgpack.unpackb(record)
         values[_TURNS] = tuple([Turn(*turn) for turn in values[_TURNS]])
         if values[_PARENT] is not None:
             values[_PARENT] = Parent(*values[_PARENT])
+        if len(values) > _IMAGES:
+            values[_IMAGES] = self.images.placed(values[_IMAGES], self.path)
         if len(values) < len(RECORD_FIELDS):  # the younger fields have defaults
             tokens: dict[str, Any] = dict(zip(TOKEN_ARRAYS, arrays, strict=True))
             return Trajectory(**dict(zip(RECORD_FIELDS, values, strict=False)), **tokens)
@@ -393,3 +392,4 @@ class Segment:
         self._arrays.clear()
         self._tokens = ()
         self._records = _NO_RECORDS
+        self.images = ImageBlobs()

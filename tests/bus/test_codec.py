@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bus
+from bus.agent_rewards import AgentReward
 from bus.blob_requests import BlobAccess, BlobAccessAsked, BlobAsked, BlobOffer
 from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import MAX_DEPTH, Message, decode, encode, fast_constructor
@@ -76,7 +77,6 @@ from bus.requests import (
     Waiting,
 )
 from bus.trajectory import (
-    AgentReward,
     End,
     FinishReason,
     KeptTurn,
@@ -431,6 +431,7 @@ TRAJECTORY_DEFAULTS = {
     "experts_per_token": 0,
     "kept_counts": b"",
     "kept_tokens": b"",
+    "images": (),
 }
 
 

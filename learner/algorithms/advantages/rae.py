@@ -2,8 +2,9 @@
 
 from math import fsum
 
+from bus.agent_rewards import episode_rewards
 from bus.errors import ConfigError
-from bus.trajectory import Groups, Trajectory, episode_rewards
+from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.sums import Sums
 
 

@@ -5,8 +5,8 @@ from pydantic import ValidationError
 
 from actors.group_config import GroupLimitsConfig
 from actors.rewards.group_filters import FILTERS, AgentRewards, EpisodeSize, load_filter, reason_to_drop
+from bus.agent_rewards import AgentReward
 from bus.errors import ConfigError
-from bus.trajectory import AgentReward
 
 
 def test_zero_variance_drops_groups_without_a_signal():

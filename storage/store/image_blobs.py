@@ -1,0 +1,82 @@
+"""The images of a segment: the encoded bytes of each, once, however many trajectories show it.
+
+`images` [bytes] holds one after the other, and `image_rows` [n, 3] the two halves of each one's digest and
+where it ends. A segment whose trajectories have no images has neither.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import LostDataError
+from bus.images import PlacedImage, check_all_given, image_digest
+from bus.trajectory import Trajectory
+from storage.store.compressed import CompressedArray
+
+IMAGE_ARRAYS = {"images": "uint8", "image_rows": "int64"}
+"""Names and zarr data types of the arrays."""
+_NO_BYTES = np.empty(0, np.uint8)
+_NO_ROWS = np.empty((0, 3), np.int64)
+
+
+class ImageBlobs:
+    """The images of one segment by digest, read when they are asked for."""
+
+    def __init__(
+        self, data: NDArray[np.uint8] | CompressedArray = _NO_BYTES, table: NDArray[np.int64] = _NO_ROWS
+    ) -> None:
+        self._data = data
+        begins = [0, *table[:-1, 2].tolist()]
+        self._spans = {
+            bytes(row[:2].tobytes()).hex(): (begin, int(row[2]))
+            for begin, row in zip(begins, table, strict=False)
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the digests."""
+        return iter(self._spans)
+
+    def bytes_of(self, digest: str, segment: Path) -> bytes:
+        """Return the bytes of an image. Raises `LostDataError` naming the segment that lacks them."""
+        begin, end = self._spans.get(digest, (0, 0))
+        data: bytes = self._data[begin:end].tobytes()
+        if image_digest(data) != digest:
+            raise LostDataError(
+                f"{segment} is corrupt: image {digest} does not match its digest; restore it or move the "
+                "store away"
+            )
+        return data
+
+    def placed(self, images: Sequence[Sequence[Any]], segment: Path) -> tuple[PlacedImage, ...]:
+        """Return the images of a record with their bytes; raises as `bytes_of`."""
+        read = (PlacedImage(*image) for image in images)
+        return tuple(image._replace(data=self.bytes_of(image.digest, segment)) for image in read)
+
+
+def blobs_of(trajectories: Sequence[Trajectory]) -> Mapping[str, NDArray[Any]]:
+    """Return the arrays of the images of these trajectories; none where they have no images.
+
+    Raises `SchemaError` for an image without its bytes."""
+    check_all_given([one.images for one in trajectories])
+    images = (image for one in trajectories for image in one.images)
+    return _arrays({image.digest: image.data for image in images if image.data})
+
+
+def joined_blobs(segments: Sequence[tuple[ImageBlobs, Path]]) -> Mapping[str, NDArray[Any]]:
+    """Return the arrays of the images of several segments, each image once."""
+    found: dict[str, bytes] = {}
+    for blobs, path in segments:
+        found |= {digest: blobs.bytes_of(digest, path) for digest in blobs if digest not in found}
+    return _arrays(found)
+
+
+def _arrays(images: Mapping[str, bytes]) -> Mapping[str, NDArray[Any]]:
+    if not images:
+        return {}
+    table = np.empty((len(images), 3), np.int64)
+    table[:, :2] = np.frombuffer(bytes.fromhex("".join(images)), np.int64).reshape(-1, 2)
+    table[:, 2] = np.cumsum([len(data) for data in images.values()])
+    return {"images": np.frombuffer(b"".join(images.values()), np.uint8), "image_rows": table}

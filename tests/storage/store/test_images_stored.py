@@ -1,0 +1,88 @@
+"""Images in segments: each once, whoever shows it, and read back with every trajectory that does."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from bus.codec import encode
+from bus.errors import LostDataError, SchemaError
+from bus.images import PlacedImage, image_digest
+from bus.publish import Publisher
+from bus.requests import GroupRef
+from bus.trajectory import Trajectory, TrajectoryBatch
+from storage.client.reader import ReplayReader
+from storage.store import segments
+from storage.store.replay import ReplayStore
+from storage.store.segments import FILE, RECORD_FIELDS, Segment, merge_segments, write_segment
+from tests.factories import make_trajectory
+from tests.storage.serving import make_shard, running, until
+
+PICTURE, OTHER = bytes(range(256)) * 8, bytes(reversed(range(256))) * 8
+
+
+def showing(lease_id: int, sample: int, *pictures: bytes) -> Trajectory:
+    images = (PlacedImage(image_digest(data), 2 * n, 1, 2, data) for n, data in enumerate(pictures))
+    return replace(make_trajectory(lease_id, sample, tokens=12), images=tuple(images))
+
+
+def test_a_segment_holds_each_image_once_and_gives_it_to_all_that_show_it(tmp_path):
+    written = [showing(0, 0, PICTURE), showing(0, 1, PICTURE, OTHER), make_trajectory(1, 0)]
+    write_segment(tmp_path / "a", written)
+    content = (tmp_path / "a" / FILE).read_bytes()
+    assert content.count(PICTURE) == content.count(OTHER) == 1
+    with closing(Segment(tmp_path / "a")) as segment:
+        assert [encode(segment.trajectory(row)) for row in range(3)] == [encode(one) for one in written]
+
+
+def test_merged_segments_keep_their_images_once(tmp_path):
+    written = [showing(0, 0, PICTURE), make_trajectory(0, 1), showing(1, 0, OTHER, PICTURE)]
+    for name, one in zip("abc", written, strict=True):
+        write_segment(tmp_path / name, [one])
+    merge_segments(tmp_path / "merged", [tmp_path / name for name in "abc"])
+    with closing(Segment(tmp_path / "merged")) as segment:
+        assert len(list(segment.images)) == 2
+        assert [encode(segment.trajectory(row)) for row in range(3)] == [encode(one) for one in written]
+
+
+def test_a_segment_from_before_images_is_read_and_merged_with_one_that_has_them(tmp_path, monkeypatch):
+    old, new = make_trajectory(0), showing(1, 0, PICTURE)
+    with monkeypatch.context() as older:
+        older.setattr(segments, "RECORD_FIELDS", RECORD_FIELDS[: RECORD_FIELDS.index("images")])
+        write_segment(tmp_path / "old", [old])
+    write_segment(tmp_path / "new", [new])
+    merge_segments(tmp_path / "both", [tmp_path / "old", tmp_path / "new"])
+    with closing(Segment(tmp_path / "both")) as both:
+        assert [encode(both.trajectory(row)) for row in range(2)] == [encode(old), encode(new)]
+
+
+def test_an_image_that_changed_on_the_disk_is_named(tmp_path):
+    write_segment(tmp_path / "a", [showing(0, 0, PICTURE)])
+    file = tmp_path / "a" / FILE
+    file.write_bytes(file.read_bytes().replace(PICTURE, OTHER))
+    with (
+        closing(Segment(tmp_path / "a")) as segment,
+        pytest.raises(LostDataError, match=f"image {image_digest(PICTURE)} does not match its digest"),
+    ):
+        segment.trajectory(0)
+
+
+def test_an_image_without_its_bytes_is_not_stored(tmp_path):
+    one = showing(0, 0, PICTURE)
+    with pytest.raises(SchemaError, match="its bytes are not in the message"):
+        write_segment(tmp_path / "a", [replace(one, images=(one.images[0]._replace(data=b""),))])
+
+
+@pytest.mark.nats
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("read", ["auto", "bus"])
+async def test_the_learner_reads_siblings_with_the_image_that_travelled_once(bus, tmp_path, read):
+    siblings = [showing(0, sample, PICTURE) for sample in range(2)]
+    with closing(ReplayStore.open(tmp_path / "replay")) as store:
+        async with running(make_shard(bus, store, 0).run):
+            data = encode(TrajectoryBatch.of(siblings))
+            await Publisher(bus).publish(bus.subject("trajectories", 0), data, message_id="group")
+            await until(lambda: store.completed == [0])
+            with closing(ReplayReader(bus, "a", read=read)) as reader:
+                [found] = await reader.fetch((GroupRef(lease_id=0, shard=0),))
+    assert [encode(one) for one in found] == [encode(one) for one in siblings]
