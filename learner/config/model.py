@@ -8,6 +8,29 @@ from pydantic import Field
 from bus.config import Config
 
 
+class ScratchVision(Config):
+    """The vision tower of a scratch model, which makes it a Qwen3-VL."""
+
+    layers: int = Field(0, ge=0)
+    """Transformer blocks; 0 makes a model that reads nothing but text. The first one's output is also added
+    to the first layer of the language model."""
+
+    hidden_size: int = Field(64, gt=0)
+    """Width of the residual stream."""
+
+    heads: int = Field(2, gt=0)
+    """Attention heads."""
+
+    intermediate_size: int = Field(128, gt=0)
+    """Width of the MLP."""
+
+    patch_size: int = Field(4, gt=0)
+    """Width of a patch in pixels; four patches are one token."""
+
+    largest_pixels: int = Field(1024, gt=0)
+    """Pixels to which larger images are reduced."""
+
+
 class ScratchModel(Config):
     """A small random Qwen3 with one token per character, for runs without a model of their own."""
 
@@ -28,6 +51,9 @@ class ScratchModel(Config):
 
     context: int = Field(128, gt=0)
     """Longest sequence, prompt and response together."""
+
+    vision: ScratchVision = ScratchVision()
+    """Sizes of its vision tower, if it is to have one."""
 
 
 class ModelConfig(Config):

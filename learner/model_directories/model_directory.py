@@ -29,10 +29,13 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
 )
 UNREADABLE = (OSError, ValueError, KeyError, StrictDataclassError)
@@ -151,10 +154,11 @@ def refuse_other_vocabulary(
     hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
 ) -> None:
     """Raise `ConfigError` when the tokenizer of `directory` has tokens that the model does not embed."""
-    if len(tokenizer) > hf_config.vocab_size:
+    embedded = hf_config.get_text_config().vocab_size
+    if len(tokenizer) > embedded:
         raise ConfigError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
-            f"{hf_config.vocab_size}: they do not belong together"
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds {embedded}: they do "
+            "not belong together"
         )
 
 

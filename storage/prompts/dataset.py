@@ -8,6 +8,7 @@ from bus.errors import ConfigError
 from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.config import PromptKeys
+from storage.images.encoded import ImageError, embedded
 from storage.prompts.rows import Row, missing_key, read_rows
 from storage.prompts.stored_prompts import StoredPrompts
 from storage.prompts.tool_schemas import tool_schemas
@@ -15,6 +16,8 @@ from storage.prompts.value_names import kind_of
 
 LEASE_BYTES = 1024
 """Room for what a lease carries besides its prompt."""
+IMAGES_COLUMN = "images"
+"""Column of the images of a row, for parts of its messages that name none."""
 _MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."}'
 
 
@@ -55,7 +58,9 @@ def refuse_large(prompts: Iterable[Prompt], source: str, *, largest_message: int
 
 
 def prompt_content(row: Row, key: str) -> str | list[Json]:
-    """Return the text or chat messages under `key`; raises `ConfigError` for anything else, or if empty."""
+    """Return the text or chat messages under `key`, with images in them as data URIs.
+
+    Raises `ConfigError` for anything else, for nothing, and for images that cannot be read."""
     content = row.required(key)
     if isinstance(content, str):
         empty = not content.strip()
@@ -67,7 +72,12 @@ def prompt_content(row: Row, key: str) -> str | list[Json]:
         raise ConfigError(f"{row.where}: {key!r} is {kind_of(content)}: make it {_MESSAGES}")
     if empty:
         raise ConfigError(f"{row.where}: {key!r} is empty: fill it or remove the row")
-    return content
+    if isinstance(content, str):
+        return content
+    try:
+        return embedded(content, row.directory, row.values.get(IMAGES_COLUMN))
+    except ImageError as error:
+        raise ConfigError(f"{row.where}: {key!r}: {error}") from error
 
 
 def _check_message(where: str, message: Json) -> None:

@@ -7,12 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 from bus.blobs import get_blob
-from bus.codec import decode
+from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import BlobRef, ModelFiles, Prompt
+from storage.images.chat import ImageChat, inlined
+from storage.images.encoded import ImageError
 from storage.weights.model_files import unbundle
 
 BATCH = 1024
@@ -70,20 +73,23 @@ def long_prompts(
     hf_config = AutoConfig.from_pretrained(model_directory, trust_remote_code=False)
     context = hf_config.get_text_config().max_position_embeddings
     tokenizer = AutoTokenizer.from_pretrained(model_directory, trust_remote_code=False)
-    rendered: list[str] = []
+    images = ImageChat.of(model_directory, tokenizer)
+    rendered: list[_Rendered] = []
     start = 0
     for prompt in prompts:
         content = prompt.content
-        chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        number = start + len(rendered) + 1
         try:
-            rendered.append(
-                tokenizer.apply_chat_template(
-                    chat, tools=prompt.tools or None, tokenize=False, add_generation_prompt=True
-                )
+            messages, shown = inlined(chat, images)
+            text = tokenizer.apply_chat_template(
+                messages, tools=prompt.tools or None, tokenize=False, add_generation_prompt=True
             )
+        except ImageError as error:
+            raise ConfigError(f"prompt {number}: {error}") from error
         except (TemplateError, TypeError, ValueError) as error:
-            number = start + len(rendered) + 1
             raise ConfigError(f"prompt {number}: the model's chat template refuses it: {error}") from error
+        rendered.append(_Rendered(text, sum(image.stop - 1 for image in shown)))
         if len(rendered) == BATCH:
             yield from _long(rendered, start, tokenizer, context, max_new_tokens)
             start, rendered = start + BATCH, []
@@ -91,15 +97,26 @@ def long_prompts(
         yield from _long(rendered, start, tokenizer, context, max_new_tokens)
 
 
+class _Rendered(NamedTuple):
+    text: str
+    more: int
+    """Tokens that images have beyond the one that stands for each in the text."""
+
+
 def _long(
-    texts: list[str], start: int, tokenizer: object, context: int, max_new_tokens: int
+    rendered: list[_Rendered], start: int, tokenizer: object, context: int, max_new_tokens: int
 ) -> Iterator[LongPrompt]:
+    texts = [text for text, _ in rendered]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[operator]  # untyped library
     for n, token_ids in enumerate(encoded):
-        if len(token_ids) + max_new_tokens > context:
+        text, more = rendered[n]
+        tokens = len(token_ids) + more
+        if tokens + max_new_tokens > context:
+            shown = f"{more} of them of images, " if more else ""
+            smaller = ", show smaller images (size in preprocessor_config.json)" if more else ""
             problem = (
-                f"prompt {start + n + 1} has {len(token_ids)} tokens: with {max_new_tokens} new ones it "
-                f"exceeds the model's context of {context} ({texts[n][:60]!r}...): shorten it, lower "
+                f"prompt {start + n + 1} has {tokens} tokens: {shown}with {max_new_tokens} new ones it "
+                f"exceeds the model's context of {context} ({text[:60]!r}...): shorten it{smaller}, lower "
                 'sampling.max_new_tokens, or leave such prompts out with data.long_prompts = "skip"'
             )
             yield LongPrompt(start + n, problem)

@@ -34,6 +34,8 @@ class Row:
 
     where: str
     values: dict[str, Json]
+    directory: Path = Path()
+    """The directory of the file, to which paths in the row are relative."""
 
     def required(self, key: str) -> Json:
         """Return the value of `key`; raises `ConfigError` naming the keys there are."""
@@ -62,7 +64,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     empty = True
     for where, content in _sliced(shards, wanted):
         empty = False
-        yield _json_row(where, content) if isinstance(content, bytes) else Row(where, content)
+        values = _json_values(where, content) if isinstance(content, bytes) else content
+        yield Row(where, values, shards[0].parent)
     if empty:
         what = "holds no rows" if wanted == slice(None) else f"has no rows in the slice of {path.name}"
         raise ConfigError(f"{file}: {what}: give a file or slice with at least one")
@@ -167,7 +170,7 @@ def _read_jsonl(file: Path) -> Iterator[Raw]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}): check the file") from error
 
 
-def _json_row(where: str, line: bytes) -> Row:
+def _json_values(where: str, line: bytes) -> dict[str, Json]:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
@@ -182,7 +185,7 @@ def _json_row(where: str, line: bytes) -> Row:
         raise ConfigError(
             f'{where}: a {type(values).__name__}, not an object: write one like {{"prompt": ...}}'
         )
-    return Row(where, values)
+    return values
 
 
 def _read_parquet(file: Path) -> Iterator[Raw]:

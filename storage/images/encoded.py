@@ -1,0 +1,141 @@
+"""Images in the parts of messages: found, read and checked; encoded bytes stay as they are."""
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+from bus.codec import Json
+from bus.errors import SluiceError
+
+FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg"}
+"""Formats that are taken, with their media types: what decodes to the same pixels everywhere."""
+KINDS = ("image", "image_url", "input_image")
+"""Types of the parts of a message that are images."""
+REMEMBERED = 64
+"""Data URIs whose bytes are remembered: all rollouts of a group ask with the same one."""
+
+
+class ImageError(SluiceError, ValueError):
+    """An image cannot be read, or not by this model; the message says what to do."""
+
+
+def is_image(part: object) -> bool:
+    """Tell whether a part of a message is an image."""
+    return isinstance(part, Mapping) and part.get("type") in KINDS
+
+
+def image_of(part: Mapping[str, object]) -> bytes:
+    """Return the encoded bytes of a part that has them in it. Raises `ImageError`."""
+    source = _source(part)
+    if isinstance(source, str) and source.startswith("data:"):
+        return _of_uri(source)
+    if source is None:
+        raise ImageError("an image without data: give it as a data URI (data:image/png;base64,...)")
+    raise ImageError(
+        f"the image {str(source)[:80]!r} is not in the message: give it as a data URI "
+        "(data:image/png;base64,...); files are read in data files alone"
+    )
+
+
+def embedded(content: list[Json], directory: Path, column: object = None) -> list[Json]:
+    """Return chat messages in which each image is a data URI.
+
+    Args:
+        content: the messages of a row of a data file.
+        directory: of the file; paths are relative to it.
+        column: images of the row, for parts that name none, in their order: paths, or bytes as Hugging Face
+            datasets have them.
+    Raises `ImageError`.
+    """
+    given = column if isinstance(column, list) else []
+    left = iter(given)
+    found = [_embedded_message(message, directory, left) for message in content]
+    unused = sum(1 for _ in left)
+    if 0 < unused < len(given):  # a column that no part takes from may be about something else
+        raise ImageError(
+            f"'images' has {len(given)} images, and the messages have parts for {len(given) - unused}"
+        )
+    return found
+
+
+def _embedded_message(message: Json, directory: Path, left: Iterator[object]) -> Json:
+    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+        return message
+    shown = [
+        _uri_part(part, directory, left) if isinstance(part, dict) and is_image(part) else part
+        for part in parts
+    ]
+    return {**message, "content": shown}
+
+
+def _uri_part(part: Mapping[str, Json], directory: Path, left: Iterator[object]) -> Json:
+    source: object = _source(part)
+    if source is None:
+        source = next(left, None)
+        if source is None:
+            raise ImageError(
+                "an image part without an image: give its path or a data URI, or a column 'images'"
+            )
+    data = _read(source, directory)
+    kind = FORMATS[checked(data)[0]]
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"},
+    }
+
+
+def _source(part: Mapping[str, object]) -> object:
+    """Return what a part says of where its image is: OpenAI's shapes, or that of chat templates."""
+    found = part.get("image_url", part.get("image"))
+    return found.get("url") if isinstance(found, Mapping) else found
+
+
+def _read(source: object, directory: Path) -> bytes:
+    if isinstance(source, Mapping):
+        if isinstance(data := source.get("bytes"), bytes):
+            return data
+        source = source.get("path")
+    if not isinstance(source, str):
+        raise ImageError(f"an image is {type(source).__name__}: give a path, a data URI or bytes")
+    if source.startswith("data:"):
+        return _of_uri(source)
+    if "://" in source:
+        raise ImageError(f"the image {source[:80]!r} is not fetched: download it, and give its path")
+    path = directory / source
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"the image {path} cannot be read ({error.strerror}): check the path") from error
+
+
+@lru_cache(REMEMBERED)
+def _of_uri(uri: str) -> bytes:
+    head, comma, body = uri.partition(",")
+    try:
+        if not (comma and head.endswith(";base64")):
+            raise ValueError("it is not base64")  # noqa: TRY301  # said in one place
+        data = base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"the data URI {uri[:60]!r} is none: {error}") from error
+    checked(data)
+    return data
+
+
+def checked(data: bytes) -> tuple[str, int, int]:
+    """Return format, height and width of an image. Raises `ImageError` for what cannot be decoded."""
+    try:
+        with Image.open(BytesIO(data)) as image:
+            found, (width, height) = str(image.format), image.size
+            image.load()
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ImageError(
+            f"{len(data)} bytes are no image that can be read ({error}): use PNG or JPEG"
+        ) from error
+    if found not in FORMATS:
+        raise ImageError(f"an image is {found}: save it as PNG or JPEG")
+    return found, height, width

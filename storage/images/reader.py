@@ -1,0 +1,126 @@
+"""Encoded images as a vision model takes them: by the image processor of its directory, the same everywhere.
+
+It is transformers' processor on PIL, whatever else is installed: a process that resizes with another library
+would compute with other pixels than the engine.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from bus.errors import ConfigError
+from bus.images import PlacedImage, image_digest
+from storage.images.encoded import ImageError, checked
+
+if TYPE_CHECKING:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+FAMILIES = ("qwen3_vl",)
+"""Vision-language models that can be trained, by `model_type`."""
+PREPROCESSOR = "preprocessor_config.json"
+REMEMBERED_BYTES = 256 << 20
+"""Patches that are kept: several passes of a step, and siblings, want the same ones."""
+
+
+class ImageReader:
+    """The images of one model: how many tokens stand for one, and its patches."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        """Read the image processor. Raises `ConfigError` where it is missing or not the model's."""
+        self._processor = _processor(directory, config["vision_config"])
+        self.token_ids = tuple(
+            int(config[name]) for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+        )
+        """The tokens before an image, for each merged patch of it, and behind it."""
+        self._merge = int(self._processor.merge_size)
+        self._patches: OrderedDict[str, NDArray[np.float32]] = OrderedDict()
+
+    @classmethod
+    def of(cls, directory: Path) -> Self | None:
+        """Return that of a model directory, or None for a model that sees no images. Raises `ConfigError`."""
+        try:
+            config = json.loads((directory / "config.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {directory / 'config.json'}: {error}") from error
+        return cls(directory, config) if config.get("model_type") in FAMILIES else None
+
+    def read(self, data: bytes) -> PlacedImage:
+        """Return an image, as if it stood at token 0. Raises `ImageError`."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        _, height, width = checked(data)
+        size, factor = self._processor.size, self._merge * self._processor.patch_size
+        try:
+            height, width = smart_resize(
+                height,
+                width,
+                factor=factor,
+                min_pixels=size["shortest_edge"],
+                max_pixels=size["longest_edge"],
+            )
+        except ValueError as error:
+            raise ImageError(f"an image of {width} x {height} pixels is too narrow: {error}") from error
+        return PlacedImage(image_digest(data), 0, height // factor, width // factor, data)
+
+    def patches(self, image: PlacedImage) -> NDArray[np.float32]:
+        """Return the patches of an image, [rows * columns * merged, values].
+
+        Raises `ImageError` where this processor makes another number of tokens of it than it has."""
+        found = self._patches.pop(image.digest, None)
+        if found is None:
+            found = self._processed(image)
+        self._patches[image.digest] = found  # now the last to be forgotten
+        while (
+            sum(each.nbytes for each in self._patches.values()) > REMEMBERED_BYTES and len(self._patches) > 1
+        ):
+            self._patches.popitem(last=False)
+        return found
+
+    def grid(self, image: PlacedImage) -> tuple[int, int, int]:
+        """Return the patches of an image in time, height and width, as the model's `grid_thw`."""
+        return 1, image.rows * self._merge, image.columns * self._merge
+
+    @property
+    def smallest(self) -> NDArray[np.float32]:
+        """Return the patches of a black image of one token."""
+        one = self._processor
+        values = 3 * one.temporal_patch_size * one.patch_size**2
+        return np.zeros((self._merge**2, values), np.float32)
+
+    def _processed(self, image: PlacedImage) -> NDArray[np.float32]:
+        with Image.open(BytesIO(image.data)) as opened:
+            made = self._processor(images=[opened.convert("RGB")])
+        [grid] = np.asarray(made["image_grid_thw"]).tolist()
+        if tuple(grid) != self.grid(image):
+            raise ImageError(
+                f"image {image.digest} has {image.rows} x {image.columns} tokens in its trajectory, and the "
+                f"{PREPROCESSOR} here makes patches of {grid}: actors and learner need the same one"
+            )
+        return np.asarray(made["pixel_values"], np.float32)
+
+
+def _processor(directory: Path, vision: Mapping[str, Any]) -> "Qwen2VLImageProcessorPil":
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if not (directory / PREPROCESSOR).is_file():
+        raise ConfigError(f"{directory} has no {PREPROCESSOR}: copy it from the model that it is of")
+    try:
+        processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"cannot read {directory / PREPROCESSOR}: {error}") from error
+    pairs = (
+        ("patch_size", processor.patch_size, vision.get("patch_size")),
+        ("merge_size", processor.merge_size, vision.get("spatial_merge_size")),
+        ("temporal_patch_size", processor.temporal_patch_size, vision.get("temporal_patch_size")),
+        ("do_resize", processor.do_resize, True),
+    )
+    if other := [f"{name} is {has}, the model's {wants}" for name, has, wants in pairs if has != wants]:
+        raise ConfigError(f"{directory / PREPROCESSOR}: {', '.join(other)}: it is of another model")
+    return processor
