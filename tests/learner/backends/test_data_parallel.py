@@ -26,7 +26,7 @@ def run_worker(mode: str, checkpoints: Path, *, ranks: int) -> list[list[float]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(2, 1, marks=pytest.mark.nightly), (1, 2)])
 def test_ranks_share_a_step_and_a_checkpoint_resumes_on_another_number_of_them(tmp_path, before, after):
     steps = run_worker("save", tmp_path, ranks=before) + run_worker("resume", tmp_path, ranks=after)
     alone = train("save", tmp_path / "alone") + train("resume", tmp_path / "alone")

@@ -94,7 +94,11 @@ def half(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{}, pytest.param({"tensor": 2, "sequence": True}, marks=pytest.mark.nightly), {"pipeline": 2}],
+    ids=str,
+)
 def test_another_layout_of_ranks_goes_on_where_the_first_stopped(worlds, tmp_path: Path, layout):
     uninterrupted = half(None, None, (0, 1, 2), {})
     worlds.run(2, half, None, str(tmp_path / "two"), (0, 1), layout)

@@ -60,7 +60,7 @@ def test_a_trajectory_over_the_budget_is_refused_by_name_where_that_is_asked_for
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_unequal_shares_and_idle_ranks_train_as_one_process_does(tmp_path, ranks):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
