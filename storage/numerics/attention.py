@@ -13,7 +13,9 @@ from storage.numerics.sums import sum_of_fractions, term_bits, to_integers
 MOST_KEYS = 2**16
 """Most keys that a query sees. One number for all sequences decides the bits of weights and values."""
 SCORES_AT_ONCE = 2**20
-"""Scores in memory at a time, in which one query of all sequences is not divided."""
+"""Scores that a CPU takes at a time, in which one query of all sequences is not divided."""
+SCORES_AT_ONCE_ON_CUDA = 2**26
+"""Scores that a GPU takes at a time."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, seen: Tensor | None = None) -> Tensor:
@@ -32,7 +34,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, seen: Ten
     values, value_unit = to_integers(value, term_bits(MOST_KEYS)[1])
     known = keys.transpose(-1, -2), key_unit.transpose(-1, -2), values, value_unit.transpose(-1, -2)
     queries, length = query.shape[2], key.shape[2]
-    step = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * length))
+    at_once = SCORES_AT_ONCE_ON_CUDA if query.is_cuda else SCORES_AT_ONCE
+    step = max(1, at_once // (query.shape[0] * query.shape[1] * length))
     found = []
     for start in range(0, queries, step):
         rows, unit = to_integers(query[:, :, start : start + step], integer_bits)

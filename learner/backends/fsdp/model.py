@@ -23,6 +23,7 @@ from learner.backends.output.policy_output import policy_output
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.world.process_group import device
 from storage.numerics.exact_model import make_exact
+from storage.numerics.self_check import refuse_other_arithmetic
 
 
 class PackedModel(torch.nn.Module):
@@ -38,6 +39,7 @@ class PackedModel(torch.nn.Module):
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
         if exact:
+            refuse_other_arithmetic(device())
             make_exact(hf_model, partial(self._hidden, empty_micro_batch()))
 
     def forward(

@@ -45,7 +45,8 @@ def policy_output(  # noqa: PLR0913 - what both backends know
         exact: compute in exact arithmetic, of a vocabulary that is on one rank.
     """
     rows, labels = hidden.index_select(0, batch.predicting), batch.labels.index_select(0, batch.trained)
-    chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * (largest_part or len(weight))))
+    bytes_each = 16 if exact else 4  # exact ones are float64 at first
+    chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (bytes_each * (largest_part or len(weight))))
     temperatures = batch.of_trained("temperatures")
     project = partial(exact_linear if exact else F.linear, weight=weight)
     shared: dict[str, Any] = {"temperatures": temperatures, "group": group, "chunk_size": chunk_size}
