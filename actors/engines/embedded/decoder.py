@@ -1,18 +1,18 @@
-"""Continuous batching over any full-attention transformers model: admit, decode one token each, repeat."""
+"""Continuous batching over a transformers model without windows: admit, decode one token each, repeat."""
 
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.embedded.fused_experts import fuse_experts
-from actors.engines.embedded.kv_cache import Rows, SlotCache
+from actors.engines.embedded.kv_cache import FULL_ATTENTION, Rows, SlotCache
 from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
 from actors.weights.quantised import without_quantisation
@@ -20,6 +20,15 @@ from bus.errors import EngineError, RequestRefusedError
 from storage.numerics.exact_model import ExactFunctions, make_exact
 from storage.numerics.softmax import log_softmax
 
+WITH_STATES = {
+    "lfm2": "conv",
+    "lfm2_moe": "conv",
+    "olmo_hybrid": "linear_attention",
+    "qwen3_5_moe_text": "linear_attention",
+    "qwen3_5_text": "linear_attention",
+    "qwen3_next": "linear_attention",
+}
+"""What layers that keep a state are called in `layer_types`, by `model_type` of the models that have some."""
 Finished = list[tuple[GenerationRequest, Generation]]
 
 
@@ -35,18 +44,17 @@ class BatchedDecoder:
         With `exact`, log-probs do not depend on the rest of the batch: they are the learner's to the bit. The
         model's attention has to be `EXACT` then. Raises `ConfigError` for models that cannot."""
         text = model.config.get_text_config()
-        _refuse_windows(text)
+        self._cache_argument = cache_argument(model)
+        self._kinds = _layer_kinds(text, self._cache_argument)
         self.context_length: int = text.max_position_embeddings
         self.vocab_size: int = text.vocab_size
         self.policy_version = -1
         self.tokens_generated = 0
         self.model = model
-        self._cache_argument = cache_argument(model)
         self._slots = slots
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[GenerationRequest] = deque()
         self._rows = Rows()
-        self._layers: int = text.num_hidden_layers
         self.free_cache()
         self._experts = ExpertRecorder(model) if routed_experts else None
         self._generator = torch.Generator(model.device)
@@ -134,7 +142,7 @@ class BatchedDecoder:
         """Let go of the keys and values; raises EngineError while there are requests that need them."""
         if self.running:
             raise EngineError(f"{self.running} requests are being decoded: their cache cannot be freed")
-        self._cache = SlotCache(self._layers, self._slots, self.context_length)
+        self._cache = SlotCache(self._kinds, self._slots, self.context_length)
 
     def swap_weights(self, prepared: Mapping[str, Tensor], policy_version: int) -> None:
         """Point the model at prepared tensors. The KV of rows in flight stays as the old weights made it; in
@@ -173,10 +181,10 @@ class BatchedDecoder:
     def step(self) -> Finished:
         """Admit what fits, then sample one token in every row; return what ended."""
         finished: Finished = []
-        if admitted := self._next_admission():
+        for together in self._passes(self._next_admission()):
             first = len(self._rows)
-            logits, routed = self._prefill(admitted)
-            self._rows.add(admitted)
+            logits, routed = self._prefill(together)
+            self._rows.add(together)
             self._rows.record_experts(first, routed)
             finished += self._sample(logits, first)
         if len(self._rows):
@@ -197,6 +205,20 @@ class BatchedDecoder:
             admitted.append(self._waiting.popleft())
         return admitted
 
+    def _passes(self, admitted: list[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
+        """Yield those whose prompts one pass may take: a state at the end of a prompt is not to have seen the
+        padding behind it, so that models with states take those of one length."""
+        if not self._has_states:
+            if admitted:
+                yield admitted
+            return
+        by_length = sorted(admitted, key=_prompt_length)  # which keeps the order of equal ones
+        yield from (list(together) for _, together in itertools.groupby(by_length, _prompt_length))
+
+    @property
+    def _has_states(self) -> bool:
+        return any(kind != FULL_ATTENTION for kind in self._kinds)
+
     def _prefill(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, list[np.ndarray]]:
         """Fill the next slots' KV, computing equal prompts once; return the next token's logits, [m, V], and
         where the tokens went that requests ask about.
@@ -209,7 +231,7 @@ class BatchedDecoder:
         for row, prompt in enumerate(order):
             padded[row, : len(prompt)] = prompt
         needed, column = np.unique(ends, return_inverse=True)
-        prefilled = DynamicCache()
+        prefilled = DynamicCache(config=self.model.config) if self._has_states else DynamicCache()
         logits: Tensor = self.model(
             input_ids=self._tensor(padded),
             use_cache=True,
@@ -320,11 +342,23 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(itertools.islice(names, 3)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _refuse_windows(config: object) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if not hasattr(config, "layer_types") else None
-    if kinds != {"full_attention"} or window:
-        found = ", ".join(sorted(kinds)) if kinds != {"full_attention"} else f"a sliding window of {window}"
+def _prompt_length(request: GenerationRequest) -> int:
+    return len(request.token_ids)
+
+
+def _layer_kinds(config: PretrainedConfig, cache_argument: str) -> list[str]:
+    """Return what each layer of a model mixes tokens by. Raises `EngineError` for what is not served."""
+    kinds = list(getattr(config, "layer_types", None) or [FULL_ATTENTION] * config.num_hidden_layers)
+    window = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)
+    states = WITH_STATES.get(config.model_type, FULL_ATTENTION)
+    if window or not {FULL_ATTENTION, states}.issuperset(kinds):
+        found = f"a sliding window of {window}" if window else ", ".join(sorted(set(kinds)))
         raise EngineError(
-            f"the embedded engine serves full attention only, this model has {found}: use sglang"
+            f"the embedded engine serves full attention, and linear attention of {', '.join(WITH_STATES)}; "
+            f"this model has {found}: use sglang"
         )
+    if states in set(kinds) - {FULL_ATTENTION} and cache_argument != "cache":
+        raise EngineError(
+            f"the embedded engine serves {states} by transformers 5.24 and later: upgrade it, or use sglang"
+        )
+    return kinds

@@ -1,10 +1,11 @@
-"""The rows of a running batch: their KV cache behind transformers' Cache interface, and their tokens.
+"""The rows of a running batch: their cache behind transformers' Cache interface, and their tokens.
 
 Row i of the batch is slot i of every array. Rows stay compact: a finished row is overwritten by the
 last one, so a decode step reads slots [0, n) as a view. Both stores grow by doubling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from bus.kept_sets import KeptSets
 from bus.trajectory import FinishReason
 
 SMALLEST_LENGTH = 32
+FULL_ATTENTION = "full_attention"
 ROW = np.dtype(
     [
         ("length", np.int64),  # tokens, prompt included
@@ -69,6 +71,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         n = len(cursor.rows)
         return self.keys[:n, :, : cursor.width], self.values[:n, :, : cursor.width]
 
+    def aim(self, cursor: Cursor) -> None:
+        """Set where the next forward writes."""
+        self.reserve(len(cursor.rows), cursor.width)
+        self.cursor = cursor
+
     def reserve(self, slots: int, length: int) -> None:
         """Grow to at least these sizes, keeping what is held."""
         have = self.keys.shape[0], self.keys.shape[2]
@@ -79,8 +86,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self.keys = _grown(self.keys, slots, length)
         self.values = _grown(self.values, slots, length)
 
-    def fill(self, first: int, keys: Tensor, values: Tensor, sources: Tensor) -> None:
+    def fill(self, first: int, prefilled: CacheLayerMixin, sources: Tensor) -> None:
         """Copy row `sources[i]` of prefilled states to slot `first + i`."""
+        keys, values = prefilled.keys, prefilled.values
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         count, length = len(sources), keys.shape[2]
@@ -107,27 +115,36 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The KV cache of a running batch, layer by layer."""
+    """The cache of a running batch, layer by layer."""
 
-    def __init__(self, layers: int, max_slots: int, max_length: int) -> None:
-        super().__init__(layers=[SlotLayer(max_slots, max_length) for _ in range(layers)])
+    def __init__(self, kinds: Sequence[str], max_slots: int, max_length: int) -> None:
+        """`kinds` are the `layer_types` of the model, of which all but full attention keep states."""
+        super().__init__(layers=[_layer(kind, max_slots, max_length) for kind in kinds])
 
     def aim(self, positions: Tensor, width: int) -> None:
         """Set where the next forward writes: position `positions[i]` of row i."""
         cursor = Cursor(torch.arange(len(positions), device=positions.device), positions, width)
         for layer in self.layers:
-            layer.reserve(len(positions), width)
-            layer.cursor = cursor
+            layer.aim(cursor)
 
     def fill(self, first: int, prefilled: DynamicCache, sources: Tensor) -> None:
         """Copy row `sources[i]` of a prefilled cache to slot `first + i`."""
         for layer, source in zip(self.layers, prefilled.layers, strict=True):
-            layer.fill(first, source.keys, source.values, sources)
+            layer.fill(first, source, sources)
 
     def move(self, targets: np.ndarray, sources: np.ndarray, length: int) -> None:
         """Copy slots onto others, up to `length` positions."""
         for layer in self.layers:
             layer.move(torch.from_numpy(targets), torch.from_numpy(sources), length)
+
+
+def _layer(kind: str, max_slots: int, max_length: int) -> Any:
+    if kind == FULL_ATTENTION:
+        return SlotLayer(max_slots, max_length)
+    # Older versions of transformers have no such layers, and nobody asks them for one.
+    from actors.engines.embedded.recurrent_state import StateLayer
+
+    return StateLayer(max_slots)
 
 
 class Rows:

@@ -256,5 +256,5 @@ def test_models_with_a_sliding_window_are_refused():
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, use_sliding_window=True, sliding_window=8, max_window_layers=0,
     )  # fmt: skip
-    with pytest.raises(EngineError, match="full attention only, this model has sliding_attention"):
+    with pytest.raises(EngineError, match="this model has sliding_attention: use sglang"):
         decoder_of(Qwen2ForCausalLM(config))
