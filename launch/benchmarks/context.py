@@ -63,6 +63,7 @@ def measured(
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else str(device()),
         "ranks": parallel.context,
         "context_attention": parallel.context_attention,
+        "context_min_tokens": parallel.context_min_tokens,
         "recompute": parallel.recompute,
         "tokens_per_s": steps * sum(lengths) / seconds,
         "peak_gib_by_rank": [*gathered(peak)],
@@ -77,11 +78,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536], help="of the sequences of a step")
     parser.add_argument("--budget", type=int, default=65536, help="tokens of a micro-batch")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--min-tokens", type=int, default=0, help="shorter sequences stay whole")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args(arguments)
     parallel = ParallelConfig(
-        context=world_size(), context_attention=options.attention, recompute=options.recompute
+        context=world_size(),
+        context_attention=options.attention,
+        context_min_tokens=options.min_tokens,
+        recompute=options.recompute,
     )
     init_world(parallel)
     figures = measured(options.shape, options.lengths, options.budget, options.steps, parallel)

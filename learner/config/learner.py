@@ -242,7 +242,12 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _shared_prefixes_are_gathered(self) -> Self:
+    def _shared_prefixes_suit_context_ranks(self) -> Self:
+        if self.batch.share_prefixes and self.parallel.context_min_tokens:
+            raise ValueError(
+                "learner.batch.share_prefixes=true cuts the line of all segments over context ranks: set "
+                "learner.parallel.context_min_tokens=0, or share_prefixes=false"
+            )
         if self.batch.share_prefixes and self.parallel.context_attention == "ring":
             raise ValueError(
                 "learner.batch.share_prefixes=true needs the keys of all ranks at once: set "

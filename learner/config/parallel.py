@@ -28,6 +28,10 @@ class ParallelConfig(Config):
     context: int = Field(1, ge=1)
     """Ranks that share the tokens of each sequence."""
 
+    context_min_tokens: int = Field(0, ge=0)
+    """Sequences of fewer tokens stay whole on one of the `context` ranks, as far as these get equal shares of
+    a micro-batch; 0 cuts every sequence."""
+
     context_attention: Literal["gather", "ring"] = "gather"
     """Sets how queries reach the keys of other `context` ranks: those of all ranks are gathered in each
     layer, or pass by, one rank's while the last one's are computed with, so that two are held at most."""
@@ -58,6 +62,8 @@ class ParallelConfig(Config):
             raise ValueError(f"virtual_pipeline={self.virtual_pipeline} needs pipeline > 1")
         if self.context_attention == "ring" and self.context == 1:
             raise ValueError("context_attention=ring needs context > 1")
+        if self.context_min_tokens and self.context == 1:
+            raise ValueError(f"context_min_tokens={self.context_min_tokens} needs context > 1")
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(
                 "overlap_param_gather=true needs distributed_optimizer=true and overlap_grad_reduce=true"

@@ -125,6 +125,12 @@ class MicroBatch:
     router chooses, as for the last token of a sequence; None where it chooses for all tokens."""
     denominator: float
     """Share of these sequences in what the sum of all token losses is divided by."""
+    cut: tuple[int, ...] | None = None
+    """In a rank's share, padded lengths of the sequences that are cut over context ranks, whose tokens come
+    first; None where that is all of `lengths`."""
+    whole: tuple[int, ...] = ()
+    """In a rank's share with `cut`, padded lengths of the sequences that it has whole; `cu_seqlens` is of
+    these."""
     tree: PrefixTree | None = None
     """Which tokens are computed for several sequences; `None` computes each token of each sequence."""
 

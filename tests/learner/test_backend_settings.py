@@ -71,3 +71,18 @@ def test_the_scale_of_adapters_is_alpha_over_the_rank_or_over_its_root():
     lora = LearnerConfig.model_validate({"backend": "fsdp", "lora": {"rank": 16, "alpha": 8.0}}).lora
     assert lora.scale == 0.5
     assert lora.model_copy(update={"rank_stabilised": True}).scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"parallel": {"context_min_tokens": 4096}}, "context_min_tokens=4096 needs context > 1"),
+        (
+            {"parallel": {"context": 2, "context_min_tokens": 4096}, "batch": {"share_prefixes": True}},
+            "share_prefixes=true cuts the line of all segments over context ranks",
+        ),
+    ],
+)
+def test_sequences_stay_whole_only_where_ranks_would_cut_them(settings, problem):
+    with pytest.raises(ValidationError, match=problem):
+        LearnerConfig.model_validate(settings)

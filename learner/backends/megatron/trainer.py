@@ -291,6 +291,7 @@ class Trainer:
                 ranks=parallel.context,
                 rank=parallel_state.get_context_parallel_rank(),
                 multiple=parallel.tensor if parallel.sequence else 1,
+                min_tokens=parallel.context_min_tokens,
             ).to(device())
             for batch in (*micro_batches, *idle)
         ]

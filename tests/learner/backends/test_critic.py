@@ -336,6 +336,7 @@ LAYOUTS = {
     "tp2 sp": (2, {"tensor": 2, "sequence": True}),
     "pp2": (2, {"pipeline": 2}),
     "cp2": (2, {"context": 2}),
+    "cp2 short whole": (2, {"context": 2, "context_min_tokens": 18}),
     "recomputed": (2, {"recompute": "full"}),
 }
 

@@ -180,6 +180,7 @@ LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
     "pp2": (2, {"pipeline": 2}),
     "cp2": (2, {"context": 2}),
+    "cp2 short whole": (2, {"context": 2, "context_min_tokens": 18}),
 }
 POLICY_VERSION = 3
 POLICY, REFERENCE, TEACHER, OTHER_TEACHER = 0, 1, 2, 3

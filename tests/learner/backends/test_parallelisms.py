@@ -59,6 +59,7 @@ MIXTRAL = (("family", "mixtral"),)
 ONE_HEAD = (("num_key_value_heads", 1),)
 PLAIN = {"distributed_optimizer": False}
 SP = {"tensor": 2, "sequence": True}
+RING = {"context": 2, "context_attention": "ring"}
 CASES = {
     "dp2": Case(2),
     "dp2 plain": Case(2, PLAIN),
@@ -90,13 +91,17 @@ CASES = {
     "cp2 llama3": Case(2, {"context": 2}, LLAMA3),
     "cp2 window": Case(2, {"context": 2}, WINDOW),
     "cp2 plain tied": Case(2, PLAIN | {"context": 2}, TIED),
-    "cp2 ring": Case(2, {"context": 2, "context_attention": "ring"}),
-    "cp2 ring window": Case(2, {"context": 2, "context_attention": "ring", "recompute": "full"}, WINDOW),
-    "cp2 ring deepseek": Case(
-        2, {"context": 2, "context_attention": "ring", "recompute": "selective"}, DEEPSEEK
-    ),
-    "cp4 ring": Case(4, {"context": 4, "context_attention": "ring"}, LLAMA),
-    "pp2 cp2 ring": Case(4, {"pipeline": 2, "context": 2, "context_attention": "ring"}, TIED),
+    "cp2 ring": Case(2, RING),
+    "cp2 ring window": Case(2, RING | {"recompute": "full"}, WINDOW),
+    "cp2 ring deepseek": Case(2, RING | {"recompute": "selective"}, DEEPSEEK),
+    "cp4 ring": Case(4, RING | {"context": 4}, LLAMA),
+    "pp2 cp2 ring": Case(4, RING | {"pipeline": 2}, TIED),
+    "cp2 short whole": Case(2, {"context": 2, "context_min_tokens": 18}),
+    "cp2 ring short whole": Case(2, RING | {"context_min_tokens": 18, "recompute": "selective"}, WINDOW),
+    "cp2 all whole, ep2": Case(2, {"context": 2, "expert": 2, "context_min_tokens": 100}, MOE),
+    "cp2 tp2 sp ring short whole": Case(4, SP | RING | {"context_min_tokens": 18}),
+    "cp2 pp2 short whole": Case(4, {"context": 2, "pipeline": 2, "context_min_tokens": 18}, DEEPSEEK),
+    "cp4 short whole": Case(4, {"context": 4, "context_min_tokens": 18, "recompute": "full"}, LLAMA),
     "full recompute": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}),
     "selective recompute": Case(2, {"context": 2, "recompute": "selective"}),
     "ep2": Case(2, {"expert": 2}, MOE),
@@ -149,6 +154,7 @@ NIGHTLY = (
     "dp2 tp2 sp overlapped", "dp2 pp2 tied overlapped",
     "tp2 cp2 of one key-value head", "pp2 cp2 ring", "dp2 tp2 sp ep2", "tp4 sp of two key-value heads",
     "pp2 cp2 tied", "dp2 pp2 vpp2 overlapped", "cp2 ep4 mixtral recomputed",
+    "cp2 pp2 short whole",
 )  # fmt: skip
 """Layouts of four ranks whose parts other layouts have too."""
 

@@ -27,6 +27,7 @@ SHARED = {"num_hidden_layers": 3, "decoder_sparse_step": 2}
 """The second of three layers alone has experts."""
 LAYOUTS = {
     "cp2": {"context": 2},
+    "cp2 short whole": {"context": 2, "context_min_tokens": 18},
     "pp2": {"pipeline": 2},
     "tp2 sp ep2 recomputed": {"tensor": 2, "sequence": True, "expert": 2, "recompute": "full"},
 }
@@ -173,7 +174,7 @@ def test_a_pass_notes_where_it_sends_tokens(family, changes, share_prefixes):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_share_a_model_all_know_where_a_pass_sends_tokens(worlds, layout):
-    shared = "pipeline" not in LAYOUTS[layout]
+    shared = not {"pipeline", "context_min_tokens"} & LAYOUTS[layout].keys()
     for found in worlds.run(2, noted, "qwen3_moe", {}, LAYOUTS[layout], shared):
         assert_noted_as_transformers_chooses(found, "qwen3_moe", {})
 

@@ -45,6 +45,7 @@ CASES = {
     "pp2 tied": Case(2, {"pipeline": 2}, TIED),
     "pp2 vpp2": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, FOUR_LAYERS),
     "cp2": Case(2, {"context": 2}),
+    "cp2 short whole": Case(2, {"context": 2, "context_min_tokens": 18}),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
     "pp2 cp2": Case(4, {"pipeline": 2, "context": 2}),
     "pp2 ep2": Case(4, {"pipeline": 2, "expert": 2}, MOE),

@@ -51,7 +51,7 @@ from learner.backends.packed_attention import (
     has_varlen_kernel,
     of_one_width,
 )
-from learner.data.prefix_tree import PrefixTree
+from learner.data.packing import MicroBatch
 from learner.publication.transfer import to_device
 
 
@@ -69,6 +69,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """Keys of all ranks that this rank's queries see; `None` if the rank holds whole sequences."""
     ring: RingLayout | None = None
     """Takes the place of `context` where keys and values pass by instead of being gathered."""
+    parts: "tuple[tuple[int, PackedLayout], ...]" = ()
+    """Numbers of tokens that lie end to end, each with what attention needs to know of them; empty where it
+    is the same for all tokens."""
     tree: TreeLayout | None = None
     """Segments that each query sees, where sequences share them; `None` if they share nothing."""
     experts: Tensor | None = None
@@ -77,50 +80,62 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
 
 
 def pack_layout(
-    cu_seqlens: Tensor,
-    lengths: Sequence[int],
-    position_ids: Tensor,
-    rope: Rope,
-    dtype: torch.dtype,
-    *,
-    context: ContextRanks = ALONE,
-    tree: PrefixTree | None = None,
+    batch: MicroBatch, rope: Rope, dtype: torch.dtype, context: ContextRanks = ALONE
 ) -> PackedLayout:
     """Precompute what attention needs, once per micro-batch.
 
     Args:
-        cu_seqlens: int32 [sequences + 1], where each sequence starts in the whole pack, and its tokens.
-        lengths: the differences of `cu_seqlens`, on the host.
-        position_ids: [T], position of each token of this rank in its own sequence.
+        batch: this rank's share.
         rope: angles of the positions.
         dtype: dtype of the queries and keys.
         context: the ranks that share the tokens.
-        tree: segments that the tokens of this rank are, where sequences share them.
     """
-    layout = PackedLayout(
+    tree, bounds = batch.tree, batch.cu_seqlens
+    if tree is not None:
+        layout = _of_lengths(bounds, batch.lengths)
+        layout.tree = tree_layout(tree.lengths, tree.parents, tree.held, ranks=context.ranks).to(
+            bounds.device
+        )
+    elif batch.cut is None:
+        layout = _sequences_layout(bounds, batch.lengths, dtype, context)
+    else:
+        layout = _of_lengths(bounds, batch.cut + batch.whole)
+        layout.parts = tuple(
+            (sum(lengths) // ranks.ranks, _sequences_layout(bounds, lengths, dtype, ranks))
+            for lengths, ranks in ((batch.cut, context), (batch.whole, ALONE))
+            if lengths
+        )
+    positions = batch.position_ids if tree is None else batch.position_ids[tree.source]
+    layout.rotation = rope.rotation(positions, dtype)
+    return layout
+
+
+def _of_lengths(bounds: Tensor, lengths: Sequence[int]) -> PackedLayout:
+    return PackedLayout(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        rotation=rope.rotation(position_ids, dtype),
     )
-    by_length = not has_varlen_kernel(cu_seqlens.device, dtype)
-    if tree is not None:
-        layout.tree = tree_layout(tree.lengths, tree.parents, tree.held, ranks=context.ranks).to(
-            cu_seqlens.device
-        )
-    elif context.ranks > 1 and context.ring:
-        layout.ring = RingLayout(lengths, ranks=context.ranks, rank=context.rank, device=cu_seqlens.device)
-    elif context.ranks > 1:
-        layout.context = context_layout(
-            lengths, ranks=context.ranks, rank=context.rank, by_length=by_length
-        ).to(cu_seqlens.device)
+
+
+def _sequences_layout(
+    bounds: Tensor, lengths: Sequence[int], dtype: torch.dtype, context: ContextRanks
+) -> PackedLayout:
+    """Lay out sequences that are cut over these ranks, or whole ones; only for these `bounds` count."""
+    layout, device = _of_lengths(bounds, lengths), bounds.device
+    by_length = not has_varlen_kernel(device, dtype)
+    ranks, rank = context.ranks, context.rank
+    if ranks > 1 and context.ring:
+        layout.ring = RingLayout(lengths, ranks=ranks, rank=rank, device=device)
+    elif ranks > 1:
+        layout.context = context_layout(lengths, ranks=ranks, rank=rank, by_length=by_length).to(device)
     elif len(set(lengths)) == 1:
         layout.buckets = (Bucket(len(lengths), lengths[0]),)
     elif by_length:
         layout.buckets, slots = bucket_by_length(lengths)
-        layout.slots = to_device(slots, cu_seqlens.device)
+        layout.slots = to_device(slots, device)
     return layout
 
 
@@ -208,6 +223,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
 
         Raises `ConfigError` for sequences that share a prefix and are longer than the window."""
         layout, width = packed_seq_params, value.shape[-1]
+        if layout.parts:
+            sizes = [tokens for tokens, _ in layout.parts]
+            heads = zip(*(torch.split(x, sizes) for x in (query, key, value)), strict=True)
+            return torch.cat([
+                self(*each, None, packed_seq_params=part)
+                for each, (_, part) in zip(heads, layout.parts, strict=True)
+            ])  # fmt: skip
         if layout.tree is not None:
             refuse_shared_window(self.window, layout.max_seqlen_q)
         if layout.ring is not None:

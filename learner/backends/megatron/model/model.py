@@ -93,19 +93,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         tree = batch.tree
-        layout = pack_layout(
-            batch.cu_seqlens,
-            batch.lengths,
-            batch.position_ids if tree is None else batch.position_ids[tree.source],
-            self.rope,
-            self.config.params_dtype,
-            context=ContextRanks(
-                self.pg_collection.cp.size(),
-                self.pg_collection.cp.rank(),
-                ring=self.config.cp_comm_type == "p2p",
-            ),
-            tree=tree,
-        )
+        context = self.pg_collection.cp
+        ranks = ContextRanks(context.size(), context.rank(), ring=self.config.cp_comm_type == "p2p")
+        layout = pack_layout(batch, self.rope, self.config.params_dtype, ranks)
         layout.experts = self._given_experts(batch)
         tokens = batch.tokens if tree is None else batch.tokens[tree.source]
         embedded = self.embedding(tokens[None], None) if self.pre_process else None

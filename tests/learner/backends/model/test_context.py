@@ -2,7 +2,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learner.backends.megatron.model.context_attention import attend_to_gathered, context_layout
+from learner.backends.megatron.model.attention import pack_layout
+from learner.backends.megatron.model.context_attention import (
+    ContextRanks,
+    attend_to_gathered,
+    context_layout,
+)
+from learner.backends.megatron.model.rope import Rope
 from learner.backends.megatron.sharding import share_of_rank
 from learner.data.packing import pack
 from tests.learner.tiny import random_samples
@@ -44,6 +50,23 @@ def test_what_the_ranks_compute_apart_is_attention_over_whole_sequences(ranks, w
             query[here], key[everywhere], value[everywhere], layout, scale=WIDTH**-0.5, window=window
         )
         assert torch.allclose(found, expected[here], atol=1e-6)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_whole_sequences_need_nothing_of_other_ranks(ring):
+    rope = Rope(torch.ones(WIDTH // 2))
+    ranks = ContextRanks(2, 0, ring=ring)
+
+    def parts(lengths):
+        [whole] = pack(random_samples(lengths), 1000)
+        share = share_of_rank(whole, ranks=2, rank=0, min_tokens=20)
+        layout = pack_layout(share, rope, torch.float32, ranks)
+        assert len(layout.rotation[0]) == len(share.tokens)
+        return [(n, part.context is not None, part.ring is not None) for n, part in layout.parts]
+
+    assert parts([9, 9, 8, 8]) == [(17, False, False)]
+    assert parts([40, 9, 9]) == [(20, not ring, ring), (9, False, False)]
+    assert parts([40, 9]) == []
 
 
 @pytest.mark.gpu
