@@ -103,8 +103,9 @@ def muon(workload: Workload) -> Step:
 
 
 def model_of(workload: Workload) -> PreTrainedModel:
-    """Return a model of this shape with random float32 weights."""
-    return AutoModelForCausalLM.from_config(workload.model, dtype=torch.float32)
+    """Return a model of this shape with random float32 weights, on the host."""
+    with torch.device(device()):  # a GPU draws a billion numbers in no time
+        return AutoModelForCausalLM.from_config(workload.model, dtype=torch.float32).cpu()
 
 
 def over_sequences(workload: Workload) -> Step:
