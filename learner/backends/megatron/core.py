@@ -28,6 +28,7 @@ with megatron_import_warnings_silenced():
         param_and_grad_buffer,
     )
     from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -39,6 +40,7 @@ with megatron_import_warnings_silenced():
     from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.module import MegatronModule, param_is_not_shared
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import (
@@ -112,6 +114,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "SelfAttention",
+    "SequentialMLP",
     "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -131,4 +134,5 @@ __all__ = [
     "save_config",
     "tensor_parallel",
     "torch_dist_strategy",
+    "weighted_bias_swiglu_impl",
 ]

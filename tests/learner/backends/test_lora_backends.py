@@ -50,7 +50,7 @@ def step(trainer, number: int) -> tuple[float, float]:
 
 
 def arrays(tensors) -> dict[str, np.ndarray]:
-    return {name: tensor.clone().numpy() for name, tensor in tensors}
+    return {name: tensor.cpu().clone().numpy() for name, tensor in tensors}
 
 
 def trained(backend: str, lora: LoraConfig, parallel: ParallelConfig = UNDIVIDED, **model: object):

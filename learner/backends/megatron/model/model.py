@@ -29,6 +29,7 @@ from learner.backends.megatron.model.attention import (
     pack_layout,
 )
 from learner.backends.megatron.model.context_attention import ContextRanks
+from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.megatron.model.latent_attention import LatentAttention
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.requirements import unsupported
@@ -194,6 +195,7 @@ def _layer_spec(
     if experts is not None:
         layer.module = ReplayedLayer
         layer.params = {"experts": experts}
+        layer.submodules.mlp.submodules.experts.module = GroupedExperts
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if experts is None:
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size

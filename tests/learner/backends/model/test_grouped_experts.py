@@ -1,0 +1,52 @@
+"""Experts that are computed together do what they do one after another."""
+
+import pytest
+import torch
+
+from learner.backends.megatron.model import grouped_experts
+from learner.data.packing import pack
+from tests.learner.backends.model.built import built_from
+from tests.learner.tiny import random_samples, tiny_model
+
+SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+
+
+def outcome(monkeypatch, *, grouped, dtype, lengths, device="cpu"):
+    """Return the sum of squares of the logits, and all gradients of it."""
+    monkeypatch.setattr(grouped_experts, "has_kernel", lambda _: grouped)
+    calls = []
+    product = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        grouped_experts.F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or product(*args, **kwargs)
+    )
+    built = built_from(tiny_model("qwen3_moe", **SIZES), dtype=dtype)
+    [batch] = pack(random_samples(lengths), 1000)
+    total = built.logits(batch.to(torch.device(device))).float().square().mean()
+    total.backward()
+    monkeypatch.undo()
+    assert bool(calls) is grouped
+    return total.item(), {name: weight.grad.float().cpu() for name, weight in built.named_parameters()}
+
+
+def assert_alike(monkeypatch, tolerance, **case):
+    (found, gradients), (expected, others) = (
+        outcome(monkeypatch, grouped=grouped, **case) for grouped in (True, False)
+    )
+    assert found == pytest.approx(expected, rel=tolerance)
+    for name, gradient in others.items():
+        difference = (gradients[name] - gradient).norm()
+        assert difference <= tolerance * (gradient.norm() + 1e-6), name
+
+
+def test_in_float32_outputs_and_gradients_are_the_same(monkeypatch):
+    assert_alike(monkeypatch, 1e-5, dtype=torch.float32, lengths=[40, 60])
+
+
+def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
+    assert_alike(monkeypatch, 0.03, dtype=torch.bfloat16, lengths=[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1], [40, 60, 300]])
+def test_the_kernel_does_what_experts_do_one_after_another(monkeypatch, lengths):
+    assert_alike(monkeypatch, 0.03, dtype=torch.bfloat16, lengths=lengths, device="cuda")
