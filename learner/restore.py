@@ -7,7 +7,13 @@ import structlog
 import torch
 
 from learner.backends.base import Backend
-from learner.backends.factory import build_backend, refuse_attention, refuse_batches, refuse_router_replay
+from learner.backends.factory import (
+    build_backend,
+    refuse_attention,
+    refuse_batches,
+    refuse_router_replay,
+    rounding_of,
+)
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig
 from learner.initial import Initial
@@ -47,6 +53,9 @@ def restore_backend(
         backend=settings.learner.backend,
         lora=settings.learner.lora,
     )
+    rounding = rounding_of(settings.learner)
+    if rounding is not None:
+        backend.compute_with(rounding)
     if checkpoint is not None:
         load_checkpoint(backend, checkpoint, verified=verified)
         progress.stage = "rl" if progress.stage == "done" else progress.stage

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from bus.messages import AdaptedBase, BlobRef
 from learner.algorithms.objective import Objective
 from learner.backends.frozen import FrozenPolicies
+from learner.backends.quantised.rounding import Rounding
 from learner.config.critic import CriticConfig
 from learner.config.lora import LoraConfig
 from learner.config.loss import SFTLoss
@@ -223,6 +224,13 @@ class Backend(Protocol):
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with a fresh optimizer state and learning-rate warm-up; the weights stay."""
+
+    def compute_with(self, rounding: Rounding) -> None:
+        """Compute with the weights of engines that quantise so, from the next pass on; update, export and
+        save those that it has.
+
+        Gradients go straight through the rounding. Policies that were read from directories are not rounded.
+        Raises `ConfigError` for a model that cannot be quantised so."""
 
     def release_memory(self) -> None:
         """Leave to other processes what the next step does not need of the device; that step takes it back.

@@ -13,6 +13,7 @@ from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
 from learner.backends.megatron.model.windows import refuse_shared_window, shortest_window
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.quantised.rounding import Rounding
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.manifest import is_written_by
 from learner.config.backend import BackendName
@@ -23,6 +24,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.model_directories.lazy_weights import State
 from learner.world.process_group import init_process_group
+from storage.weights.quantisation import FORMATS
 
 
 def _fsdp() -> Callable[..., Backend]:
@@ -106,6 +108,13 @@ def build_backend(
         lora=lora,
         exact=model.numerics == "exact",
     )
+
+
+def rounding_of(learner: LearnerConfig) -> Rounding | None:
+    """Return how the weights are rounded that the learner computes with; None where they are not."""
+    if not learner.quantisation_aware:
+        return None
+    return Rounding(FORMATS[learner.publication.quantisation], getattr(torch, learner.publish_dtype))
 
 
 def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> State | None:

@@ -39,6 +39,8 @@ class FrozenPolicies:
         self._load = load
         self._held: dict[str, Weights] = {}
         self._current: Weights | None = None
+        self._lent: str | None = None
+        """Tag of the policy whose weights the model has now."""
 
     def __contains__(self, tag: str) -> bool:
         return tag in self._held
@@ -47,6 +49,11 @@ class FrozenPolicies:
     def own(self) -> set[str]:
         """Tags of policies that this run trained itself: only its checkpoints hold them."""
         return self._held.keys() - self.sources.keys()
+
+    @property
+    def lends_foreign(self) -> bool:
+        """Tell whether the model has weights now that were read from a directory."""
+        return self._lent in self.sources
 
     def hold(self, tag: str) -> None:
         """Hold the current policy under `tag`, instead of the one held there."""
@@ -84,7 +91,11 @@ class FrozenPolicies:
             raise ValueError(f"no policy is held as {tag!r}, only {sorted(self._held)}")
         with self._current_kept() as live:
             _copy(self._held[tag], live)
-            yield
+            self._lent = tag
+            try:
+                yield
+            finally:
+                self._lent = None
 
     @contextmanager
     def _current_kept(self) -> Iterator[Weights]:

@@ -192,6 +192,11 @@ class LearnerConfig(Config):
     publication: PublicationConfig = PublicationConfig()
     """Sets how policy versions reach the actors."""
 
+    quantisation_aware: bool = False
+    """Compute with the weights that `learner.publication.quantisation` leaves, as engines do; the gradient
+    goes straight through to the weights themselves, which are updated and saved. For a pass, this takes the
+    memory of the quantised weights once more."""
+
     @property
     def has_critic(self) -> bool:
         """Tell whether a critic trains beside the policy."""
@@ -264,6 +269,21 @@ class LearnerConfig(Config):
             reference=self.reference,
             teachers=self.used_teachers,
         )
+        return self
+
+    @model_validator(mode="after")
+    def _rounded_weights_are_those_of_engines(self) -> Self:
+        if self.quantisation_aware and self.publication.quantisation == "none":
+            raise ValueError(
+                "learner.quantisation_aware=true has no effect with learner.publication.quantisation=none: "
+                "set that to the format in which engines have the weights, as fp8_block"
+            )
+        if self.quantisation_aware and self.lora.exists:
+            raise ValueError(
+                f"learner.quantisation_aware=true with learner.lora.rank={self.lora.rank}: engines quantise "
+                "what the weights and the adapters make together, which no layer computes with; set the rank "
+                "to 0, or quantisation_aware to false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -57,6 +57,10 @@ class Fp8Format:
         """Return the shape of the scales of a weight."""
         return BLOCKS.counts(shape) if self.by_block else ()
 
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        """Return which elements of a weight share a scale."""
+        return BLOCKS if self.by_block else Blocks(*shape)
+
 
 FORMATS: Mapping[str, Fp8Format] = {
     one.name: one

@@ -1,6 +1,7 @@
 """The `Backend` of any causal language model of transformers, sharded by torch's FSDP2."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from learner.backends.fsdp.matrices import FileMatrices, matrix_names
 from learner.backends.fsdp.model import shard
 from learner.backends.fsdp.names import FileNames, lasting_tensors
 from learner.backends.fsdp.optimizer import ShardedOptimizer
+from learner.backends.fsdp.quantised import rounded_weights
 from learner.backends.fsdp.self_check import refuse_other_results
 from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
 from learner.backends.lora import refuse_other_adapters
+from learner.backends.quantised.rounding import Rounding
+from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide
@@ -90,6 +94,7 @@ class FsdpTrainer:
             self._adapters = ModelAdapters(lora, adapted, base, self._tensors)
         load_weights(self._tensors, self._names, state)
         refuse_other_results(self.model, hf_config.vocab_size, dtype)
+        self._rounded: RoundedWeights | None = None
         self._copies = CopyBuffers()
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
@@ -120,6 +125,10 @@ class FsdpTrainer:
         self.optimizer = ShardedOptimizer(config, self._parameters, matrices, self.dtype)
         self.counts.begin()
 
+    def compute_with(self, rounding: Rounding) -> None:
+        """Compute with the weights of engines that quantise so, from the next pass on."""
+        self._rounded = rounded_weights(self._tensors, self._names, rounding, self.dtype)
+
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: SFTLoss | Objective, *, policy_version: int
     ) -> StepResult:
@@ -131,11 +140,12 @@ class FsdpTrainer:
         objective = self.counts.objective(loss)
         self.optimizer.clear_gradients()
         per_micro_batch = []
-        for batch in self._shares(micro_batches):
-            step = MicroBatchLoss.of(objective, batch, policy_version=policy_version)
-            loss_sum, _, sums = step.of_output(self.model(batch, step.token_loss))
-            loss_sum.backward()  # type: ignore[no-untyped-call]
-            per_micro_batch.append(sums)
+        with self._weights_of_engines():
+            for batch in self._shares(micro_batches):
+                step = MicroBatchLoss.of(objective, batch, policy_version=policy_version)
+                loss_sum, _, sums = step.of_output(self.model(batch, step.token_loss))
+                loss_sum.backward()  # type: ignore[no-untyped-call]
+                per_micro_batch.append(sums)
         names, totals = added_up(per_micro_batch)
         dist.all_reduce(totals)
         total = dict(zip(names, totals, strict=True))
@@ -168,11 +178,13 @@ class FsdpTrainer:
     @torch.no_grad()
     def _passed(self, micro_batches: Sequence[MicroBatch], *, top: int) -> list[Tensor]:
         found = []
-        for batch in self._shares(micro_batches):
-            output = self.model(batch, top=top)
-            rows = torch.cat([values.float().t() for values in output]) if top else torch.stack(output[:2])
-            every = torch.full((len(rows), len(batch.tokens)), torch.nan, device=rows.device)
-            found.append(every.index_copy_(1, batch.trained, rows).cpu())
+        with self._weights_of_engines():
+            for batch in self._shares(micro_batches):
+                output = self.model(batch, top=top)
+                parts = [values.float().t() for values in output] if top else output[:2]
+                rows = torch.cat(parts) if top else torch.stack(parts)
+                every = torch.full((len(rows), len(batch.tokens)), torch.nan, device=rows.device)
+                found.append(every.index_copy_(1, batch.trained, rows).cpu())
         self._settle()
         return found[: len(micro_batches)]
 
@@ -216,6 +228,17 @@ class FsdpTrainer:
             load_weights(self._tensors, self._names, state)
         else:  # with adapters, settings allow no other weights than those that are frozen
             self._adapters.switch_off()
+
+    @contextmanager
+    def _weights_of_engines(self) -> Iterator[None]:
+        """Let the model have rounded weights while inside, where it is to; other runs' policies have none."""
+        if self._rounded is None or self.frozen.lends_foreign:
+            yield
+            return
+        self._settle()
+        with self._rounded.in_place():
+            yield
+        self._settle()
 
     def _settle(self) -> None:
         """Wait for a copy to the host that still reads the weights, and forget what a pass left gathered:

@@ -1,6 +1,7 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +37,11 @@ from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, replay_figures
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
+from learner.backends.megatron.quantised import rounded_weights
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
+from learner.backends.quantised.rounding import Rounding
+from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
@@ -94,6 +98,7 @@ class Trainer:
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
         self.ddp = data_parallel(self.chunks, parallel)
+        self._rounded: RoundedWeights | None = None
         self.frozen = FrozenPolicies(self._live, load=self._load)
         self.counts = UpdateCounts()
         self.set_optimizer(optimizer)
@@ -110,6 +115,10 @@ class Trainer:
         self.settle_parameters()
         self.optimizer = build_optimizer(config, self.ddp, self.hf_config, self.dtype)
         self.counts.begin()
+
+    def compute_with(self, rounding: Rounding) -> None:
+        """Compute with the weights of engines that quantise so, from the next pass on."""
+        self._rounded = rounded_weights(self.chunks, self.hf_config, rounding, self.dtype)
 
     def train_step(
         self,
@@ -129,12 +138,13 @@ class Trainer:
         lr = learning_rate(self.optimizer_config, self.counts.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         objective = self.counts.objective(loss)
-        names, totals = accumulate_gradients(
-            self.ddp,
-            self.optimizer,
-            self.shares(micro_batches),
-            partial(forward_step, objective, policy_version),
-        )
+        with self._weights_of_engines():
+            names, totals = accumulate_gradients(
+                self.ddp,
+                self.optimizer,
+                self.shares(micro_batches),
+                partial(forward_step, objective, policy_version),
+            )
         sums, norm = update_if_finite(
             self.optimizer, self.optimizer_config, names, totals,
             pipeline=self.parallel.pipeline, before_update=self._await_readers,
@@ -150,12 +160,13 @@ class Trainer:
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
         trained."""
-        return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
+        with self._weights_of_engines():
+            return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
         """Return what `logprobs` does, each with where its tokens went, int16 [T, layers, k]."""
         shares = self.shares(micro_batches)
-        with ChosenExperts(self._modules()) as chosen:
+        with ChosenExperts(self._modules()) as chosen, self._weights_of_engines():
             values = forward_logprobs(self.ddp, micro_batches, shares)
         config = self.chunks[0].config
         experts = [
@@ -166,7 +177,8 @@ class Trainer:
 
     def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
         """Return ids and log-probs of the likeliest tokens, float32 [2 count + 1, T] on the host."""
-        return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches), top=count)
+        with self._weights_of_engines():
+            return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches), top=count)
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
@@ -224,6 +236,16 @@ class Trainer:
             load_hf_weights(self.chunks, hf_config, state)
         else:  # with adapters, settings allow no other weights than those that are frozen
             self.lora.switch_off()
+
+    @contextmanager
+    def _weights_of_engines(self) -> Iterator[None]:
+        """Let the model have rounded weights while inside, where it is to; other runs' policies have none."""
+        if self._rounded is None or self.frozen.lends_foreign:
+            yield
+            return
+        self.settle_parameters()
+        with self._rounded.in_place():
+            yield
 
     def settle_parameters(self) -> None:
         """Finish what still reads or writes the parameters: a copy to the host, and the gathering of updated

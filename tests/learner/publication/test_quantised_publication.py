@@ -14,6 +14,7 @@ from actors.weights.follow import PolicyFollower, fetch_model_files, fetch_state
 from actors.weights.received import Receiver
 from bus.errors import ConfigError, EngineError, StorageError
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.quantised.rounding import Rounding
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.data.packing import pack
@@ -23,7 +24,7 @@ from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from storage.weights.quantisation import FORMATS
 from tests.learner.fp8_reference import served
-from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 pytestmark = pytest.mark.nats
 NAMES = list(FORMATS)
@@ -79,6 +80,30 @@ async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(b
         assert torch.equal(weight, wanted[key]), key
     own = learning.trainer.export()
     assert any(not torch.equal(own[key], wanted[key]) for key in own)  # the learner's are as they were
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_engine_and_learner_differ_by_kernels_alone_where_the_learner_rounds_its_weights(
+    bus, tmp_path, name
+):
+    learning = await Learning(bus, "qwen3_moe", name).start(tmp_path)
+    samples = random_samples([5, 9])
+    differences = []
+    for aware in (False, True):
+        if aware:
+            learning.trainer.compute_with(Rounding(FORMATS[name], torch.float32))
+        await learning.publish(2 * aware)
+        manifest = await learning.publish(2 * aware + 1)
+        model = AutoModelForCausalLM.from_config(learning.hf_config, dtype=torch.float32)
+        model.load_state_dict(prepare_weights(model, await fetch_state(Blobs(bus), manifest), complete=True))
+        [scored] = learning.trainer.logprobs(pack(samples, 40))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(reference_logits(model, samples), -1)
+        labels = torch.cat([torch.from_numpy(each.token_ids).long().roll(-1) for each in samples])
+        served = logprobs.gather(-1, labels[:, None])[:, 0]
+        differences.append((scored[0] - served).nan_to_num().abs().max())
+    assert differences[0] > 1e-3
+    assert differences[1] < 2e-5
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor"])

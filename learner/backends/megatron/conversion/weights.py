@@ -121,7 +121,9 @@ def exported_shapes(
     return {
         name: sizes
         for rule in (family_of(hf_config).rules(shape) if rules is None else rules)
-        for name, sizes in zip(rule.parts, _part_shapes(rule, holders[rule.megatron][0], shape), strict=True)
+        for name, sizes in zip(
+            rule.parts, part_shapes_of(rule, holders[rule.megatron][0], shape), strict=True
+        )
     }
 
 
@@ -203,7 +205,7 @@ def parts_of(rule: Rule, slices: Sequence[tuple[Tensor, Cut]], shape: Shape) -> 
         slices = [(torch.cat([piece for piece, _ in slices]), Cut(None, 1, 0, cut.whole_sizes()))]
         cut = slices[0][1]
     parts_of_slices = [rule.layout.split(piece, each.shape(shape)) for piece, each in slices]
-    sizes = _part_shapes(rule, cut, shape)
+    sizes = part_shapes_of(rule, cut, shape)
     for name, size, *pieces in zip(rule.parts, sizes, *parts_of_slices, strict=True):
         yield name, cut.join(pieces, size)
 
@@ -230,7 +232,7 @@ def slices_of(chunks: Sequence[torch.nn.Module]) -> dict[str, Slice]:
         for name, parameter in chunk.named_parameters():
             expert = EXPERT.search(name) is not None
             cut = getattr(parameter, "tensor_model_parallel", False)
-            group = _tensor_group(expert)
+            group = tensor_group(expert)
             slices[global_name(chunk, name)] = Slice(
                 parameter.partition_dim if cut else None,  # type: ignore[attr-defined]  # set by megatron-core
                 group.size() if cut else 1,
@@ -255,7 +257,8 @@ def global_name(chunk: Any, name: str) -> str:
     return EXPERT.sub(expert, LAYER.sub(layer, name))
 
 
-def _tensor_group(expert: bool) -> dist.ProcessGroup:
+def tensor_group(expert: bool) -> dist.ProcessGroup:
+    """Return the ranks that share each tensor, of an expert or of the rest."""
     if expert:
         return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
@@ -319,14 +322,14 @@ def _problems(
     for rule in rules:
         if rule.megatron not in slices:
             continue
-        expected_shapes = _part_shapes(rule, slices[rule.megatron], shape)
+        expected_shapes = part_shapes_of(rule, slices[rule.megatron], shape)
         for name, expected in zip(rule.parts, expected_shapes, strict=True):
             yield from _misfit(state, name, expected)
     known = {name for rule in rules for name in rule.parts}
     yield from (f"unexpected {name}" for name in sorted(wanted - known) if not _ignored(name, shape))
 
 
-def _part_shapes(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
+def part_shapes_of(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
     """Return the shapes of the Hugging Face tensors that a rule's tensor is made of."""
     whole = cut.whole_sizes()
     if rule in (EMBEDDING, OUTPUT):

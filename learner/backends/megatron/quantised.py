@@ -1,0 +1,77 @@
+"""Finds the matrices of megatron-core's model that quantised engines have otherwise."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.base import Rule, Shape
+from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.weights import (
+    EXPERT,
+    Cut,
+    Slice,
+    part_shapes_of,
+    parts_of,
+    slice_of,
+    slices_of,
+    tensor_group,
+)
+from learner.backends.quantised.rounding import Rounding
+from learner.backends.quantised.weights import Mixed, Part, RoundedWeights
+from storage.weights.quantisation import is_quantised
+
+
+def rounded_weights(
+    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, rounding: Rounding, dtype: torch.dtype
+) -> RoundedWeights:
+    """Return the weights of this rank's chunks, which are in `dtype`, and what engines make of them.
+
+    The parameters must stay where they are. Raises `ConfigError` where they cannot be quantised so."""
+    shape, slices = shape_of(hf_config), slices_of(chunks)
+    parts: list[Part] = []
+    mixed: list[Mixed] = []
+    for rule in family_of(hf_config).rules(shape):
+        mine = slices.get(rule.megatron)
+        if mine is None:
+            continue
+        wholes = dict(zip(rule.parts, part_shapes_of(rule, mine, shape), strict=True))
+        rounding.refuse(wholes)
+        if not any(is_quantised(name, whole) for name, whole in wholes.items()):
+            continue
+        if rule.layout.mixes(shape, mine.ranks):
+            mixed.append(_mixed(rule, mine, shape))
+        else:
+            parts.extend(_parts(rule, mine, shape, wholes))
+    return RoundedWeights(rounding, parts, mixed, dtype)
+
+
+def _parts(rule: Rule, mine: Slice, shape: Shape, wholes: Mapping[str, tuple[int, ...]]) -> Iterator[Part]:
+    group = tensor_group(EXPERT.search(rule.megatron) is not None) if mine.ranks > 1 else None
+    views = rule.layout.split(mine.parameter, mine.shape(shape))
+    for (name, whole), view in zip(wholes.items(), views, strict=True):
+        if is_quantised(name, whole):
+            rows, columns = (n // mine.ranks if i == mine.dimension else n for i, n in enumerate(whole))
+            yield Part(
+                view,
+                (rows, columns),
+                (whole[0], whole[1]),
+                row=mine.rank * rows if mine.dimension == 0 else 0,
+                column=mine.rank * columns if mine.dimension == 1 else 0,
+                group=group,
+            )
+
+
+def _mixed(rule: Rule, mine: Slice, shape: Shape) -> Mixed:
+    group = tensor_group(EXPERT.search(rule.megatron) is not None)
+    cuts = [Cut(mine.dimension, mine.ranks, rank, mine.sizes) for rank in range(mine.ranks)]
+
+    def gathered() -> dict[str, Tensor]:
+        pieces = [torch.empty_like(mine.parameter) for _ in cuts]
+        dist.all_gather(pieces, mine.parameter.contiguous(), group=group)
+        return dict(parts_of(rule, list(zip(pieces, cuts, strict=True)), shape))
+
+    return Mixed(mine.parameter, gathered, partial(slice_of, rule, cuts[mine.rank], shape=shape))
