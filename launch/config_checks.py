@@ -112,6 +112,13 @@ def _check_adapters(config: "RunConfig") -> None:
         )
 
 
+TAKEN_ONCE = {
+    "fp8_tensor": "merges the scales of fused layers",
+    "int4": "packs the codes of linear layers for its kernels",
+}
+"""Formats of which SGLang takes one version, and what it does to that."""
+
+
 def _check_quantisation(config: "RunConfig") -> None:
     """Refuse quantised weights where adapters travel, and servers that could not take them."""
     chosen, engine = config.learner.publication.quantisation, config.actors.engine
@@ -124,11 +131,11 @@ def _check_quantisation(config: "RunConfig") -> None:
             "set learner.lora.publish=merged, or quantisation to none"
         )
     serves, evaluation = isinstance(engine, SglangEngineConfig), config.actors.evaluation
-    if chosen == "fp8_tensor" and (serves or evaluation.has_own_servers):
+    if chosen in TAKEN_ONCE and (serves or evaluation.has_own_servers):
         servers = "actors.engine.type=sglang" if serves else "actors.evaluation.servers or urls"
         raise ConfigError(
-            f"{where} with {servers}: SGLang merges the scales of fused layers when it loads "
-            "them, and takes no second version; set quantisation to fp8_block"
+            f"{where} with {servers}: SGLang {TAKEN_ONCE[chosen]} when it loads them, and takes no second "
+            "version; set quantisation to fp8_block"
         )
     for url in evaluation.urls:
         refuse_running(url, where, setting="actors.evaluation.urls")

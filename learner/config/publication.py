@@ -22,10 +22,11 @@ class PublicationConfig(Config):
     """Versions that can be fetched as long as the run goes on, for opponents that are one of them
     (`actors.opponents`). Each is a snapshot, by the transport and in the run's directory."""
 
-    quantisation: Literal["none", "fp8_block", "fp8_ue8m0", "fp8_tensor"] = "none"
-    """Format in which the linear layers of attention, of MLPs and of experts are published; training does not
-    use it. `fp8_block`: e4m3 with a float32 scale for each block of 128 x 128. `fp8_ue8m0`: the same with
-    powers of two as scales. `fp8_tensor`: one scale for each tensor, for the embedded engine only."""
+    quantisation: Literal["none", "fp8_block", "fp8_ue8m0", "fp8_tensor", "int4"] = "none"
+    """Format in which the linear layers of attention, of MLPs and of experts are published; training uses it
+    with `learner.quantisation_aware`. `fp8_block`: e4m3 with a float32 scale for each block of 128 x 128.
+    `fp8_ue8m0`: the same with powers of two as scales. `fp8_tensor`: one scale for each tensor. `int4`: a
+    scale for each 128 columns of a row. The last two are for the embedded engine only."""
 
     probe: bool = True
     """Whether a few fixed sequences are scored at each version, so that actors can tell whether their engines

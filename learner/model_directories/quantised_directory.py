@@ -8,14 +8,7 @@ import torch
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from learner.model_directories.int4_weights import (
-    LAYOUT,
-    METHOD,
-    FromInt4Weights,
-    Int4Weights,
-    group_size,
-    int4_config,
-)
+from learner.model_directories.int4_weights import FromInt4Weights, group_size
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import (
     INDEX_FILE,
@@ -34,14 +27,11 @@ from learner.model_directories.written_directory import (
 )
 from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
-from storage.weights.quantisation import FORMATS, quantisation_config
-
-INT4 = "int4"
-"""Name of the format of int4 in settings."""
+from storage.weights.quantisation import FORMATS, LAYOUT, METHOD, quantisation_config
 
 
 def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BYTES) -> Converted:
-    """Write a Hugging Face directory with its linear layers in one of `FORMATS`, or in `INT4`.
+    """Write a Hugging Face directory with its linear layers in one of `FORMATS`.
 
     Raises `ConfigError` for a model that is quantised already or has experts in one tensor, `StorageError`
     for a weight that is not finite; then, and after any other failure, there is no `target`."""
@@ -53,9 +43,6 @@ def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BY
         )
     weights = HFWeights(source, STORED_DTYPES)
     shapes = {name: weights.spec(name).shape for name in weights}
-    if to == INT4:
-        config[QUANTISATION] = int4_config(shapes)
-        return _written(source, target, Int4Weights(weights), config, shard_bytes)
     config[QUANTISATION] = quantisation_config(FORMATS[to], shapes)
     return _written(source, target, QuantisedWeights(weights, FORMATS[to]), config, shard_bytes)
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from learner.model_directories.lazy_weights import LazyWeights, Spec
-from learner.publication.host_copy import host_tensors
+from learner.publication.host_copy import NAMES, host_tensors
 from storage.weights.fp8 import Blocks, dequantised
-from storage.weights.quantisation import Fp8Format, is_quantised, quantised, scale_names, weight_of
-from storage.weights.tensors import HostTensor
+from storage.weights.quantisation import Format, is_quantised, scale_names, weight_of
+from storage.weights.quantised_tensors import quantised
+from storage.weights.tensors import TORCH_DTYPES, HostTensor
 
 CODES = torch.float8_e4m3fn
 INPUT_SCALE = ".input_scale"
@@ -22,40 +23,39 @@ INPUT_SCALE = ".input_scale"
 class QuantisedWeights(LazyWeights):
     """The weights with codes and scales in the place of those that are quantised."""
 
-    def __init__(self, weights: LazyWeights, found: Fp8Format) -> None:
+    def __init__(self, weights: LazyWeights, found: Format) -> None:
         self._weights = weights
         self._format = found
-        self._scales = {
-            name + found.suffix: name for name in weights if is_quantised(name, weights.spec(name).shape)
-        }
-        """The weight of each scale."""
-        names = ((name, name + found.suffix) for name in weights)  # a weight, then its scale if it has one
-        super().__init__(
-            dict.fromkeys(name for pair in names for name in pair if name in weights or name in self._scales)
-        )
+        self._sources: dict[str, str] = {}
+        """The weight of each tensor; its own name if it stays."""
+        self._specs: dict[str, Spec] = {}
+        """Shapes and dtypes of the tensors of quantised weights."""
+        for name in weights:
+            shape, dtype = weights.spec(name)
+            if not is_quantised(name, shape):
+                self._sources[name] = name
+                continue
+            for end, (stored, sizes) in found.stored(shape, NAMES[dtype]).items():
+                self._sources[name + end] = name
+                self._specs[name + end] = Spec(sizes, getattr(torch, TORCH_DTYPES[stored]))
+        super().__init__(self._sources)
         self._last: tuple[str, Mapping[str, HostTensor]] = "", {}
-        """The weight quantised last, whose scales are asked for next."""
+        """The weight quantised last, whose other tensors are asked for next."""
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._scales.get(name, name)
-        if weight + self._format.suffix not in self._scales:
-            return self._weights[name]
+        weight = self._sources[name]
+        if name not in self._specs:
+            return self._weights[weight]
         if self._last[0] != weight:
             source = host_tensors({weight: self._weights[weight].contiguous()})
             self._last = weight, quantised(source, self._format)
         found = self._last[1][name]
-        dtype, kind = self.spec(name).dtype, f"i{found.words.itemsize}"
-        return torch.from_numpy(found.words.view(kind)).view(dtype).reshape(found.shape)
+        kind = f"i{found.words.itemsize}"
+        return torch.from_numpy(found.words.view(kind)).view(self._specs[name].dtype).reshape(found.shape)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype of a tensor, unread."""
-        weight = self._scales.get(name, name)
-        shape, dtype = self._weights.spec(weight)
-        if weight + self._format.suffix not in self._scales:
-            return Spec(shape, dtype)
-        if name == weight:
-            return Spec(shape, CODES)
-        return Spec(self._format.scales_shape(shape), torch.float32)
+        return self._specs[name] if name in self._specs else self._weights.spec(name)
 
 
 class DequantisedWeights(LazyWeights):

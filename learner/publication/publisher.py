@@ -32,7 +32,8 @@ from storage.disk.atomic_files import Content
 from storage.weights.blob_stores import BlobStore, on_bus
 from storage.weights.deltas import Delta, encode_delta
 from storage.weights.model_files import bundle, with_quantisation
-from storage.weights.quantisation import FORMATS, Fp8Format, quantisation_config, quantised
+from storage.weights.quantisation import FORMATS, Format, quantisation_config
+from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import HostTensor, Weights, snapshot_content, spare_threads
 
 log = structlog.get_logger()
@@ -344,7 +345,7 @@ class WeightPublisher:
             await self._put_model()
         return await asyncio.to_thread(self._quantised, tensors, self._format)
 
-    def _quantised(self, tensors: Tensors, found: Fp8Format) -> Tensors:
+    def _quantised(self, tensors: Tensors, found: Format) -> Tensors:
         with ThreadPoolExecutor(publishing_threads(self._config), "quantise") as threads:
             return quantised(tensors, found, threads)
 

@@ -1,40 +1,45 @@
-"""Weights in fp8 as inference engines load them: which weights, under which names, and the model's config.
+"""Quantised weights as inference engines load them: which weights, under which names, and the model's config.
 
-A weight `x.weight` that is quantised has its codes under its own name and its scales beside it:
-`x.weight_scale_inv` with blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3), or `x.weight_scale` where the
-whole tensor has one. Both are factors of the codes, whatever their name says."""
+A weight `x.weight` in fp8 has its codes under its own name and its scales beside it: `x.weight_scale_inv`
+with blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3), or `x.weight_scale` where the whole tensor has one.
+Both are factors of the codes, whatever their name says. In int4 (compressed-tensors' layout
+pack-quantized) it has codes in `x.weight_packed`, a scale for each group of columns of a row in
+`x.weight_scale`, and its shape in `x.weight_shape`."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypeVar
 
-import numpy as np
-
 from bus.codec import Json
-from bus.errors import ConfigError, StorageError
-from storage.weights.fp8 import Blocks, Codes, Floats, encoded, largest_magnitudes, scales_of
-from storage.weights.tensors import HostTensor, in_order
+from bus.errors import ConfigError
+from storage.weights.fp8 import Blocks
+from storage.weights.int4 import GROUP, PACKED_COLUMNS
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]
 BLOCK = 128
 """Rows and columns of a block."""
 BLOCKS = Blocks(BLOCK, BLOCK)
-TASK_ELEMENTS = 1 << 23
-"""Elements that a thread takes at a time: large models have millions of blocks, and tasks cost the main
-thread."""
 CODES = "F8_E4M3"
 """Name of the codes' dtype in safetensors."""
 BLOCK_SCALE, TENSOR_SCALE = "_scale_inv", "_scale"
 """What the names of scales have after that of their weight."""
+PACKED, SHAPE = "_packed", "_shape"
+"""The same of codes in int4, and of the shapes of their weights."""
+METHOD, LAYOUT = "compressed-tensors", "pack-quantized"
+"""Names of the layout of int4 in config.json."""
 _WEIGHT = ".weight"
+_ENDS = (BLOCK_SCALE, TENSOR_SCALE, PACKED, SHAPE)
 _LINEAR = re.compile(r"(^|\.)(\w+_proj|kv_a_proj_with_mqa|in_proj_qkvz?|in_proj_z|w[123]|wq_b|wk)\.weight$")
 """Linear layers of attention, of MLPs and of experts, by their names in the model families there are."""
 _KEPT = re.compile(r"(^|\.)(weights_proj|eh_proj)\.weight$|(^|\.)(visual|vision\w*|audio\w*)\.")
 """Small or sensitive layers among them, which published fp8 checkpoints have in bfloat16."""
+
+
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtypes in safetensors and shapes of the tensors of a quantised weight, by what their names have after its
+own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +58,49 @@ class Fp8Format:
         """Return what the names of its scales have after that of their weight."""
         return BLOCK_SCALE if self.by_block else TENSOR_SCALE
 
-    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight."""
-        return BLOCKS.counts(shape) if self.by_block else ()
-
     def blocks(self, shape: tuple[int, ...]) -> Blocks:
         """Return which elements of a weight share a scale."""
         return BLOCKS if self.by_block else Blocks(*shape)
 
+    def stored(self, shape: tuple[int, ...], dtype: str) -> Stored:
+        """Return what there is of a weight of this shape and of this dtype in safetensors."""
+        scales = BLOCKS.counts(shape) if self.by_block else ()
+        return {"": (CODES, shape), self.suffix: ("F32", scales)}
 
-FORMATS: Mapping[str, Fp8Format] = {
+
+@dataclass(frozen=True, slots=True)
+class Int4Format:
+    """Weights in int4, symmetric, with scales in the dtype that the weights had."""
+
+    name: str = "int4"
+
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        """Return which elements of a weight share a scale."""
+        return Blocks(1, GROUP)
+
+    def stored(self, shape: tuple[int, ...], dtype: str) -> Stored:
+        """Return what there is of a weight, as `Fp8Format.stored` does."""
+        rows, columns = shape
+        return {
+            PACKED: ("I32", (rows, columns // PACKED_COLUMNS)),
+            TENSOR_SCALE: (dtype, (rows, columns // GROUP)),
+            SHAPE: ("I64", (2,)),
+        }
+
+
+Format = Fp8Format | Int4Format
+FORMATS: Mapping[str, Format] = {
     one.name: one
     for one in (
         Fp8Format("fp8_block", by_block=True),
         Fp8Format("fp8_ue8m0", by_block=True, powers_of_two=True),
         Fp8Format("fp8_tensor", by_block=False),
+        Int4Format(),
     )
 }
+
+
+INT4 = FORMATS["int4"]
 
 
 def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
@@ -85,17 +116,25 @@ def scale_names(weight: str) -> tuple[str, str]:
 
 
 def weight_of(name: str) -> str | None:
-    """Return the name of the weight whose scales have this name; None for a name of no scales."""
+    """Return the name of the weight whose scales, in fp8, have this name; None for a name of no scales."""
     for suffix in (BLOCK_SCALE, TENSOR_SCALE):
         if name.endswith(_WEIGHT + suffix):
             return name.removesuffix(suffix)
     return None
 
 
+def int4_names(weight: str) -> tuple[str, str, str]:
+    """Return the names of codes, scales and shape of a weight in int4."""
+    return weight + PACKED, weight + TENSOR_SCALE, weight + SHAPE
+
+
 def published_as(names: Iterable[str]) -> str:
     """Return what `learner.publication.quantisation` is where tensors of these names are published."""
     ends = {name.rpartition(_WEIGHT)[2] for name in names}
-    return " or ".join(one.name for one in FORMATS.values() if one.suffix in ends) or "none"
+    if PACKED in ends:
+        return INT4.name
+    of_fp8 = (one for one in FORMATS.values() if isinstance(one, Fp8Format))
+    return " or ".join(one.name for one in of_fp8 if one.suffix in ends) or "none"
 
 
 def with_scales(some: Mapping[str, T], every: Mapping[str, T]) -> dict[str, T]:
@@ -104,19 +143,28 @@ def with_scales(some: Mapping[str, T], every: Mapping[str, T]) -> dict[str, T]:
     Either means nothing without the other to those who undo the quantisation."""
     wanted = dict(some)
     for name in some:
-        weight = weight_of(name) or name
-        partners = (weight, *scale_names(weight)) if weight.endswith(_WEIGHT) else ()
+        weight, end = _parted(name)
+        partners = (weight + each for each in ("", *_ENDS)) if end is not None else ()
         wanted |= {partner: every[partner] for partner in partners if partner in every}
     return wanted
 
 
-def quantisation_config(found: Fp8Format, shapes: Shapes) -> dict[str, Json]:
+def _parted(name: str) -> tuple[str, str | None]:
+    """Return the weight that a tensor belongs to, and what its name has behind; None of other tensors."""
+    before, found, end = name.rpartition(_WEIGHT)
+    return before + _WEIGHT, end if found and end in ("", *_ENDS) else None
+
+
+def quantisation_config(found: Format, shapes: Shapes) -> dict[str, Json]:
     """Return `quantization_config` of config.json, as transformers, SGLang and vLLM read it.
 
     Args:
         found: format of the weights that are quantised.
-        shapes: shapes of all weights by their Hugging Face name, before any is quantised."""
-    refuse_fused_experts(shapes)
+        shapes: shapes of all weights by their Hugging Face name, before any is quantised.
+    Raises `ConfigError` for weights that cannot be quantised so."""
+    refuse_unsuitable(found, shapes)
+    if isinstance(found, Int4Format):
+        return _int4_config(shapes)
     config: dict[str, Json] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     if found.by_block:
         config["weight_block_size"] = [BLOCK, BLOCK]
@@ -136,116 +184,29 @@ def kept_modules(shapes: Shapes) -> Iterable[str]:
         yield "lm_head"
 
 
-def refuse_fused_experts(shapes: Shapes) -> None:
-    """Raise `ConfigError` for experts that lie in one tensor: engines that quantise want each by itself."""
+def _int4_config(shapes: Shapes) -> dict[str, Json]:
+    weights: dict[str, Json] = {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+        "dynamic": False,
+    }  # fmt: skip
+    return {
+        "quant_method": METHOD,
+        "format": LAYOUT,
+        "quantization_status": "compressed",
+        "ignore": [*sorted(kept_modules(shapes))],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+def refuse_unsuitable(found: Format, shapes: Shapes) -> None:
+    """Raise `ConfigError` for weights, by their Hugging Face names, that cannot be quantised so."""
     for name, shape in shapes.items():
         if len(shape) == 3 and "experts" in name:
             raise ConfigError(
                 f"{name} holds {shape[0]} experts in one tensor, and fp8 is for experts with a tensor each: "
                 "this model cannot be quantised"
             )
-
-
-class _Job:
-    """A weight that is being quantised."""
-
-    def __init__(self, name: str, tensor: HostTensor, found: Fp8Format) -> None:
-        self.name, self.tensor, self.format = name, tensor, found
-        rows, self.width = tensor.shape
-        self.codes: Codes = np.empty((rows, self.width), np.uint8)
-        self.bands = range(0, rows, BLOCK)
-        self.scales: Floats = np.empty(0, np.float32)
-        """[rows of blocks, columns of blocks], the same in all of them where the tensor has one."""
-
-    def values(self, start: int) -> Floats:
-        """Return the values of one row of blocks."""
-        rows = self.tensor.words.reshape(self.tensor.shape)[start : start + BLOCK]
-        return widened(rows, self.tensor.dtype)
-
-    def largest(self, start: int) -> Floats:
-        """Return the largest magnitudes of the blocks in one row of them."""
-        return largest_magnitudes(self.values(start), BLOCK)
-
-    def set_scales(self, largest: list[Floats]) -> None:
-        """Make the scales of the largest magnitudes. Raises `StorageError` for what is not finite."""
-        magnitudes = np.stack(largest)
-        if not np.isfinite(magnitudes).all():
-            row, column = np.argwhere(~np.isfinite(magnitudes))[0] * BLOCK
-            raise StorageError(
-                f"{self.name} has values that are not finite, in the block that begins at row {row}, column "
-                f"{column}: fp8 has no infinity, and the model cannot be used with them in any format"
+        if isinstance(found, Int4Format) and is_quantised(name, shape) and shape[1] % GROUP:
+            raise ConfigError(
+                f"{name} has {shape[1]} columns, which are no multiple of {GROUP}: int4 has groups of so many"
             )
-        if not self.format.by_block:
-            magnitudes = np.full_like(magnitudes, magnitudes.max())
-        self.scales = scales_of(magnitudes, powers_of_two=self.format.powers_of_two)
-
-    def encode(self, start: int) -> None:
-        """Write the codes of one row of blocks."""
-        scales = self.scales[start // BLOCK]
-        self.codes[start : start + BLOCK] = encoded(self.values(start), scales, BLOCK)
-
-    def result(self) -> dict[str, HostTensor]:
-        """Return codes and scales by their names."""
-        shape = self.format.scales_shape(self.tensor.shape)
-        scales = self.scales if self.format.by_block else self.scales[:1, :1]
-        words = np.ascontiguousarray(scales).reshape(-1).view(np.uint32)
-        return {
-            self.name: HostTensor(CODES, self.tensor.shape, self.codes.reshape(-1)),
-            self.name + self.format.suffix: HostTensor("F32", shape, words),
-        }
-
-
-def _tasks(jobs: Iterable[_Job]) -> Iterator[list[tuple[_Job, int]]]:
-    """Yield rows of blocks, as jobs and where they start, in order: as many as a thread takes at a time."""
-    task: list[tuple[_Job, int]] = []
-    elements = 0
-    for job in jobs:
-        for start in job.bands:
-            task.append((job, start))
-            elements += BLOCK * job.width
-            if elements >= TASK_ELEMENTS:
-                yield task
-                task, elements = [], 0
-    if task:
-        yield task
-
-
-def _encode(task: Iterable[tuple[_Job, int]]) -> None:
-    """Write the codes of a task."""
-    for job, start in task:
-        job.encode(start)
-
-
-def quantised(
-    tensors: Mapping[str, HostTensor], found: Fp8Format, threads: Executor | None = None
-) -> dict[str, HostTensor]:
-    """Return the tensors with codes and scales in the place of each weight that is quantised.
-
-    The others are shared. Raises `StorageError` for a weight that is not finite."""
-    jobs = {
-        name: _Job(name, tensor, found)
-        for name, tensor in tensors.items()
-        if is_quantised(name, tensor.shape) and len(tensor.words)
-    }
-    tasks = list(_tasks(jobs.values()))
-    found_largest = in_order(threads, lambda task: [job.largest(start) for job, start in task], tasks)
-    largest = chain.from_iterable(found_largest)
-    for job in jobs.values():
-        job.set_scales([next(largest) for _ in job.bands])
-    for _ in in_order(threads, _encode, tasks):
-        pass
-    result: dict[str, HostTensor] = {}
-    for name, tensor in tensors.items():
-        result |= jobs[name].result() if name in jobs else {name: tensor}
-    return result
-
-
-def widened(words: np.ndarray, dtype: str) -> Floats:
-    """Return the values of words of a dtype in safetensors as float32. Raises `StorageError` for others."""
-    if dtype == "BF16":
-        return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype == "F32":
-        return words.view(np.float32)
-    if dtype == "F16":
-        return words.view(np.float16).astype(np.float32)
-    raise StorageError(f"weights of {dtype} cannot be quantised: BF16, F16 and F32 can")

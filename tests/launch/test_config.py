@@ -99,11 +99,15 @@ def test_quantised_weights_are_refused_for_engines_that_cannot_take_them(layer, 
     resolve(FP8, {"actors": {"evaluation": {"servers": 1}}})
 
 
-def test_one_scale_for_each_tensor_is_for_the_embedded_engine_alone():
-    by_tensor = {"learner": {"publication": {"quantisation": "fp8_tensor"}}}
-    resolve(by_tensor)
+@pytest.mark.parametrize(
+    ("name", "why"), [("fp8_tensor", "merges the scales"), ("int4", "packs the codes of linear layers")]
+)
+def test_formats_of_which_sglang_takes_one_version_are_for_the_embedded_engine_alone(name, why):
+    chosen = {"learner": {"publication": {"quantisation": name}}}
+    resolve(chosen)
     for actors in ({"engine": {"type": "sglang"}}, {"evaluation": {"servers": 1}}):
-        assert "set quantisation to fp8_block" in refusal(by_tensor, {"actors": actors})
+        assert "set quantisation to fp8_block" in refusal(chosen, {"actors": actors})
+        assert why in refusal(chosen, {"actors": actors})
 
 
 def test_later_layers_win_key_by_key():

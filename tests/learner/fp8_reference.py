@@ -1,4 +1,4 @@
-"""What fp8 makes of weights, computed by torch alone, block by block."""
+"""What quantisation makes of weights, computed by torch alone, block by block."""
 
 import torch
 
@@ -7,6 +7,8 @@ from storage.weights.quantisation import is_quantised
 
 def rounded(weight, name):
     """The float32 values that an engine of a format computes with, for one weight."""
+    if name == "int4":
+        return rounded_to_int4(weight)
     weight, size = weight.float(), 10**9 if name == "fp8_tensor" else 128
     result = torch.empty_like(weight)
     for rows in range(0, weight.shape[0], size):
@@ -17,6 +19,13 @@ def rounded(weight, name):
                 scale = torch.exp2(torch.ceil(torch.log2(scale)))
             result[place] = (weight[place] / scale).to(torch.float8_e4m3fn).float() * scale
     return result
+
+
+def rounded_to_int4(weight):
+    """Multiples from -8 to 7 of the scales of 128 columns, which have the dtype of the weight."""
+    groups = weight.float().unflatten(1, (-1, 128))
+    scales = (groups.abs().amax(-1, keepdim=True) / 7.5).to(weight.dtype).float()
+    return ((groups / scales).round().clamp(-8, 7) * scales).flatten(1)
 
 
 def served(state, name):

@@ -2,18 +2,32 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
-from learner.model_directories.int4_weights import packed, unpacked
 from learner.model_directories.quantised_directory import dequantise, quantise
+from learner.publication.host_copy import host_tensors
+from storage.weights import int4
+from storage.weights.quantisation import FORMATS
+from storage.weights.quantised_tensors import quantised
 from tests.learner.tiny import tiny_model
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 F32, BF16 = torch.float32, torch.bfloat16
+
+
+def packed(name, weight):
+    """The three tensors of a weight, as they are published and stored."""
+    return torch_tensors(quantised(host_tensors({name: weight}), FORMATS["int4"]))
+
+
+def unpacked(words, scales, columns):
+    return torch.from_numpy(int4.unpacked(words.numpy().view(np.uint32), scales.float().numpy(), columns))
 
 
 def weights(directory):

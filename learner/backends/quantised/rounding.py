@@ -9,25 +9,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from storage.weights import int4
 from storage.weights.fp8 import LARGEST, SMALLEST_SCALE, Blocks
-from storage.weights.quantisation import Fp8Format, Shapes, refuse_fused_experts
+from storage.weights.quantisation import Format, Int4Format, Shapes, refuse_unsuitable
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """Says to which numbers engines have weights rounded."""
 
-    found: Fp8Format
+    found: Format
     published: torch.dtype
     """Type in which weights are quantised, `learner.publish_dtype`."""
 
     def refuse(self, shapes: Shapes) -> None:
         """Raise `ConfigError` for weights by these names that cannot be quantised so."""
-        refuse_fused_experts(shapes)
+        refuse_unsuitable(self.found, shapes)
 
     def scales(self, largest: Tensor) -> Tensor:
         """Return the scales of blocks, float32, by the largest magnitudes in them."""
-        exact = largest.double() / LARGEST
+        if isinstance(self.found, Int4Format):
+            scales = _divided(largest.double(), int4.LARGEST).float().to(self.published).float()
+            return torch.where(scales == 0, 1.0, scales)
+        exact = _divided(largest.double(), LARGEST)
         if self.found.powers_of_two:
             fraction, exponent = torch.frexp(exact)
             exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
@@ -37,6 +41,8 @@ class Rounding:
 
     def rounded(self, values: Tensor, scales: Tensor) -> Tensor:
         """Return the values, float32, that the codes of `values` stand for with these scales."""
+        if isinstance(self.found, Int4Format):
+            return (values / scales).round().clamp(-8, 7) * scales
         codes = (values / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return codes.float() * scales
 
@@ -45,6 +51,11 @@ class Rounding:
         values, blocks = matrix.to(self.published).float(), self.found.blocks(tuple(matrix.shape))
         scales = self.scales(largest_magnitudes(values, 0, 0, blocks))
         return self.rounded(values, spread(scales, 0, 0, blocks, tuple(values.shape)))
+
+
+def _divided(values: Tensor, divisor: float) -> Tensor:
+    """Divide by a number; by one that is not on the device, CUDA would multiply by its rounded inverse."""
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
 def largest_magnitudes(values: Tensor, row: int, column: int, blocks: Blocks) -> Tensor:

@@ -22,12 +22,15 @@ from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
-from storage.weights.quantisation import FORMATS
+from storage.weights.quantisation import FORMATS, with_scales
 from tests.learner.fp8_reference import served
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 pytestmark = pytest.mark.nats
 NAMES = list(FORMATS)
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 128}
+"""Sizes of a model whose layers have groups of 128 columns."""
+PARTS = ("_packed", "_scale", "_shape")
 TIMEOUT_S = 20
 E4M3 = torch.float8_e4m3fn
 
@@ -36,7 +39,7 @@ class Learning:
     """A tiny learner and its publisher."""
 
     def __init__(self, bus, kind, name, **config):
-        model = tiny_model(kind)
+        model = tiny_model(kind, **(WIDE if name == "int4" else {}))
         self.hf_config = model.config
         self.trainer = Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-3), dtype=torch.float32)
         self.host = HostCopy(torch.float32)
@@ -70,7 +73,8 @@ async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(b
         state = await fetch_state(Blobs(bus), manifest)
     assert len(manifest.deltas) == 1
     assert len(digests) == 2
-    assert {tensor.dtype for tensor in state.values()} == {E4M3, torch.float32}
+    codes = {torch.int32, torch.int64} if name == "int4" else {E4M3}
+    assert {tensor.dtype for tensor in state.values()} == {*codes, torch.float32}
     config = AutoConfig.for_model(**learning.hf_config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(prepare_weights(model, state, complete=True))
@@ -106,7 +110,7 @@ async def test_engine_and_learner_differ_by_kernels_alone_where_the_learner_roun
     assert differences[1] < 2e-5
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor", "int4"])
 async def test_deltas_of_codes_and_scales_lead_to_what_a_snapshot_would_have(bus, tmp_path, name):
     learning = await Learning(bus, "qwen3", name, snapshot_every=99).start(tmp_path)
     receiver, sizes = Receiver(Blobs(bus)), []
@@ -164,7 +168,7 @@ async def publish_by(bus, directory, name, version, **config):
         kept=directory / "kept",
     )  # fmt: skip
     await made.start(directory)
-    tensors = host_tensors({"layers.0.up_proj.weight": torch.ones(2, 2) + version})
+    tensors = host_tensors({"layers.0.up_proj.weight": torch.ones(2, 128) + version})
     return await made.publish(tensors, policy_version=version, stage="rl", trains_from=0)
 
 
@@ -174,6 +178,7 @@ async def publish_by(bus, directory, name, version, **config):
         ("fp8_block", "none", "quantisation=none now, .* started for fp8_block or fp8_ue8m0: start"),
         ("none", "fp8_block", "quantisation=fp8_block or fp8_ue8m0 now, .* started for none: start"),
         ("fp8_block", "fp8_tensor", "quantisation=fp8_tensor now"),
+        ("fp8_tensor", "int4", "quantisation=int4 now, .* started for fp8_tensor: start"),
     ],
 )
 async def test_an_actor_ends_when_a_resumed_learner_quantises_otherwise(bus, tmp_path, before, after, said):
@@ -227,9 +232,36 @@ async def test_a_weight_that_is_not_finite_ends_the_publication_with_its_name(bu
     assert learning.publisher.latest is None
 
 
+async def test_an_int4_scale_that_changed_alone_reaches_the_engine_with_its_codes(bus, tmp_path):
+    learning = await Learning(bus, "qwen3", "int4", snapshot_every=99).start(tmp_path)
+    state = {key: weight.clone() for key, weight in learning.trainer.export().items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    receiver, digests = Receiver(Blobs(bus)), {}
+    for version in range(2):
+        tensors = host_tensors({**state, name: state[name] * 2**version})
+        manifest = await learning.publisher.publish(
+            tensors, policy_version=version, stage="rl", trains_from=0
+        )
+        got = await receiver.advance(manifest)
+        changed, digests = got.changed_since(digests), got.digests
+    assert changed.keys() == {f"{name}_scale"}
+    assert with_scales(changed, got.tensors).keys() == {f"{name}{end}" for end in PARTS}
+    [text] = [
+        json.loads(content)
+        for file, content in zip(
+            learning.publisher._files.names, learning.publisher._files.contents, strict=True
+        )
+        if file == "config.json"
+    ]
+    assert text["quantization_config"]["format"] == "pack-quantized"
+
+
 def test_codes_without_their_scales_are_refused_by_name():
     model = tiny_model("qwen3")
     name = "model.layers.0.mlp.up_proj.weight"
     codes = torch.from_numpy(np.zeros((96, 64), np.uint8)).view(E4M3)
     with pytest.raises(EngineError, match=rf"{name} is in fp8 and came without its scales"):
         prepare_weights(model, {name: codes}, complete=False)
+    packed = {f"{name}_packed": torch.zeros(96, 8, dtype=torch.int32)}
+    with pytest.raises(EngineError, match=rf"{name} is in int4 and came without {name}_scale and {name}_sh"):
+        prepare_weights(model, packed, complete=False)

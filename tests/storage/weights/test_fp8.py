@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
-from storage.weights import quantisation
+from storage.weights import quantised_tensors
 from storage.weights.fp8 import VALUES, Blocks, codes_of, dequantised, scales_of
+from storage.weights.narrow import widened
 from storage.weights.quantisation import (
     BLOCKS,
     FORMATS,
     is_quantised,
     quantisation_config,
-    quantised,
     with_scales,
 )
+from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import HostTensor
 
 BLOCK, UE8M0, TENSOR = (FORMATS[name] for name in ("fp8_block", "fp8_ue8m0", "fp8_tensor"))
@@ -96,7 +97,7 @@ def test_scales_are_those_computed_by_hand():
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_every_element_is_the_nearest_that_its_block_can_have(found, shape, dtype):
     source = host(matrix(*shape), dtype)
-    values = quantisation.widened(source.words, dtype).reshape(shape).astype(np.float64)
+    values = widened(source.words, dtype).reshape(shape).astype(np.float64)
     codes, scales, by_element = undone(quantised({NAME: source}, found))
     finite = np.sort(VALUES[~np.isnan(VALUES)]).astype(np.float64)
     exact = values / by_element
@@ -148,7 +149,7 @@ class Counting(ThreadPoolExecutor):
 
 @pytest.mark.parametrize(("elements", "asked"), [(1 << 23, 2), (1, 2 * 3 * 4), (2 * 128 * 300, 2 * 6)])
 def test_threads_take_as_many_rows_of_blocks_at_a_time_as_make_it_worth_it(monkeypatch, elements, asked):
-    monkeypatch.setattr(quantisation, "TASK_ELEMENTS", elements)
+    monkeypatch.setattr(quantised_tensors, "TASK_ELEMENTS", elements)
     names = [NAME.replace("0", str(number)) for number in range(4)]
     tensors = {name: host(matrix(300, 300, seed)) for seed, name in enumerate(names)}
     with Counting(3) as threads:

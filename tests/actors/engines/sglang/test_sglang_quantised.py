@@ -21,7 +21,8 @@ from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
 from learner.publication.host_copy import host_tensors
-from storage.weights.quantisation import FORMATS, quantisation_config, quantised, with_scales
+from storage.weights.quantisation import FORMATS, quantisation_config, with_scales
+from storage.weights.quantised_tensors import quantised
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request
 
