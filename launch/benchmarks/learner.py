@@ -3,9 +3,10 @@ transformers on the same batch.
 
 `python -m launch.benchmarks.learner` prints the figures as JSON. On CPU a small Qwen3 in float32, the sides
 taking turns step by step; on CUDA a Qwen3-0.6B and two small mixtures of experts in bfloat16, the sides
-taking longer turns, and besides adapters and Muon beside whole weights and AdamW. Our sides compute the RL
-loss with its importance ratios, entropy and diagnostics; the others a plain cross-entropy. A loss over whole
-sequences, which makes the logits twice, is measured against ours over tokens.
+taking longer turns, and besides adapters, Muon and weights rounded to fp8 beside whole weights and AdamW.
+Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a plain
+cross-entropy. A loss over whole sequences, which makes the logits twice, is measured against ours over
+tokens.
 """
 
 import gc
@@ -28,6 +29,7 @@ from launch.benchmarks.learner_workloads import Workload, qwen3_600m, small, sma
 from learner.algorithms.objective import Objective
 from learner.backends.base import StepResult
 from learner.backends.factory import BACKENDS, close_world, init_world
+from learner.backends.quantised.rounding import Rounding
 from learner.config.backend import BackendName
 from learner.config.correction import TokenTIS
 from learner.config.lora import NO_LORA, LoraConfig
@@ -36,6 +38,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
 from learner.world.process_group import device
+from storage.weights.quantisation import FORMATS
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of one H100 or H200 SXM, by the vendor's datasheet."""
@@ -44,6 +47,7 @@ CUDA_ROUNDS = 2
 OPTIMIZER = OptimizerConfig(lr=1e-6)
 MUON = OptimizerConfig(lr=1e-6, matrices="muon")
 ADAPTERS = LoraConfig(rank=16)
+FP8 = Rounding(FORMATS["fp8_block"], torch.bfloat16)
 OVER_TOKENS = Objective(ReinforceLoss(), TokenTIS())
 OVER_SEQUENCES = Objective(GSPOLoss())
 LIMITS: dict[str, Json] = {
@@ -63,6 +67,7 @@ LIMITS_CUDA: dict[str, Json] = {
     "latent_over_hf": 1.0,
     "adapters_over_weights": 1.1,
     "muon_over_adamw": 0.9,
+    "rounded_over_weights": 0.7,
 }
 
 
@@ -72,6 +77,7 @@ Step = Callable[[], object]
 def ours(
     workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS,
     backend: BackendName = "megatron", optimizer: OptimizerConfig = OPTIMIZER, lora: LoraConfig = NO_LORA,
+    rounding: Rounding | None = None,
 ) -> Callable[[], StepResult]:  # fmt: skip
     """Return a step of the learner on batches that are packed."""
     parallel, model = ParallelConfig(recompute="full" if recompute else "none"), model_of(workload)
@@ -83,6 +89,8 @@ def ours(
         parallel=parallel,
         lora=lora,
     )
+    if rounding is not None:
+        trainer.compute_with(rounding)
     batches = workload.batches()
     return lambda: trainer.train_step(batches, objective, policy_version=0)
 
@@ -100,6 +108,11 @@ def adapters(workload: Workload) -> Step:
 def muon(workload: Workload) -> Step:
     """Return a step of the learner whose matrices are updated by Muon."""
     return ours(workload, optimizer=MUON)
+
+
+def rounded(workload: Workload) -> Step:
+    """Return a step of the learner that computes with the weights that engines in fp8 have."""
+    return ours(workload, rounding=FP8)
 
 
 def model_of(workload: Workload) -> PreTrainedModel:
@@ -207,6 +220,7 @@ def _on_cuda() -> dict[str, Json]:
         ("latent_hf_", hugging_face, latent),
         ("adapters_", adapters, large),
         ("muon_", muon, large),
+        ("rounded_", rounded, large),
     )
     rounds = [[_measured(side, workload) for _, side, workload in sides] for _ in range(CUDA_ROUNDS)]
     figures = {
@@ -227,6 +241,7 @@ def _on_cuda() -> dict[str, Json]:
             "latent_over_hf": figures["latent_tokens_per_s"] / figures["latent_hf_tokens_per_s"],
             "adapters_over_weights": figures["adapters_tokens_per_s"] / rate,
             "muon_over_adamw": figures["muon_tokens_per_s"] / rate,
+            "rounded_over_weights": figures["rounded_tokens_per_s"] / rate,
         },
         "limits": LIMITS_CUDA,
         "absolute": {

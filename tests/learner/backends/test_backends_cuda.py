@@ -1,13 +1,17 @@
-"""Families, adapters and Muon on a GPU, against what the CPU computes: `pytest -m gpu tests/learner`."""
+"""Families, adapters, Muon and rounded weights on a GPU, against a CPU: `pytest -m gpu tests/learner`."""
 
 import pytest
 import torch
 
+from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.quantised.rounding import Rounding
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from tests.learner.backends import test_lora_backends, test_muon
+from learner.publication.host_copy import HostCopy, host_tensors
+from storage.weights.quantisation import FORMATS
+from tests.learner.backends import test_lora_backends, test_muon, test_quantisation_aware
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
@@ -63,3 +67,38 @@ def test_each_step_of_adapters_is_the_same_on_both_backends():
     ours, theirs = (test_lora_backends.trained(backend, lora)[0] for backend in ("megatron", "fsdp"))
     for found, expected in zip(ours, theirs, strict=True):
         assert found == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_rounded_on_a_gpu_to_the_bit_as_on_a_cpu(name, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(3000, 2048) * torch.logspace(-30, 3, 3000)[:, None]
+    rounding = Rounding(FORMATS[name], dtype)
+    assert torch.equal(rounding.of_whole(weight.cuda()).cpu(), rounding.of_whole(weight))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int4"])
+@pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
+def test_a_step_with_rounded_weights_is_that_of_a_straight_through_on_a_cpu(backend, name):
+    sizes = test_quantisation_aware.WIDE
+    steps, weights = test_quantisation_aware.train(backend, name, sizes)
+    expected_steps, expected = test_quantisation_aware.reference(name, tuple(sizes.items()))
+    assert steps[0] == pytest.approx(expected_steps[0], abs=1e-4)
+    for key, weight in weights[0].items():
+        assert (weight.cpu() - expected[0][key]).abs().max() < 1e-4, key
+
+
+@pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
+def test_a_copy_beside_the_next_step_has_the_weights_that_are_not_rounded(backend):
+    """The step waits for the copy before it rounds them."""
+    model = tiny_model(hidden_size=1024, intermediate_size=4096)
+    trainer = backend(model.config, hf_state(model), OPTIMIZER, dtype=torch.bfloat16)
+    trainer.compute_with(Rounding(FORMATS["fp8_block"], torch.bfloat16))
+    expected = host_tensors({name: tensor.cpu() for name, tensor in trainer.export().items()})
+    copied = HostCopy(torch.bfloat16).take(trainer.exported())
+    trainer.keep_until(copied.done)
+    trainer.train_step(pack(random_samples(LENGTHS), 40), TIS, policy_version=0)
+    copied.done.synchronize()
+    for name, tensor in copied._tensors.items():
+        assert (tensor.words == expected[name].words).all(), name

@@ -12,10 +12,12 @@ from actors.engines.sglang.engine import SglangEngine
 from bus.errors import ConfigError
 from tests.actors.adapters import adapter_of, served, with_adapter
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
+from tests.actors.rounded_cache import rounded_cache
 from tests.actors.sglang_served import noted
 from tests.actors.tiny import recomputed, request
 
 pytestmark = pytest.mark.timeout(900)
+CACHES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -93,6 +95,24 @@ async def test_a_deterministic_server_answers_alike_alone_and_in_company(tmp_pat
         assert np.array_equal(alone.token_ids, again.token_ids)
         assert np.array_equal(alone.logprobs, again.logprobs)
         check(model, again, PROMPT, version=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+async def test_a_cache_in_fp8_costs_the_log_probs_what_its_rounding_does(tmp_path, name):
+    model = policy(0)
+    async with serving(tmp_path, model, kv_cache_dtype=name) as engine:
+        [settings] = (await engine._client.facts()).settings
+        assert settings["kv_cache_dtype"] == name
+        generation = await engine.generate(request("one", PROMPT, new=96))
+        await takes_changes(engine)
+    with rounded_cache(model.float(), CACHES[name]):
+        rounded = recomputed(model, PROMPT, generation)
+    plain = recomputed(model, PROMPT, generation)
+    np.testing.assert_allclose(generation.logprobs, rounded, atol=NEAR)
+    errors = [float(np.abs(generation.logprobs - each).mean()) for each in (rounded, plain)]
+    print(f"{name}: mean difference {errors[1]:.4f} nats, {errors[0]:.4f} with a rounded cache")  # noqa: T201
+    assert errors[0] < 0.7 * errors[1]
 
 
 @pytest.mark.gpu
