@@ -61,6 +61,11 @@ def check_together(config: "RunConfig") -> None:
     check_numerics(config)
     _check_adapters(config)
     _check_quantisation(config)
+    if config.learner.fp8_matmul and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f"learner.fp8_matmul=true with model.dtype={config.model.dtype}: products in fp8 are rounded to "
+            "bfloat16; set model.dtype=bfloat16, or fp8_matmul to false"
+        )
     _check_colocation(config)
     _check_opponents(config)
     check_evaluations(config)

@@ -14,6 +14,7 @@ from learner.backends.factory import (
     refuse_router_replay,
     rounding_of,
 )
+from learner.backends.quantised.matmul import refuse_gpu
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig
 from learner.initial import Initial
@@ -56,6 +57,9 @@ def restore_backend(
     rounding = rounding_of(settings.learner)
     if rounding is not None:
         backend.compute_with(rounding)
+    if settings.learner.fp8_matmul:
+        refuse_gpu("learner.fp8_matmul=true")
+        backend.multiply_in_fp8()
     if checkpoint is not None:
         load_checkpoint(backend, checkpoint, verified=verified)
         progress.stage = "rl" if progress.stage == "done" else progress.stage

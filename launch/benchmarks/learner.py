@@ -3,8 +3,8 @@ transformers on the same batch.
 
 `python -m launch.benchmarks.learner` prints the figures as JSON. On CPU a small Qwen3 in float32, the sides
 taking turns step by step; on CUDA a Qwen3-0.6B and two small mixtures of experts in bfloat16, the sides
-taking longer turns, and besides adapters, Muon and weights rounded to fp8 beside whole weights and AdamW.
-Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a plain
+taking longer turns, and besides adapters, Muon, weights rounded to fp8 and products in fp8 beside a step
+without. Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a plain
 cross-entropy. A loss over whole sequences, which makes the logits twice, is measured against ours over
 tokens.
 """
@@ -68,6 +68,7 @@ LIMITS_CUDA: dict[str, Json] = {
     "adapters_over_weights": 1.1,
     "muon_over_adamw": 0.9,
     "rounded_over_weights": 0.7,
+    "fp8_over_bfloat16": 0.9,
 }
 
 
@@ -77,7 +78,7 @@ Step = Callable[[], object]
 def ours(
     workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS,
     backend: BackendName = "megatron", optimizer: OptimizerConfig = OPTIMIZER, lora: LoraConfig = NO_LORA,
-    rounding: Rounding | None = None,
+    rounding: Rounding | None = None, fp8: bool = False,
 ) -> Callable[[], StepResult]:  # fmt: skip
     """Return a step of the learner on batches that are packed."""
     parallel, model = ParallelConfig(recompute="full" if recompute else "none"), model_of(workload)
@@ -91,6 +92,8 @@ def ours(
     )
     if rounding is not None:
         trainer.compute_with(rounding)
+    if fp8:
+        trainer.multiply_in_fp8()
     batches = workload.batches()
     return lambda: trainer.train_step(batches, objective, policy_version=0)
 
@@ -113,6 +116,11 @@ def muon(workload: Workload) -> Step:
 def rounded(workload: Workload) -> Step:
     """Return a step of the learner that computes with the weights that engines in fp8 have."""
     return ours(workload, rounding=FP8)
+
+
+def in_fp8(workload: Workload) -> Step:
+    """Return a step of the learner whose linear layers multiply in fp8."""
+    return ours(workload, fp8=True)
 
 
 def model_of(workload: Workload) -> PreTrainedModel:
@@ -221,6 +229,7 @@ def _on_cuda() -> dict[str, Json]:
         ("adapters_", adapters, large),
         ("muon_", muon, large),
         ("rounded_", rounded, large),
+        ("fp8_", in_fp8, large),
     )
     rounds = [[_measured(side, workload) for _, side, workload in sides] for _ in range(CUDA_ROUNDS)]
     figures = {
@@ -242,6 +251,7 @@ def _on_cuda() -> dict[str, Json]:
             "adapters_over_weights": figures["adapters_tokens_per_s"] / rate,
             "muon_over_adamw": figures["muon_tokens_per_s"] / rate,
             "rounded_over_weights": figures["rounded_tokens_per_s"] / rate,
+            "fp8_over_bfloat16": figures["fp8_tokens_per_s"] / rate,
         },
         "limits": LIMITS_CUDA,
         "absolute": {

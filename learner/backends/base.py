@@ -232,6 +232,10 @@ class Backend(Protocol):
         Gradients go straight through the rounding. Policies that were read from directories are not rounded.
         Raises `ConfigError` for a model that cannot be quantised so."""
 
+    def multiply_in_fp8(self) -> None:
+        """Have the linear layers of the transformer blocks multiply in fp8 from the next pass on
+        (learner/backends/quantised/matmul.py). Raises `ConfigError` for sizes that do not allow it."""
+
     def release_memory(self) -> None:
         """Leave to other processes what the next step does not need of the device; that step takes it back.
 

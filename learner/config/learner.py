@@ -197,6 +197,10 @@ class LearnerConfig(Config):
     goes straight through to the weights themselves, which are updated and saved. For a pass, this takes the
     memory of the quantised weights once more."""
 
+    fp8_matmul: bool = False
+    """Multiply in fp8 (e4m3, a scale for each row) in the linear layers of the transformer blocks, but for
+    the gradients of weights. It needs GPUs from Hopper on and `model.dtype=bfloat16`."""
+
     @property
     def has_critic(self) -> bool:
         """Tell whether a critic trains beside the policy."""
@@ -283,6 +287,15 @@ class LearnerConfig(Config):
                 f"learner.quantisation_aware=true with learner.lora.rank={self.lora.rank}: engines quantise "
                 "what the weights and the adapters make together, which no layer computes with; set the rank "
                 "to 0, or quantisation_aware to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _products_in_fp8_are_of_whole_weights(self) -> Self:
+        if self.fp8_matmul and self.lora.exists:
+            raise ValueError(
+                f"learner.fp8_matmul=true with learner.lora.rank={self.lora.rank}: layers with adapters do "
+                "not multiply in fp8; set the rank to 0, or fp8_matmul to false"
             )
         return self
 

@@ -158,6 +158,10 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
     for name, reason in NEEDS_CUDA.items():
         if device == "cpu" and is_on(given.get(name)):
             raise _refusal(given, name, f"needs a GPU, this server is on the CPU: {reason}")
+    if device == "cpu" and "fp8" in str(given.get("kv_cache_dtype")):
+        raise _refusal(
+            given, "kv_cache_dtype", "needs a GPU, this server is on the CPU: leave it out, or set bfloat16"
+        )
     if not config.disaggregation.enabled and str(given.get("disaggregation_mode", "null")) != "null":
         raise _refusal(
             given,

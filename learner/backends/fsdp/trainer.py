@@ -19,6 +19,7 @@ from learner.backends.frozen import FrozenPolicies, Weights
 from learner.backends.fsdp import checkpoint
 from learner.backends.fsdp.build import empty_model
 from learner.backends.fsdp.fingerprint import fingerprint
+from learner.backends.fsdp.fp8 import multiply_in_fp8
 from learner.backends.fsdp.lora import ModelAdapters, add_adapters
 from learner.backends.fsdp.matrices import FileMatrices, matrix_names
 from learner.backends.fsdp.model import shard
@@ -128,6 +129,10 @@ class FsdpTrainer:
     def compute_with(self, rounding: Rounding) -> None:
         """Compute with the weights of engines that quantise so, from the next pass on."""
         self._rounded = rounded_weights(self._tensors, self._names, rounding, self.dtype)
+
+    def multiply_in_fp8(self) -> None:
+        """Have the linear layers multiply in fp8 from the next pass on."""
+        multiply_in_fp8(self.model)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: SFTLoss | Objective, *, policy_version: int

@@ -32,6 +32,7 @@ from learner.backends.megatron.ddp import data_parallel
 from learner.backends.megatron.device_memory import release_gradients
 from learner.backends.megatron.export import WeightExport
 from learner.backends.megatron.forward import forward_logprobs
+from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
@@ -119,6 +120,10 @@ class Trainer:
     def compute_with(self, rounding: Rounding) -> None:
         """Compute with the weights of engines that quantise so, from the next pass on."""
         self._rounded = rounded_weights(self.chunks, self.hf_config, rounding, self.dtype)
+
+    def multiply_in_fp8(self) -> None:
+        """Have the linear layers of the policy multiply in fp8 from the next pass on; a critic's do not."""
+        multiply_in_fp8(self.chunks)
 
     def train_step(
         self,

@@ -1,10 +1,11 @@
-"""Families, adapters, Muon and rounded weights on a GPU, against a CPU: `pytest -m gpu tests/learner`."""
+"""Families, adapters, Muon and low precision on a GPU, against a CPU: `pytest -m gpu tests/learner`."""
 
 import pytest
 import torch
 
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.quantised.matmul import NEEDED_CAPABILITY, product
 from learner.backends.quantised.rounding import Rounding
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
@@ -102,3 +103,34 @@ def test_a_copy_beside_the_next_step_has_the_weights_that_are_not_rounded(backen
     copied.done.synchronize()
     for name, tensor in copied._tensors.items():
         assert (tensor.words == expected[name].words).all(), name
+
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < NEEDED_CAPABILITY,
+    reason="needs a GPU with products in fp8",
+)
+
+
+@HOPPER
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_a_gpu_multiplies_in_fp8_what_a_cpu_does(rows):
+    torch.manual_seed(0)
+    left, right = torch.randn(rows, 512).bfloat16(), torch.randn(272, 512).bfloat16()
+    found, expected = product(left.cuda(), right.cuda()).cpu(), product(left.float(), right.float())
+    assert found.dtype == torch.bfloat16
+    # bfloat16 has 8 digits, and sums of codes have some 14 where they are added up
+    assert ((found - expected).abs() <= 0.005 * expected.abs() + 0.05).all()
+
+
+@HOPPER
+@pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
+def test_steps_in_fp8_are_near_those_of_a_cpu(backend):
+    model = tiny_model(head_dim=32)
+    trainer = backend(model.config, hf_state(model), OPTIMIZER, dtype=torch.bfloat16)
+    trainer.multiply_in_fp8()
+    optimizer = reference_optimizer(model, OPTIMIZER)
+    for number in range(4):
+        samples = random_samples(LENGTHS, seed=number)
+        result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
+        expected = reference_step(model, optimizer, samples, loss="tis", lr=OPTIMIZER.lr)
+        assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=0.2, abs=0.1)

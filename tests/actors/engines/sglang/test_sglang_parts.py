@@ -337,6 +337,7 @@ def test_a_server_of_this_interpreter_sees_the_same_packages_and_another_does_no
             {},
             "needs a GPU, this server is on the CPU: its kernels",
         ),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, "needs a GPU, .* leave it out, or set bfloat16"),
         ({"enable-deterministic-inference": True}, {}, "needs a GPU, .* batch-invariant kernels"),
         ({"enable_dp_attention": "true", "tp_size": 2, "dp_size": 2}, {}, "fill up the batches of its ranks"),
         ({"device": "cuda", "disaggregation_mode": "prefill"}, {}, "half of a pair"),
