@@ -8,6 +8,7 @@ from torch import Tensor
 from learner.backends import multi_tensor
 from learner.backends.megatron.core import tensor_parallel
 from learner.backends.megatron.ddp import LINEAR
+from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.quantised.matmul import Fp8Linear, refuse_sizes
 
 
@@ -20,6 +21,8 @@ def multiply_in_fp8(chunks: Sequence[torch.nn.Module]) -> None:
             if isinstance(module, LINEAR) and "decoder.layers." in name:
                 refuse_sizes(name, module.weight)
                 module._forward_impl = _linear
+            if isinstance(module, GroupedExperts):
+                module.in_fp8 = True
 
 
 def _linear(

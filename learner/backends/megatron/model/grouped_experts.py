@@ -24,6 +24,9 @@ def has_kernel(tokens: Tensor) -> bool:
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is untyped
     """Experts that are computed together where torch has a kernel, and one after another elsewhere."""
 
+    in_fp8 = False
+    """Says that their linear layers multiply in fp8, for which there is no grouped product here."""
+
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, weights_of_tokens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -51,7 +54,12 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
     def _are_plain(self) -> bool:
         """Tell whether an expert is gate, up and down projection of one rank, with SiLU and nothing else."""
         config = self.config
-        if config.add_bias_linear or config.activation_func is not F.silu or self.tp_group.size() > 1:
+        if (
+            self.in_fp8
+            or config.add_bias_linear
+            or config.activation_func is not F.silu
+            or self.tp_group.size() > 1
+        ):
             return False
         linear = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
         return all(

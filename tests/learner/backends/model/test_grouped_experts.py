@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.model import grouped_experts
 from learner.data.packing import pack
 from tests.learner.backends.model.built import built_from
@@ -44,6 +45,17 @@ def test_in_float32_outputs_and_gradients_are_the_same(monkeypatch):
 
 def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
     assert_alike(monkeypatch, 0.03, dtype=torch.bfloat16, lengths=[1])
+
+
+def test_experts_that_multiply_in_fp8_are_not_computed_together(monkeypatch):
+    monkeypatch.setattr(grouped_experts, "has_kernel", lambda _: True)
+    monkeypatch.setattr(grouped_experts, "grouped", None)
+    built = built_from(tiny_model("qwen3_moe", **SIZES, moe_intermediate_size=48))
+    [batch] = pack(random_samples([40, 60]), 1000)
+    with pytest.raises(TypeError):
+        built.logits(batch)
+    multiply_in_fp8([built])
+    assert built.logits(batch).isfinite().all()
 
 
 @pytest.mark.gpu
