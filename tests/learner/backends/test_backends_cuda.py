@@ -118,8 +118,8 @@ def test_a_gpu_multiplies_in_fp8_what_a_cpu_does(rows):
     left, right = torch.randn(rows, 512).bfloat16(), torch.randn(272, 512).bfloat16()
     found, expected = product(left.cuda(), right.cuda()).cpu(), product(left.float(), right.float())
     assert found.dtype == torch.bfloat16
-    # bfloat16 has 8 digits, and sums of codes have some 14 where they are added up
-    assert ((found - expected).abs() <= 0.005 * expected.abs() + 0.05).all()
+    # bfloat16 has 8 digits, and sums of codes, here of 23 in the mean, have some 14 where they are added up
+    assert ((found - expected).abs() <= 0.005 * expected.abs() + 0.15).all()
 
 
 @HOPPER
