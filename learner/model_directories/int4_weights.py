@@ -1,6 +1,7 @@
 """Weights in int4 that are no longer quantised, one at a time as they are read."""
 
 from collections.abc import Mapping
+from concurrent.futures import Executor
 
 import numpy as np
 import torch
@@ -41,8 +42,11 @@ class FromInt4Weights(LazyWeights):
     Raises `ConfigError` when it is made for codes whose scales do not fit, or are of columns in another
     order."""
 
-    def __init__(self, weights: LazyWeights, group: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: LazyWeights, group: int, dtype: torch.dtype, threads: Executor | None = None
+    ) -> None:
         self._weights = weights
+        self._threads = threads
         self._dtype = dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the weights in int4."""
@@ -71,7 +75,9 @@ class FromInt4Weights(LazyWeights):
         if name not in self._shapes:
             return self._weights[name]
         words, scales = self._weights[name + PACKED].numpy(), self._weights[name + SCALE].float().numpy()
-        found = torch.from_numpy(unpacked(words.view(np.uint32), scales, self._shapes[name][1]))
+        found = torch.from_numpy(
+            unpacked(words.view(np.uint32), scales, self._shapes[name][1], self._threads)
+        )
         if not found.isfinite().all():
             raise StorageError(f"{name} has values that are not finite: its scales are damaged")
         return found.to(self._dtype)

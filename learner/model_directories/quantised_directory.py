@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from learner.model_directories.written_directory import (
 from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.quantisation import FORMATS, LAYOUT, METHOD, quantisation_config
+from storage.weights.tensors import usable_cores
 
 
 def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BYTES) -> Converted:
@@ -44,7 +46,8 @@ def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BY
     weights = HFWeights(source, STORED_DTYPES)
     shapes = {name: weights.spec(name).shape for name in weights}
     config[QUANTISATION] = quantisation_config(FORMATS[to], shapes)
-    return _written(source, target, QuantisedWeights(weights, FORMATS[to]), config, shard_bytes)
+    with _threads() as threads:
+        return _written(source, target, QuantisedWeights(weights, FORMATS[to], threads), config, shard_bytes)
 
 
 def dequantise(
@@ -58,8 +61,13 @@ def dequantise(
     config = _config(source)
     found = config.pop(QUANTISATION, None)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    weights = _undone(source, found, dtype)
-    return _written(source, target, weights, config, shard_bytes)
+    with _threads() as threads:
+        return _written(source, target, _undone(source, found, dtype, threads), config, shard_bytes)
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Return one thread for each core that this process has: it does nothing else."""
+    return ThreadPoolExecutor(usable_cores(), "convert")
 
 
 def _written(
@@ -88,18 +96,18 @@ def _config(source: Path) -> dict[str, Json]:
     return config
 
 
-def _undone(source: Path, found: Json, dtype: torch.dtype) -> LazyWeights:
+def _undone(source: Path, found: Json, dtype: torch.dtype, threads: Executor) -> LazyWeights:
     """Return the weights of a directory with this `quantization_config` as they were before."""
     stored = HFWeights(source, STORED_DTYPES)
     if not isinstance(found, dict) or found.get("quant_method") != METHOD:
-        return DequantisedWeights(stored, _blocks(source, found), dtype)
+        return DequantisedWeights(stored, _blocks(source, found), dtype, threads)
     size = group_size(found)
     if size is None:
         raise ConfigError(
             f"{source} is quantised by {METHOD} in another way than {LAYOUT} with 4 bits, symmetric, in "
             "groups of columns in their order (no actorder): that alone can be converted"
         )
-    return FromInt4Weights(stored, size, dtype)
+    return FromInt4Weights(stored, size, dtype, threads)
 
 
 def _blocks(source: Path, found: Json) -> Blocks | None:

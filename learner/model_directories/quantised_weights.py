@@ -1,6 +1,7 @@
 """Weights that are quantised, or no longer quantised, one at a time as they are read."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 from learner.publication.host_copy import NAMES, host_tensors
-from storage.weights.fp8 import Blocks, dequantised
+from storage.weights.fp8 import TASK_ELEMENTS, Blocks, dequantised
 from storage.weights.quantisation import Format, is_quantised, scale_names, weight_of
 from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import TORCH_DTYPES, HostTensor
@@ -23,9 +24,10 @@ INPUT_SCALE = ".input_scale"
 class QuantisedWeights(LazyWeights):
     """The weights with codes and scales in the place of those that are quantised."""
 
-    def __init__(self, weights: LazyWeights, found: Format) -> None:
+    def __init__(self, weights: LazyWeights, found: Format, threads: Executor | None = None) -> None:
         self._weights = weights
         self._format = found
+        self._threads = threads
         self._sources: dict[str, str] = {}
         """The weight of each tensor; its own name if it stays."""
         self._specs: dict[str, Spec] = {}
@@ -48,7 +50,7 @@ class QuantisedWeights(LazyWeights):
             return self._weights[weight]
         if self._last[0] != weight:
             source = host_tensors({weight: self._weights[weight].contiguous()})
-            self._last = weight, quantised(source, self._format)
+            self._last = weight, quantised(source, self._format, self._threads, task_elements=TASK_ELEMENTS)
         found = self._last[1][name]
         kind = f"i{found.words.itemsize}"
         return torch.from_numpy(found.words.view(kind)).view(self._specs[name].dtype).reshape(found.shape)
@@ -64,9 +66,13 @@ class DequantisedWeights(LazyWeights):
     Raises `ConfigError` when it is made for codes without scales, scales without codes, and scales of other
     blocks."""
 
-    def __init__(self, weights: LazyWeights, blocks: Blocks | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: LazyWeights, blocks: Blocks | None, dtype: torch.dtype,
+        threads: Executor | None = None,
+    ) -> None:  # fmt: skip
         """Take what is stored; `blocks` are None where each tensor has one scale, or each row has."""
         self._weights = weights
+        self._threads = threads
         self._blocks = blocks
         self._dtype = dtype
         self._scale_of = dict(_scales_of_codes(weights, blocks))
@@ -85,6 +91,7 @@ class DequantisedWeights(LazyWeights):
                 codes.contiguous().view(torch.uint8).numpy(),
                 (scales.reshape(-1, 1) if of_rows else scales).numpy(),
                 blocks,
+                self._threads,
             )
         )
         if not found.isfinite().all():

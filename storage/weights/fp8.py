@@ -4,12 +4,14 @@ A value is its code's value times the scale of its block. The learner that publi
 that has to undo it and the tools that convert files compute it here, so that all have the same bits. Nothing
 depends on how ranks divide a matrix: blocks are counted from its first row and column."""
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import StorageError
+from storage.weights.tensors import in_order
 
 Floats = NDArray[np.float32]
 Codes = NDArray[np.uint8]
@@ -19,6 +21,8 @@ SMALLEST_SCALE = np.float32(2.0**-126)
 """Smallest normal number of float32: a scale below it would lose its digits."""
 PIECE_ELEMENTS = 1 << 15
 """Elements that are encoded at a time: what that takes besides stays in the processor's cache."""
+TASK_ELEMENTS = 1 << 20
+"""Elements that are dequantised by a thread at a time."""
 _LARGEST_CODE = 0x7E
 _SMALLEST_NORMAL = np.float32(2.0**-6)
 """Below it e4m3fn has multiples of 2^-9."""
@@ -100,13 +104,14 @@ def encoded(values: Floats, scales: Floats, columns: int) -> Codes:
     return codes
 
 
-def dequantised(codes: Codes, scales: Floats, blocks: Blocks) -> Floats:
+def dequantised(codes: Codes, scales: Floats, blocks: Blocks, threads: Executor | None = None) -> Floats:
     """Return the values of a matrix of codes, float32 [rows, columns].
 
     Args:
         codes: [rows, columns].
         scales: one for each block, [rows of blocks, columns of blocks], or a single one for all.
         blocks: which elements share a scale; it does not matter where there is a single one.
+        threads: share the rows.
     Raises `StorageError` for scales of another shape."""
     single = scales.size == 1
     if not single and scales.shape != blocks.counts(codes.shape):
@@ -115,10 +120,17 @@ def dequantised(codes: Codes, scales: Floats, blocks: Blocks) -> Floats:
             f"{blocks.rows} x {blocks.columns}: it needs {list(blocks.counts(codes.shape))}"
         )
     values = np.empty(codes.shape, np.float32)
-    for number, start in enumerate(range(0, len(codes), blocks.rows)):
-        rows = slice(start, start + blocks.rows)
-        factors = scales.reshape(1) if single else _spread(scales[number], blocks.columns, codes.shape[1])
-        np.multiply(VALUES[codes[rows]], factors, out=values[rows])  # looking codes up takes 8 bytes each
+
+    def undo(numbers: range) -> None:
+        for number in numbers:
+            rows = slice(number * blocks.rows, (number + 1) * blocks.rows)
+            factors = scales.reshape(1) if single else _spread(scales[number], blocks.columns, codes.shape[1])
+            np.multiply(VALUES[codes[rows]], factors, out=values[rows])  # looking codes up takes 8 bytes each
+
+    count = blocks.counts(codes.shape)[0]
+    step = max(1, TASK_ELEMENTS // max(1, blocks.rows * codes.shape[1]))
+    for _ in in_order(threads, undo, [range(n, min(n + step, count)) for n in range(0, count, step)]):
+        pass
     return values
 
 

@@ -4,11 +4,13 @@ A value is its code, from -8 to 7, times the scale of its group. Eight codes are
 in the lowest bits, each with 8 added. The learner that publishes such weights, the engine that has to undo it
 and the tools that convert files compute it here, so that all have the same bits."""
 
+from concurrent.futures import Executor
+
 import numpy as np
 from numpy.typing import NDArray
 
 from storage.weights.narrow import Floats, narrowed, widened
-from storage.weights.tensors import Words
+from storage.weights.tensors import Words, in_order
 
 GROUP = 128
 """Columns of a row that share a scale."""
@@ -16,6 +18,8 @@ PACKED_COLUMNS = 8
 """Columns in a word."""
 LARGEST = 7.5
 """Half of the range from -8 to 7, to which the largest magnitude of a group is scaled."""
+TASK_ELEMENTS = 1 << 20
+"""Elements that are unpacked by a thread at a time."""
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)
 
 
@@ -41,7 +45,21 @@ def packed(values: Floats, scales: Floats) -> NDArray[np.uint32]:
     return words
 
 
-def unpacked(words: NDArray[np.uint32], scales: Floats, columns: int) -> Floats:
-    """Return the float32 values of packed codes, [rows, columns], in groups as many as there are scales."""
-    codes = ((words[..., None] >> _SHIFTS) & np.uint32(15)).reshape(len(words), -1)[:, :columns]
-    return (codes.astype(np.float32) - 8) * np.repeat(scales, columns // scales.shape[1], axis=1)
+def unpacked(
+    words: NDArray[np.uint32], scales: Floats, columns: int, threads: Executor | None = None
+) -> Floats:
+    """Return the float32 values of packed codes, [rows, columns], in groups as many as there are scales;
+    `threads` share the rows."""
+    values = np.empty((len(words), columns), np.float32)
+
+    def unpack(rows: slice) -> None:
+        codes = ((words[rows, :, None] >> _SHIFTS) & np.uint32(15)).reshape(
+            -1, words.shape[1] * PACKED_COLUMNS
+        )
+        factors = np.repeat(scales[rows], columns // scales.shape[1], axis=1)
+        np.multiply(codes[:, :columns].astype(np.float32) - 8, factors, out=values[rows])
+
+    step = max(1, TASK_ELEMENTS // max(1, columns))
+    for _ in in_order(threads, unpack, [slice(n, n + step) for n in range(0, len(words), step)]):
+        pass
+    return values

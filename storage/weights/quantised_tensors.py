@@ -117,15 +117,15 @@ def _refuse_infinite(name: str, magnitudes: Floats, blocks: Blocks) -> None:
         )
 
 
-def _tasks(jobs: Iterable[_Job]) -> Iterator[list[tuple[_Job, int]]]:
-    """Yield rows of blocks, as jobs and where they start, in order: as many as a thread takes at a time."""
+def _tasks(jobs: Iterable[_Job], size: int) -> Iterator[list[tuple[_Job, int]]]:
+    """Yield rows of blocks, as jobs and where they start, in order: `size` elements or a little more."""
     task: list[tuple[_Job, int]] = []
     elements = 0
     for job in jobs:
         for start in job.bands:
             task.append((job, start))
             elements += BLOCK * job.width
-            if elements >= TASK_ELEMENTS:
+            if elements >= size:
                 yield task
                 task, elements = [], 0
     if task:
@@ -139,17 +139,19 @@ def _encode(task: Iterable[tuple[_Job, int]]) -> None:
 
 
 def quantised(
-    tensors: Mapping[str, HostTensor], found: Format, threads: Executor | None = None
-) -> dict[str, HostTensor]:
+    tensors: Mapping[str, HostTensor], found: Format, threads: Executor | None = None, *,
+    task_elements: int | None = None,
+) -> dict[str, HostTensor]:  # fmt: skip
     """Return the tensors with codes and scales in the place of each weight that is quantised.
 
-    The others are shared. Raises `StorageError` for a weight that is not finite."""
+    The others are shared. `threads` take `task_elements` at a time, or `TASK_ELEMENTS`. Raises `StorageError`
+    for a weight that is not finite."""
     jobs = {
         name: _Int4Job(name, tensor) if isinstance(found, Int4Format) else _Fp8Job(name, tensor, found)
         for name, tensor in tensors.items()
         if is_quantised(name, tensor.shape) and len(tensor.words)
     }
-    tasks = list(_tasks(jobs.values()))
+    tasks = list(_tasks(jobs.values(), task_elements or TASK_ELEMENTS))
     found_largest = in_order(threads, lambda task: [job.largest(start) for job, start in task], tasks)
     largest = chain.from_iterable(found_largest)
     for job in jobs.values():

@@ -154,8 +154,12 @@ def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T
 
 def spare_threads() -> int:
     """Return how many threads may work on weights beside the main work: half of the cores, at most 32."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(32, max(1, cores // 2))
+    return min(32, max(1, usable_cores() // 2))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

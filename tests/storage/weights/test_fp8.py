@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
-from storage.weights import quantised_tensors
+from storage.weights import fp8, int4, quantised_tensors
 from storage.weights.fp8 import VALUES, Blocks, codes_of, dequantised, scales_of
 from storage.weights.narrow import widened
 from storage.weights.quantisation import (
@@ -227,3 +227,21 @@ def test_a_weight_and_its_scales_go_together_whichever_changed():
         "norm",
     }
     assert with_scales({"b.weight_scale": 4}, every).keys() == {"b.weight", "b.weight_scale"}
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, Blocks(1, 300)])
+def test_threads_change_no_bit_of_what_is_dequantised(monkeypatch, blocks):
+    monkeypatch.setattr(fp8, "TASK_ELEMENTS", 1000)
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 127, (1000, 300)).astype(np.uint8)
+    scales = rng.random(blocks.counts(codes.shape)).astype(np.float32)
+    with ThreadPoolExecutor(3) as threads:
+        shared = dequantised(codes, scales, blocks, threads)
+    assert (shared == dequantised(codes, scales, blocks)).all()
+    packed = codes.astype(np.uint32)
+    columns, groups = 300 * int4.PACKED_COLUMNS, rng.random((1000, 24)).astype(np.float32)
+    monkeypatch.setattr(int4, "TASK_ELEMENTS", 10_000)
+    with ThreadPoolExecutor(3) as threads:
+        shared = int4.unpacked(packed, groups, columns, threads)
+    assert (shared == int4.unpacked(packed, groups, columns)).all()
+    assert shared.shape == (1000, columns)
