@@ -32,7 +32,10 @@ def _problems(config: "RunConfig") -> Iterator[str]:
         yield f"actors.engine.dtype={engine.dtype}: set it to float32"
     if learner.lora.exists:
         yield f"learner.lora.rank={learner.lora.rank}: engines merge what the learner adds; set it to 0"
-    if learner.publication.quantisation != "none":
-        yield f"learner.publication.quantisation={learner.publication.quantisation}: set it to none"
+    if learner.publication.quantisation != "none" and not learner.quantisation_aware:
+        yield (
+            f"learner.publication.quantisation={learner.publication.quantisation}: set it to none, or "
+            "learner.quantisation_aware to true, with which the learner computes with the same weights"
+        )
     if learner.backend != "fsdp":
         yield f"learner.backend={learner.backend}: its kernels are not the engine's; set it to fsdp"

@@ -16,6 +16,8 @@ EXACT = {
 
 def test_settings_that_go_with_exact_arithmetic_are_taken():
     assert resolve(EXACT).model.numerics == "exact"
+    aware = {"learner": {"publication": {"quantisation": "int4"}, "quantisation_aware": True}}
+    assert resolve(EXACT, aware).learner.quantisation_aware
 
 
 def test_all_settings_that_do_not_are_named_at_once():
@@ -40,7 +42,7 @@ def test_all_settings_that_do_not_are_named_at_once():
         ({"actors": {"engine": {"type": "sglang"}}}, r"actors\.engine\.type=sglang: its kernels"),
         (
             {"learner": {"publication": {"quantisation": "fp8_block"}}},
-            r"quantisation=fp8_block: set it to none",
+            r"quantisation=fp8_block: set it to none, or learner.quantisation_aware to true",
         ),
     ],
 )

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
+from actors.weights.torch_tensors import torch_tensors
 from learner.backends.base import Backend
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.output import policy_output
+from learner.backends.quantised.rounding import Rounding
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from learner.publication.host_copy import host_tensors
 from storage.disk.checkpoints import latest
+from storage.weights.quantisation import FORMATS
+from storage.weights.quantised_tensors import quantised
 from tests.learner.exact import (
     decoder_of,
     differences,
@@ -89,6 +94,21 @@ def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_co
         found = differences(learner_of(backend, "qwen3", state), sampled, version, 200)
         assert len(found)
         assert not found.any(), f"version {version}"
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int4"])
+def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_bit(name):
+    model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32)
+    learner = FsdpTrainer(model.config, hf_state(model), OPTIMIZER, exact=True)
+    decoder = decoder_of(learner.hf_config)
+    for version, aware in enumerate((False, True, True)):
+        if aware:
+            learner.compute_with(Rounding(FORMATS[name], torch.float32))
+            learner.train_step(pack(random_samples([40, 17]), 100), TIS, policy_version=version)
+        codes = torch_tensors(quantised(host_tensors(learner.export()), FORMATS[name]))
+        decoder.swap_weights(prepare_weights(decoder.model, codes, complete=version == 0), version)
+        sampled = finished(decoder, random_requests(6, seed=version))
+        assert differences(learner, sampled, version, 200).any() != aware
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
