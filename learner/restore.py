@@ -54,7 +54,7 @@ def restore_backend(
         backend=settings.learner.backend,
         lora=settings.learner.lora,
     )
-    rounding = rounding_of(settings.learner)
+    rounding = rounding_of(settings.learner, settings.model, initial.state)
     if rounding is not None:
         backend.compute_with(rounding)
     if settings.learner.fp8_matmul:

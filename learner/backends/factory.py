@@ -22,9 +22,10 @@ from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
-from learner.model_directories.lazy_weights import State
+from learner.model_directories.lazy_weights import State, spec_of
+from learner.publication.dtypes import exact_dtypes
 from learner.world.process_group import init_process_group
-from storage.weights.quantisation import FORMATS
+from storage.weights.quantisation import FORMATS, is_quantised
 
 
 def _fsdp() -> Callable[..., Backend]:
@@ -110,11 +111,22 @@ def build_backend(
     )
 
 
-def rounding_of(learner: LearnerConfig) -> Rounding | None:
-    """Return how the weights are rounded that the learner computes with; None where they are not."""
+def rounding_of(learner: LearnerConfig, model: ModelConfig, state: State) -> Rounding | None:
+    """Return how the weights are rounded that the learner computes with; None where they are not.
+
+    Raises `ConfigError` where one of `state`, the initial weights, is quantised from another type than the
+    others."""
     if not learner.quantisation_aware:
         return None
-    return Rounding(FORMATS[learner.publication.quantisation], getattr(torch, learner.publish_dtype))
+    published = getattr(torch, learner.publish_dtype)
+    for name, dtype in exact_dtypes(state, published, getattr(torch, model.dtype)).items():
+        if is_quantised(name, spec_of(state, name).shape):
+            raise ConfigError(
+                f"learner.quantisation_aware=true: {name} has a wider type than most weights of the model "
+                f"and is quantised from {dtype}, the others from {published}: set "
+                f"learner.publish_dtype={model.dtype}, which quantises all of them alike"
+            )
+    return Rounding(FORMATS[learner.publication.quantisation], published)
 
 
 def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> State | None:
