@@ -35,6 +35,10 @@ def refuse_unsupported(
             f"learner.optimizer.offload={optimizer.offload}: it offloads weights, gradients and moments "
             "altogether (1) or not at all (0)"
         )
+    if optimizer.offload_directory is not None:
+        problems.append(
+            f"learner.optimizer.offload_directory={optimizer.offload_directory}: it offloads to memory only"
+        )
     if has_critic:
         problems.append("a critic: use an advantage without one, and leave learner.critic.train alone")
     if share_prefixes:

@@ -1,5 +1,6 @@
 """Settings of the optimizer. Loads without torch."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -46,6 +47,10 @@ class OptimizerConfig(Config):
     """Share of the main weights and moments that lies in the host's memory and is updated there, by
     `learner.threads` threads."""
 
+    offload_directory: Path | None = None
+    """Directory on a fast local disk in which this share lies instead, in files without names that end with
+    the process; None keeps it in memory."""
+
     clip_grad: float = Field(1.0, gt=0)
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
 
@@ -87,6 +92,15 @@ class OptimizerConfig(Config):
             raise ValueError(
                 f"offload={self.offload} needs state_dtype=float32: it is {self.state_dtype}, which saves "
                 "memory of the device"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _directory_takes_something(self) -> Self:
+        if self.offload_directory is not None and not self.offload:
+            raise ValueError(
+                f"offload_directory={self.offload_directory} has no effect with offload=0: set offload to "
+                "the share of the state that it is to take, or leave it out"
             )
         return self
 

@@ -15,14 +15,15 @@ def test_fsdp_names_every_setting_that_it_does_not_have():
                     "tensor": 2, "pipeline": 2, "context": 2, "expert": 4, "recompute": "selective",
                     "overlap_grad_reduce": True,
                 },
-                "optimizer": {"offload": 0.5},
+                "optimizer": {"offload": 0.5, "offload_directory": "disk"},
                 "advantage": {"type": "gae"},
             }
         )  # fmt: skip
     for problem in (
         "learner.parallel.tensor=2", "learner.parallel.pipeline=2", "learner.parallel.context=2",
         "learner.parallel.expert=4", "recompute=selective: set it to full or none", "reduce=true",
-        "learner.optimizer.offload=0.5", "a critic: use an advantage without one",
+        "learner.optimizer.offload=0.5", "learner.optimizer.offload_directory=disk",
+        "a critic: use an advantage without one",
     ):  # fmt: skip
         assert problem in str(error.value)
 

@@ -1,11 +1,16 @@
+import errno
 import math
+import os
+from threading import Event
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from bus.errors import ConfigError
-from learner.backends.megatron.optimizer.offload import OffloadedAdamW
+from bus.errors import ConfigError, TrainingError
+from learner.backends.megatron.optimizer import offload, state_file
+from learner.backends.megatron.optimizer.offload import FiledAdamW, OffloadedAdamW
+from learner.backends.megatron.optimizer.state_file import StateFile
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
     load_checkpoint,
@@ -22,9 +27,10 @@ LENGTHS = [5, 17, 2, 32, 9]
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 
 
-def trainer_of(offload, *, clip_grad=1.0, **settings):
+def trainer_of(offload, *, clip_grad=1.0, directory=None, **settings):
     model = tiny_model()
-    optimizer = OPTIMIZER.model_copy(update={"offload": offload, "clip_grad": clip_grad})
+    changes = {"offload": offload, "clip_grad": clip_grad, "offload_directory": directory}
+    optimizer = OPTIMIZER.model_copy(update=changes)
     return Trainer(model.config, hf_state(model), optimizer, **settings)
 
 
@@ -111,6 +117,119 @@ def test_what_does_not_combine_is_refused():
     needs = r"offload=0\.5 needs parallel\.distributed_optimizer=true"
     with pytest.raises(ConfigError, match=needs):
         trainer_of(0.5, parallel=apart)
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 2**26])
+def test_in_files_the_state_changes_no_bit_of_the_weights(
+    tmp_path, monkeypatch, fraction, dtype, bucket_bytes
+):
+    monkeypatch.setattr(offload, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(state_file, "CHUNK_BYTES", 10_000)
+    filed = trainer_of(fraction, clip_grad=math.inf, dtype=dtype, directory=tmp_path)
+    resident = trainer_of(0.0, clip_grad=math.inf, dtype=dtype)
+    [part] = filed.optimizer.chained_optimizers
+    assert type(part.optimizer) is FiledAdamW
+    assert [r.loss for r in train(filed, range(3))] == [r.loss for r in train(resident, range(3))]
+    for ours, theirs in zip(filed.export().values(), resident.export().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_file_holds_the_weights_and_moments_and_has_no_name(tmp_path):
+    trainer = trainer_of(1.0, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    train(trainer, range(2))
+    [part] = trainer.optimizer.chained_optimizers
+    numbers = 3 * sum(main.numel() for main in part.get_parameters())
+    written = torch.empty(numbers)
+    part.optimizer.file.read(written, 0).wait()
+    for main in part.get_parameters():
+        start, size = part.optimizer.places[main], main.numel()
+        state = part.optimizer.state[main]
+        for n, values in enumerate((main, state["exp_avg"], state["exp_avg_sq"])):
+            assert torch.equal(written[start + n * size : start + (n + 1) * size], values)
+            assert values.abs().max() > 0
+
+
+def test_a_skipped_step_changes_nothing_in_the_file(tmp_path):
+    trainer = trainer_of(1.0, directory=tmp_path)
+    train(trainer, range(1))
+    [part] = trainer.optimizer.chained_optimizers
+    before, weights = part.optimizer.file.mapped.clone(), trainer.export()
+    samples = random_samples(LENGTHS)
+    samples[0].loss_mask[1:] = True
+    samples[0].streams["behaviour_logprobs"][:] = float("nan")
+    assert trainer.train_step(pack(samples, 100), TIS, policy_version=3).skipped
+    assert torch.equal(part.optimizer.file.mapped, before)
+    assert all(torch.equal(weights[name], after) for name, after in trainer.export().items())
+
+
+@pytest.mark.parametrize(("before", "after"), [("file", "file"), ("file", "device"), ("device", "file")])
+def test_a_checkpoint_goes_on_with_files_or_without(tmp_path, before, after):
+    places = {"file": {"offload": 1.0, "directory": tmp_path / "state"}, "device": {"offload": 0.0}}
+    first = trainer_of(**places[before], dtype=torch.bfloat16)
+    train(first, range(2))
+    save_checkpoint(first, tmp_path / "checkpoints", 2, {}, keep=1)
+    second = trainer_of(**places[after], dtype=torch.bfloat16)
+    load_checkpoint(second, latest_checkpoint(tmp_path / "checkpoints"))
+    [part] = second.optimizer.chained_optimizers
+    if after == "file":
+        file = part.optimizer.file.mapped.untyped_storage().data_ptr()
+        for main, state in part.optimizer.state.items():
+            for values in (main, state["exp_avg"], state["exp_avg_sq"]):
+                assert values.untyped_storage().data_ptr() == file
+    for resumed, expected in zip(train(second, range(2, 4)), train(first, range(2, 4)), strict=True):
+        assert (resumed.loss, resumed.grad_norm) == pytest.approx((expected.loss, expected.grad_norm))
+    for ours, theirs in zip(second.export().values(), first.export().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_disk_without_room_is_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot take the 8796\.1 GB .* only .* GB are free"):
+        StateFile(tmp_path, 2**41)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"offload_directory=.*/file cannot take the 0\.0 GB"):
+        StateFile(tmp_path / "file", 8)
+
+
+def test_a_disk_that_fails_or_hangs_ends_the_run_with_its_name(tmp_path, monkeypatch):
+    trainer = trainer_of(1.0, directory=tmp_path)
+    hangs = Event()
+
+    def hang(*_):
+        hangs.wait(60)
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(os, "preadv", hang)
+    monkeypatch.setattr(state_file, "TIMEOUT_S", 0.01)
+    with pytest.raises(
+        TrainingError, match=rf"reading .* MB of optimizer state in {tmp_path} took more than"
+    ):
+        train(trainer, range(1))
+    hangs.set()
+    monkeypatch.setattr(state_file, "TIMEOUT_S", 60.0)
+    with pytest.raises(TrainingError, match=r"reading .* failed \(.*gone\): repair the disk"):
+        train(trainer, range(1))
+
+
+def test_a_directory_that_would_take_nothing_is_refused(tmp_path):
+    with pytest.raises(ValidationError, match=r"offload_directory=.* has no effect with offload=0"):
+        OptimizerConfig(offload_directory=tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_a_device_the_state_lies_in_files_and_trains_as_in_memory(tmp_path, dtype):
+    filed, offloaded = (trainer_of(1.0, dtype=dtype, directory=d) for d in (tmp_path, None))
+    for ours, theirs in zip(train(filed, range(4)), train(offloaded, range(4)), strict=True):
+        assert (ours.loss, ours.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-4)
+    for ours, theirs in zip(filed.export().values(), offloaded.export().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -5,9 +5,14 @@ neither `grad_scale` nor `found_inf`. Here part of the main weights of a `Distri
 memory, and their moments in ordinary memory of the host. In an update their gradients are copied to the host,
 bucket by bucket; the host updates a bucket while the next one comes, and the new weights are copied into the
 model. The device updates its own part meanwhile.
+
+With a directory both lie in a file there. An update reads what belongs to the next bucket and writes what
+belonged to the last one while it computes with a bucket, so that memory has three of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +21,22 @@ from torch.optim.adamw import AdamW
 
 from learner.backends.megatron.core import DistributedOptimizer, param_is_not_shared, tensor_parallel
 from learner.backends.megatron.optimizer.shards import main_shards
-from learner.backends.update.bf16_adamw import fused_update
+from learner.backends.megatron.optimizer.state_file import StateFile, Transfer
+from learner.backends.update.bf16_adamw import MOMENTS, fused_update
 from learner.publication.transfer import host_memory
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of gradients that are copied and updated at a time."""
 
 
+MAIN_AND_MOMENTS = ("main", *MOMENTS)
+SLOTS = 3
+"""Buckets of a file that memory has at a time: one comes, one is updated, one leaves."""
+
 _Bucket = list[tuple[Tensor, dict[str, Any]]]
 """Parameters with their groups."""
+_Updated = tuple[Tensor, dict[str, Any], Tensor, Tensor, Tensor]
+"""A parameter, its group, its weights and its two moments."""
 
 
 class _Shard(NamedTuple):
@@ -47,6 +59,10 @@ class OffloadedAdamW(AdamW):
     """Gradients of the parameters on the host, where the backward pass left them."""
     received: dict[Tensor, Tensor]
     """The same, pinned on the host."""
+    dtypes: dict[Tensor, torch.dtype]
+    """What the model has of each parameter."""
+    updated: dict[Tensor, Tensor]
+    """New weights of parameters on the host, until the model has them."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -57,11 +73,16 @@ class OffloadedAdamW(AdamW):
         grad_scale, found_inf = self.grad_scale.cpu(), self.found_inf.cpu()  # waits for the backward pass
         arrived = [self._receive(bucket) for bucket in buckets]
         super().step()  # the device's part: the others have no `grad`
-        for bucket, event in zip(buckets, arrived, strict=True):
+        for bucket, event in zip(self._in_memory(buckets), arrived, strict=True):
             if event is not None:
                 event.synchronize()
-            for parameter, group in bucket:
-                self._update(parameter, group, grad_scale, found_inf)
+            for parameter, group, *state in bucket:
+                step = self.state[parameter]["step"]
+                fused_update(
+                    state[0], self.received[parameter], state[1:], step, group,
+                    grad_scale=grad_scale, found_inf=found_inf,
+                )  # fmt: skip
+                self._hand_on(parameter, state[0])
 
     def _receive(self, bucket: _Bucket) -> torch.cuda.Event | None:
         """Begin to copy the gradients; the returned event is set when they have arrived."""
@@ -73,19 +94,71 @@ class OffloadedAdamW(AdamW):
         event.record()
         return event
 
-    def _update(
-        self, parameter: Tensor, group: dict[str, Any], grad_scale: Tensor, found_inf: Tensor
-    ) -> None:
-        state = self.state[parameter]
-        fused_update(
-            parameter,
-            self.received[parameter],
-            (state["exp_avg"], state["exp_avg_sq"]),
-            state["step"],
-            group,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-        )
+    def _in_memory(self, buckets: Sequence[_Bucket]) -> Iterator[list[_Updated]]:
+        """Yield each bucket's parameters with weights and moments, which may be written until the next."""
+        for bucket in buckets:
+            yield [(p, group, p, *(self.state[p][name] for name in MOMENTS)) for p, group in bucket]
+
+    def _hand_on(self, parameter: Tensor, weights: Tensor) -> None:
+        """Put the new weights where the device gets them from, in the model's dtype."""
+        if (dtype := self.dtypes[parameter]) != weights.dtype:  # the gradient is used up, and pinned
+            weights = self.received[parameter].view(dtype)[: len(weights)].copy_(weights)
+        self.updated[parameter] = weights
+
+    def settle_state(self) -> None:
+        """Bring the state, which a checkpoint was loaded into, to where it belongs."""
+
+
+class FiledAdamW(OffloadedAdamW):
+    """The same, with weights and moments in a file."""
+
+    file: StateFile
+    places: dict[Tensor, int]
+    """Where the weights of each parameter begin in the file; its moments follow, one after the other."""
+
+    def _in_memory(self, buckets: Sequence[_Bucket]) -> Iterator[list[_Updated]]:
+        """Yield each bucket in memory, with the next one and the last one on their ways."""
+        sizes = [len(MAIN_AND_MOMENTS) * sum(p.numel() for p, _ in bucket) for bucket in buckets]
+        starts = [self.places[bucket[0][0]] for bucket in buckets]
+        memory = [torch.empty(max(sizes)) for _ in range(min(SLOTS, len(sizes)))]
+        slots = [memory[n % SLOTS][:size] for n, size in enumerate(sizes)]
+        leaving: list[Transfer] = []
+        coming = self.file.read(slots[0], starts[0])
+        for number, bucket in enumerate(buckets):
+            coming.wait()
+            if number + 1 < len(buckets):
+                if number + 1 >= SLOTS:  # what was there has been computed with, and is being written
+                    leaving[number + 1 - SLOTS].wait()
+                coming = self.file.read(slots[number + 1], starts[number + 1])
+            yield list(self._views(bucket, slots[number], starts[number]))
+            leaving.append(self.file.write(slots[number], starts[number]))
+        for transfer in leaving:
+            transfer.wait()
+
+    def _views(self, bucket: _Bucket, slot: Tensor, start: int) -> Iterator[_Updated]:
+        for parameter, group in bucket:
+            first, size = self.places[parameter] - start, parameter.numel()
+            main, mean, square = torch.split(slot[first : first + len(MAIN_AND_MOMENTS) * size], size)
+            yield parameter, group, main, mean, square
+
+    def _hand_on(self, parameter: Tensor, weights: Tensor) -> None:
+        """Keep a copy of the new weights, whose memory another bucket gets."""
+        weights_of_model = self.received[parameter].view(self.dtypes[parameter])[: len(weights)]
+        self.updated[parameter] = weights_of_model.copy_(weights)
+
+    def in_file(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the parameter's weights and moments as memory that is mapped to the file."""
+        start, size = self.places[parameter], parameter.numel()
+        parts = torch.split(self.file.mapped[start : start + len(MAIN_AND_MOMENTS) * size], size)
+        return dict(zip(MAIN_AND_MOMENTS, parts, strict=True))
+
+    @torch.no_grad()
+    def settle_state(self) -> None:
+        """Move moments that loading has put in memory of their own into the file."""
+        for parameter in self.places:
+            for name, moment in self.in_file(parameter).items():
+                if name in MOMENTS:
+                    self.state[parameter][name] = moment.copy_(self.state[parameter][name])
 
 
 class OffloadedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core is untyped
@@ -110,18 +183,32 @@ class OffloadedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatro
 
     def _copy_main_params_to_model_params(self) -> None:
         for shard in _shards(self):
-            weights = shard.main
-            gradient = self.optimizer.received.get(shard.main)
-            if gradient is not None and shard.model.dtype != weights.dtype:  # no longer needed, and pinned
-                weights = gradient.view(shard.model.dtype)[: len(weights)].copy_(weights)
+            weights = self.optimizer.updated.pop(shard.main, shard.main)
             shard.model.copy_(weights, non_blocking=True)
 
 
 @torch.no_grad()
-def offload(part: DistributedOptimizer, fraction: float) -> None:
-    """Move `fraction` of the main weights to the host. Call it before the optimizer has any state."""
-    part.__class__, part.optimizer.__class__ = OffloadedOptimizer, OffloadedAdamW
-    mains = part.get_parameters()
+def offload(part: DistributedOptimizer, fraction: float, directory: Path | None) -> None:
+    """Move `fraction` of the main weights to the host, or to a file in `directory`.
+
+    Call it before the optimizer has any state. Raises `ConfigError` where the directory has no room."""
+    optimizer = part.optimizer
+    moved = _first_of(part.get_parameters(), fraction)
+    part.__class__, optimizer.__class__ = OffloadedOptimizer, OffloadedAdamW
+    locked = any(main.is_cuda for main in moved)
+    wanted = [(main.shape, main.dtype) for main in moved]
+    received = host_memory(wanted, page_locked=locked)
+    optimizer.gradients, optimizer.updated = {}, {}
+    optimizer.received = dict(zip(moved, received, strict=True))
+    optimizer.dtypes = {shard.main: shard.parameter.dtype for shard in main_shards(part)}
+    if directory is not None and moved:
+        _put_into_file(optimizer, moved, directory)
+        return
+    for main, weight in zip(moved, host_memory(wanted, page_locked=locked), strict=True):
+        main.data = weight.copy_(main)
+
+
+def _first_of(mains: Sequence[Tensor], fraction: float) -> list[Tensor]:
     left = fraction * sum(main.numel() for main in mains)
     moved = []
     for main in mains:
@@ -129,12 +216,21 @@ def offload(part: DistributedOptimizer, fraction: float) -> None:
             break
         left -= main.numel()
         moved.append(main)
-    locked = any(main.is_cuda for main in moved)
-    wanted = [(main.shape, main.dtype) for main in moved]
-    received, weights = (host_memory(wanted, page_locked=locked) for _ in range(2))
-    part.optimizer.gradients, part.optimizer.received = {}, dict(zip(moved, received, strict=True))
-    for main, weight in zip(moved, weights, strict=True):
-        main.data = weight.copy_(main)
+    return moved
+
+
+def _put_into_file(optimizer: FiledAdamW, moved: Sequence[Tensor], directory: Path) -> None:
+    """Give the weights, and moments that are zero, their places in a file, in the order of updates."""
+    optimizer.__class__ = FiledAdamW
+    moved_set = set(moved)
+    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in moved_set]
+    sizes = [len(MAIN_AND_MOMENTS) * parameter.numel() for parameter in ordered]
+    optimizer.file = StateFile(directory, sum(sizes))
+    optimizer.places = dict(zip(ordered, accumulate(sizes, initial=0), strict=False))
+    for parameter in ordered:
+        main, *moments = optimizer.in_file(parameter).values()
+        parameter.data = main.copy_(parameter)
+        optimizer.state[parameter] = dict(zip(MOMENTS, moments, strict=True))
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:

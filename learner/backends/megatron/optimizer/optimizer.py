@@ -32,8 +32,8 @@ from learner.backends.megatron.core import (
     get_megatron_optimizer,
 )
 from learner.backends.megatron.optimizer.muon import add_muon
-from learner.backends.megatron.optimizer.offload import offload
-from learner.backends.update.bf16_adamw import BFloat16StateAdamW
+from learner.backends.megatron.optimizer.offload import OffloadedAdamW, offload
+from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.config.optimizer import OptimizerConfig
 from learner.world.process_group import device, gathered
 
@@ -71,7 +71,7 @@ def build_optimizer(
                 raise ConfigError(
                     f"optimizer.offload={config.offload} needs parallel.distributed_optimizer=true"
                 )
-            offload(part, config.offload)
+            offload(part, config.offload, config.offload_directory)
         if config.state_dtype == "bfloat16":
             part.optimizer.__class__ = BFloat16StateAdamW
         if config.matrices == "adamw":
@@ -133,6 +133,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     """Load what `optimizer.sharded_state_dict` saved."""
     optimizer.load_state_dict(state)
     for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, OffloadedAdamW):
+            part.optimizer.settle_state()
         for values in part.optimizer.state.values():
             values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
 
@@ -159,11 +161,11 @@ def _prime(optimizer: torch.optim.Optimizer) -> None:
     dtype = torch.bfloat16 if isinstance(optimizer, BFloat16StateAdamW) else None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-            }
+            state = optimizer.state[parameter]  # has moments already where a file does
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for name in MOMENTS:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, dtype=dtype)
 
 
 def _count_as_others(optimizer: MegatronOptimizer) -> None:
