@@ -57,9 +57,9 @@ class _RingAttention(torch.autograd.Function):
         dtype = _dtype_of_sums(query)
         output = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=dtype)
         log_total = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
-        for step, keys, values in _passing(steps, key, value, group):
+        for step, held in _passing(steps, key, value, group):
             for block in step.blocks:
-                _add_block(output, log_total, (query, keys, values), block, scale)
+                _add_block(output, log_total, query, held, block, scale)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_total)
         ctx.steps, ctx.group, ctx.scale = steps, group, scale
@@ -72,12 +72,12 @@ class _RingAttention(torch.autograd.Function):
         dtype = log_total.dtype
         of_query, *of_own = (torch.zeros_like(x, dtype=dtype) for x in (query, key, value))
         returning: list[tuple[RingStep, _Exchange]] = []
-        for step, keys, values in _passing(ctx.steps, key, value, ctx.group):
+        for step, held in _passing(ctx.steps, key, value, ctx.group):
             own = step.source == step.target == ctx.group.rank()
-            found = of_own if own else [torch.zeros_like(x, dtype=dtype) for x in (keys, values)]
+            found = of_own if own else [torch.zeros_like(x, dtype=dtype) for x in held]
             for block in step.blocks:
                 whole = grad, output, log_total
-                _add_gradients((of_query, *found), (query, keys, values), whole, block, ctx.scale)
+                _add_gradients((of_query, *found), query, held, whole, block, ctx.scale)
             _add_returned(returning, of_own)
             if not own:
                 parts = [part.to(query.dtype) for part in found]
@@ -92,8 +92,10 @@ def _dtype_of_sums(query: Tensor) -> torch.dtype:
 
 def _passing(
     steps: Sequence[RingStep], key: Tensor, value: Tensor, group: dist.ProcessGroup
-) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-    """Yield each step with its keys and values, while those of the next one are on their way."""
+) -> Iterator[tuple[RingStep, list[Tensor]]]:
+    """Yield each step with its keys and values, while those of the next one are on their way.
+
+    The list of these is emptied before those behind the next ones are received."""
     held = [key, value]
     for step, following in zip_longest(steps, steps[1:]):
         coming = None
@@ -101,7 +103,8 @@ def _passing(
             leaving = [x[following.sent] for x in (key, value)]
             arriving = [x.new_empty(following.arriving, *x.shape[1:]) for x in (key, value)]
             coming = _Exchange(leaving, following.target, arriving, following.source, group)
-        yield step, held[0], held[1]
+        yield step, held
+        held.clear()
         if coming is not None:
             held = coming.arrived()
 
@@ -154,18 +157,19 @@ class _Exchange:
 
 
 def _add_block(
-    output: Tensor, log_total: Tensor, heads: tuple[Tensor, Tensor, Tensor], block: Block, scale: float
+    output: Tensor, log_total: Tensor, query: Tensor, held: Sequence[Tensor], block: Block, scale: float
 ) -> None:
     """Add what queries find in one block to their output and to the logarithms of their softmax's sums.
 
     Args:
         output: [T, heads, v] so far.
         log_total: [T, heads] so far.
-        heads: this rank's queries, and the keys and values of the step.
+        query: [T, heads, d].
+        held: keys and values of the step.
         block: of the step.
         scale: factor of the scores."""
     rows, width = block.queries, output.shape[-1]
-    query, key, value = of_one_width(*_picked(heads, block))
+    query, key, value = of_one_width(query[rows], *(x[block.keys] for x in held))
     found, found_log_total = attend(query, key, value, block.sets, scale)
     before = log_total[rows]
     total = torch.logaddexp(before, found_log_total)
@@ -176,24 +180,22 @@ def _add_block(
 
 
 def _add_gradients(
-    totals: Sequence[Tensor], heads: tuple[Tensor, Tensor, Tensor],
+    totals: Sequence[Tensor], query: Tensor, held: Sequence[Tensor],
     whole: tuple[Tensor, Tensor, Tensor], block: Block, scale: float,
 ) -> None:  # fmt: skip
     """Add the gradients through one block to those of queries, and of the keys and values of the step.
 
     Args:
         totals: gradients so far.
-        heads: this rank's queries, and the keys and values of the step.
+        query: [T, heads, d].
+        held: keys and values of the step.
         whole: gradient of the output, the output and the logarithms of its softmax's sums, over all blocks.
         block: of the step.
         scale: factor of the scores."""
     grad, output, log_total = (x[block.queries] for x in whole)
-    query, key, value, grad, output = of_one_width(*_picked(heads, block), grad, output)
+    query, key, value, grad, output = of_one_width(
+        query[block.queries], *(x[block.keys] for x in held), grad, output
+    )
     found = differentiate(grad.contiguous(), query, key, value, output, log_total, block.sets, scale)
     for total, rows, part in zip(totals, (block.queries, block.keys, block.keys), found, strict=True):
         total[rows] += part[..., : total.shape[-1]]
-
-
-def _picked(heads: tuple[Tensor, Tensor, Tensor], block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = heads
-    return query[block.queries], key[block.keys], value[block.keys]

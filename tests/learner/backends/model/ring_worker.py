@@ -2,6 +2,8 @@
 
 import json
 import sys
+import weakref
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -10,13 +12,14 @@ from torch import Tensor
 
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.model import ring_attention
 from learner.backends.megatron.model.context_attention import (
     attend_to_gathered,
     chunks_of_rank,
     context_layout,
     gathered,
 )
-from learner.backends.megatron.model.ring_attention import attend_around
+from learner.backends.megatron.model.ring_attention import _Exchange, attend_around
 from learner.backends.megatron.model.ring_layout import RingLayout
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
@@ -101,6 +104,25 @@ def around(
         return attend_to_gathered(*heads, layout, scale=SCALE, window=window)[..., :value_width]
 
     return [x.cpu() for x in with_gradients(attend, *own)]
+
+
+def most_alive(lengths: list[int]) -> tuple[int, int]:
+    """Most received tensors that this rank has at a time, of attention alone and with its gradients."""
+    seen: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+
+    class Counted(_Exchange):
+        def __init__(self, leaving, target, arriving, source, group) -> None:
+            seen.extend(weakref.ref(x) for x in arriving)
+            counts.append(sum(each() is not None for each in seen))
+            super().__init__(leaving, target, arriving, source, group)
+
+    with patch.object(ring_attention, "_Exchange", Counted):
+        with patch.object(torch.autograd, "grad", lambda *_: []):
+            around(lengths, None, WIDTH, torch.float64)
+        forward = max(counts)
+        around(lengths, None, WIDTH, torch.float64)
+    return forward, max(counts)
 
 
 def errors(window: int | None, value_width: int, *, gather: bool) -> list[float]:

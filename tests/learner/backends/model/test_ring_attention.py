@@ -19,6 +19,7 @@ from tests.learner.backends.model.ring_worker import (
     WIDTH,
     around,
     drawn,
+    most_alive,
     of_whole_sequences,
     places,
     with_gradients,
@@ -63,6 +64,13 @@ def test_output_and_gradients_are_those_of_whole_sequences(worlds, ranks, window
     for ours, exact in zip(put_together(answers, lengths), whole, strict=True):
         assert ours.dtype == torch.float64
         torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_rank_holds_keys_and_values_of_two_others_at_most(worlds):
+    for forward, both in worlds.run(4, most_alive, lengths_for(4)):
+        assert forward == 2 * 2
+        assert both == 2 * 2 + 2  # gradients that come in for this rank's own
 
 
 def test_settings_without_a_way_to_attend_are_refused(monkeypatch):
