@@ -5,12 +5,14 @@ from threading import Event
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 
 from bus.errors import ConfigError, TrainingError
 from learner.backends.megatron.optimizer import offload, state_file
 from learner.backends.megatron.optimizer.offload import FiledAdamW, OffloadedAdamW
 from learner.backends.megatron.optimizer.state_file import StateFile
+from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
     load_checkpoint,
@@ -186,6 +188,30 @@ def test_a_checkpoint_goes_on_with_files_or_without(tmp_path, before, after):
         assert (resumed.loss, resumed.grad_norm) == pytest.approx((expected.loss, expected.grad_norm))
     for ours, theirs in zip(second.export().values(), first.export().values(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def of_ranks(directory):
+    """Losses and weights of ranks that share the state of a model with experts, on one of them."""
+    parallel = ParallelConfig(expert=2)
+    divide_world(parallel)
+    model = tiny_model("qwen3_moe")
+    optimizer = OPTIMIZER.model_copy(update={"offload": 0.6, "offload_directory": directory})
+    trainer = Trainer(model.config, hf_state(model), optimizer, dtype=torch.bfloat16, parallel=parallel)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    losses = [
+        trainer.train_step(
+            pack(random_samples(LENGTHS, seed=step)[rank::ranks], 40), TIS, policy_version=3
+        ).loss
+        for step in range(3)
+    ]
+    return losses, trainer.export()
+
+
+@pytest.mark.slow
+def test_each_rank_has_a_file_of_its_own_share(worlds, tmp_path):
+    (filed, weights), (in_memory, expected) = (worlds.run(2, of_ranks, d)[0] for d in (tmp_path, None))
+    assert filed == in_memory
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_disk_without_room_is_refused_at_the_start(tmp_path):

@@ -40,12 +40,12 @@ class Transfer:
         except TimeoutError as error:
             raise TrainingError(
                 f"{self._what} took more than {TIMEOUT_S:.0f} s: the disk hangs or is too slow; name a "
-                "faster one in learner.optimizer.offload_directory, or none"
+                "faster one in optimizer.offload_directory, or none"
             ) from error
         except OSError as error:
             raise TrainingError(
                 f"{self._what} failed ({error}): repair the disk or name another one in "
-                "learner.optimizer.offload_directory; the run goes on from its latest checkpoint"
+                "optimizer.offload_directory; the run goes on from its latest checkpoint"
             ) from error
 
 
@@ -69,7 +69,7 @@ class StateFile:
                 Path(name).unlink()
         except OSError as error:
             raise ConfigError(
-                f"learner.optimizer.offload_directory={directory} cannot take the {size / 1e9:.1f} GB of one "
+                f"optimizer.offload_directory={directory} cannot take the {size / 1e9:.1f} GB of one "
                 f"rank's optimizer state ({error}): name a directory on another disk, or none"
             ) from error
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="optimizer-state")
