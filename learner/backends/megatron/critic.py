@@ -79,7 +79,8 @@ class MegatronCritic:
     def _set_optimizer(self, config: CriticConfig) -> None:
         self._config = config
         self.settle_parameters()
-        self.optimizer = build_optimizer(config.optimizer, self.ddp, self.hf_config, self.dtype)
+        last = getattr(self, "optimizer", None)
+        self.optimizer = build_optimizer(config.optimizer, self.ddp, self.hf_config, self.dtype, last=last)
         self.updates_done = 0
         """Updates by this optimizer, which the schedule counts."""
         self.not_finite_in_a_row = 0

@@ -114,7 +114,8 @@ class Trainer:
         """Start over with a fresh optimizer state and warm-up; the weights stay."""
         self.optimizer_config = config
         self.settle_parameters()
-        self.optimizer = build_optimizer(config, self.ddp, self.hf_config, self.dtype)
+        last = getattr(self, "optimizer", None)
+        self.optimizer = build_optimizer(config, self.ddp, self.hf_config, self.dtype, last=last)
         self.counts.begin()
 
     def compute_with(self, rounding: Rounding) -> None:

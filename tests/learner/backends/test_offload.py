@@ -1,6 +1,7 @@
 import errno
 import math
 import os
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -155,6 +156,24 @@ def test_the_file_holds_the_weights_and_moments_and_has_no_name(tmp_path):
         for n, values in enumerate((main, state["exp_avg"], state["exp_avg_sq"])):
             assert torch.equal(written[start + n * size : start + (n + 1) * size], values)
             assert values.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_next_optimizer_gets_the_room_of_the_last_one(tmp_path, dtype):
+    def mapped():
+        return sum(str(tmp_path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    trainer = trainer_of(1.0, directory=tmp_path, dtype=dtype)
+    train(trainer, range(2))
+    weights = trainer.export()
+    assert mapped() == 1
+    trainer.set_optimizer(trainer.optimizer_config)
+    assert mapped() == 1
+    assert all(torch.equal(weights[name], now) for name, now in trainer.export().items())
+    trainer.set_optimizer(OPTIMIZER)
+    assert mapped() == 0
+    assert all(torch.equal(weights[name], now) for name, now in trainer.export().items())
+    assert not any(result.skipped for result in train(trainer, range(1)))
 
 
 def test_a_skipped_step_changes_nothing_in_the_file(tmp_path):

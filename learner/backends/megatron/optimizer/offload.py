@@ -108,6 +108,13 @@ class OffloadedAdamW(AdamW):
     def settle_state(self) -> None:
         """Bring the state, which a checkpoint was loaded into, to where it belongs."""
 
+    def give_up(self) -> None:
+        """Give the memory of the state on the host back; the optimizer is of no use afterwards."""
+        for parameter in self.received:
+            parameter.data = torch.empty(0)
+        for held in (self.received, self.updated, self.gradients, self.state):
+            held.clear()
+
 
 class FiledAdamW(OffloadedAdamW):
     """The same, with weights and moments in a file."""
@@ -159,6 +166,11 @@ class FiledAdamW(OffloadedAdamW):
             for name, moment in self.in_file(parameter).items():
                 if name in MOMENTS:
                     self.state[parameter][name] = moment.copy_(self.state[parameter][name])
+
+    def give_up(self) -> None:
+        """Give the file back too."""
+        super().give_up()
+        del self.file
 
 
 class OffloadedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core is untyped

@@ -41,12 +41,15 @@ from learner.world.process_group import device, gathered
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves
 def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], hf_config: PretrainedConfig,
-    dtype: torch.dtype,
+    dtype: torch.dtype, *, last: MegatronOptimizer | None = None,
 ) -> MegatronOptimizer:  # fmt: skip
     """Build an optimizer with fresh state over the parameters of `chunks`, distributed if they are.
 
-    They are a model of `hf_config`, or a critic beside one. Raises `ConfigError` for an optimizer that could
-    not be resumed. Every rank calls this."""
+    They are a model of `hf_config`, or a critic beside one. What the `last` optimizer of these has on the
+    host is given back first. Raises `ConfigError` for an optimizer that could not be resumed. Every rank
+    calls this."""
+    if last is not None:
+        _give_up_state(last)
     if not chunks[0].ddp_config.use_distributed_optimizer:
         _refuse_experts_of_some_ranks(chunks)
     optimizer = get_megatron_optimizer(
@@ -137,6 +140,12 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
             part.optimizer.settle_state()
         for values in part.optimizer.state.values():
             values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
+
+
+def _give_up_state(optimizer: MegatronOptimizer) -> None:
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, OffloadedAdamW):
+            part.optimizer.give_up()
 
 
 def _refuse_experts_of_some_ranks(chunks: Sequence[DistributedDataParallel]) -> None:
