@@ -83,8 +83,13 @@ def refuse_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) -> None:
-    """Raise `ConfigError` for router replay of a model without experts."""
-    if learner.router_replay != "none" and shape_of(hf_config).experts is None:
+    """Raise `ConfigError` for router replay of a model without experts, or without routers that the backend
+    knows."""
+    if learner.router_replay != "none" and learner.backend == "fsdp":
+        from learner.backends.fsdp.router_replay import refuse_unknown_routers  # like the trainer above
+
+        refuse_unknown_routers(learner.router_replay, hf_config)
+    elif learner.router_replay != "none" and shape_of(hf_config).experts is None:
         raise ConfigError(
             f"learner.router_replay={learner.router_replay}: the model, a {hf_config.model_type}, has no "
             "experts: set it to none"

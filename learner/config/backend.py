@@ -12,8 +12,7 @@ SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_
 
 
 def refuse_unsupported(
-    parallel: ParallelConfig, optimizer: OptimizerConfig, *, has_critic: bool, share_prefixes: bool,
-    router_replay: str,
+    parallel: ParallelConfig, optimizer: OptimizerConfig, *, has_critic: bool, share_prefixes: bool
 ) -> None:  # fmt: skip
     """Raise `ValueError` with all settings that `learner.backend=fsdp` does not have."""
     problems = [
@@ -43,8 +42,6 @@ def refuse_unsupported(
         problems.append("a critic: use an advantage without one, and leave learner.critic.train alone")
     if share_prefixes:
         problems.append("learner.batch.share_prefixes=true: set it to false")
-    if router_replay != "none":
-        problems.append(f"learner.router_replay={router_replay}: set it to none")
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ValueError(f"learner.backend=fsdp does not have these settings; use megatron, or:\n{listed}")

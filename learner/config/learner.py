@@ -246,7 +246,6 @@ class LearnerConfig(Config):
                 self.optimizer,
                 has_critic=self.has_critic,
                 share_prefixes=self.batch.share_prefixes,
-                router_replay=self.router_replay,
             )
         return self
 

@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     PretrainedConfig,
+    Qwen3NextConfig,
 )
 
 from learner.config.model import ScratchModel
@@ -23,27 +24,31 @@ SMALL = (
     "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
     "--learner.router-replay", "engine", "--actors.engine.routed-experts",
 )  # fmt: skip
-
-
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-    "num_mtp_layers": 0, "first_k_dense_replace": 1,
+    "num_attention_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
+ROUTED = {"n_routed_experts": 8, "num_mtp_layers": 0, "first_k_dense_replace": 1}
 MODELS = {
     "glm": Glm4MoeConfig(
-        **SIZES, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True
+        **SIZES, **ROUTED, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True
     ),
     "deepseek": DeepseekV3Config(
-        **SIZES, num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16,
+        **SIZES, **ROUTED, num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16,
         qk_rope_head_dim=8, v_head_dim=12, n_group=4, topk_group=2,
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
             "original_max_position_embeddings": 16,
         },
     ),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=16, layer_types=["linear_attention", "full_attention"],
+        num_experts=8, shared_expert_intermediate_size=48, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16,
+    ),
 }  # fmt: skip
+BACKENDS = {"glm": "megatron", "deepseek": "megatron", "qwen3_next": "fsdp"}
 
 
 def written(config: PretrainedConfig, directory: Path) -> Path:
@@ -55,10 +60,10 @@ def written(config: PretrainedConfig, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("model", [pytest.param("glm", marks=pytest.mark.nightly), "deepseek"])
+@pytest.mark.parametrize("model", [pytest.param("glm", marks=pytest.mark.nightly), "deepseek", "qwen3_next"])
 def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path, model: str):
     path = written(MODELS[model], tmp_path / "model")
-    run = Command(tmp_path, "local", *SMALL, "--model.path", str(path))
+    run = Command(tmp_path, "local", *SMALL, "--model.path", str(path), "--learner.backend", BACKENDS[model])
     try:
         assert run.wait(240) == 0, run.said()
     finally:

@@ -147,27 +147,3 @@ def random_samples(
 def reference_logits(model: PreTrainedModel, samples: list[Sample]) -> Tensor:
     """Logits of transformers, each sequence by itself, end to end."""
     return torch.cat([model(torch.from_numpy(s.token_ids).long()[None]).logits[0] for s in samples])
-
-
-@torch.no_grad()
-def chosen_experts(model: PreTrainedModel, tokens: list[int], *, dense: int = 0) -> Tensor:
-    """Where transformers sends the tokens of a sequence, [L, layers, k]; `dense` in dense layers."""
-    layers = [
-        (number, layer.mlp.gate)
-        for number, layer in enumerate(model.model.layers)
-        if hasattr(layer.mlp, "experts")
-    ]
-    shape = len(tokens), model.config.num_hidden_layers, model.config.num_experts_per_tok
-    chosen = torch.full(shape, dense)
-
-    def noting(number: int):
-        def note(_router, _inputs, outputs):
-            chosen[:, number] = outputs[2]
-
-        return note
-
-    hooks = [router.register_forward_hook(noting(number)) for number, router in layers]
-    model(torch.tensor([tokens]))
-    for hook in hooks:
-        hook.remove()
-    return chosen

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from learner.backends.fsdp.attention import PackedSequences
+from learner.backends.fsdp.router_replay import RouterReplay
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
 from learner.data.packing import MicroBatch, empty_micro_batch
@@ -38,6 +39,7 @@ class PackedModel(torch.nn.Module):
         self.exact = exact
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
+        self.replay = RouterReplay(hf_model)
         if exact:
             refuse_other_arithmetic(device())
             make_exact(hf_model, partial(self._hidden, empty_micro_batch()))
@@ -55,6 +57,7 @@ class PackedModel(torch.nn.Module):
         return policy_output(self._hidden(batch), weight, batch, token_loss, top, exact=self.exact)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
+        self.replay.refuse_others(batch)
         output = self.hf.get_decoder()(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],

@@ -5,14 +5,17 @@ besides the attention that this backend computes (a state that goes from token t
 positions of another kind) shows here, before anything is trained.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.build import refusal
 from learner.backends.fsdp.model import ShardedModel
-from learner.data.packing import Sample, micro_batch_of
+from learner.data.packing import MicroBatch, Sample, micro_batch_of
 from learner.world.process_group import device
 
 LENGTHS = (11, 5, 8)
@@ -47,6 +50,24 @@ def refuse_other_results(model: ShardedModel, vocab_size: int, dtype: torch.dtyp
     difference = (packed - plain[batch.trained]).abs().max().item()
     if not difference <= LARGEST_DIFFERENCE[dtype]:
         what = f"log-probs in a pack are up to {difference:.3g} nats from transformers' own of each sequence"
+        raise ConfigError(refusal([what]))
+    if model.replay.given:
+        _refuse_other_routers(model, batch, packed, dtype)
+
+
+def _refuse_other_routers(
+    model: ShardedModel, batch: MicroBatch, expected: Tensor, dtype: torch.dtype
+) -> None:
+    """Raise `ConfigError` where log-probs are others when each router is given what it would choose itself:
+    this version of transformers then weighs experts otherwise than router replay does."""
+    model.replay.note()
+    model(batch)
+    [experts] = model.replay.noted()
+    replayed, _ = model(replace(batch, experts=experts.to(device())))
+    model.replay.forget_counts()
+    difference = (replayed - expected).abs().max().item()
+    if not difference <= LARGEST_DIFFERENCE[dtype]:
+        what = f"its routers weigh experts otherwise than router replay, by up to {difference:.3g} nats"
         raise ConfigError(refusal([what]))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from learner.backends.fsdp.optimizer import ShardedOptimizer
 from learner.backends.fsdp.quantised import rounded_weights
 from learner.backends.fsdp.self_check import refuse_other_results
 from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
+from learner.backends.given_experts import replay_figures
 from learner.backends.lora import refuse_other_adapters
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
@@ -165,7 +167,12 @@ class FsdpTrainer:
         self.optimizer.update(config, lr, decision)
         self.optimizer.clear_gradients()
         *values, norm = torch.cat((totals, decision.norm[None].to(totals.dtype))).tolist()
-        return self.counts.finished(objective, dict(zip(names, values, strict=True)), norm, lr, config)
+        of_step = dict(zip(names, values, strict=True))
+        result = self.counts.finished(objective, of_step, norm, lr, config)
+        if not objective.replays_routing:
+            return result
+        figures = replay_figures(self.model.replay.given.values())
+        return replace(result, diagnostics=result.diagnostics | figures)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
@@ -173,8 +180,13 @@ class FsdpTrainer:
         return self._passed(micro_batches, top=0)
 
     def routed_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Raise `ConfigError`: the configuration refuses router replay."""
-        raise ConfigError("learner.backend=fsdp replays no routers: set learner.router_replay=none")
+        """Return what `logprobs` does, each with where its tokens went, int16 [T, layers, k]."""
+        self.model.replay.note()
+        try:
+            values = self.logprobs(micro_batches)
+        finally:
+            experts = self.model.replay.noted()
+        return list(zip(values, experts, strict=False))  # those of idle micro-batches are behind
 
     def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
         """Return ids and log-probs of the likeliest tokens, float32 [2 count + 1, T] on the host."""

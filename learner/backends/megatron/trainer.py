@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from learner.algorithms.objective import Objective
 from learner.backends.base import Adapters, CriticSource, Exported, StepResult
 from learner.backends.frozen import FrozenPolicies, Weights
+from learner.backends.given_experts import replay_figures
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.checkpoint.state import (
     load_state,
@@ -36,7 +37,7 @@ from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
-from learner.backends.megatron.model.router_replay import ChosenExperts, replay_figures
+from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.quantised import rounded_weights
 from learner.backends.megatron.sharding import share_of_rank
@@ -158,7 +159,8 @@ class Trainer:
         result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
         if not objective.replays_routing:
             return result
-        return replace(result, diagnostics=result.diagnostics | replay_figures(self._modules()))
+        given = given_experts(self._modules())
+        return replace(result, diagnostics=result.diagnostics | replay_figures(given.values()))
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         return (module for chunk in self.chunks for module in chunk.modules())

@@ -1,25 +1,24 @@
 """Tokens go to the experts that a trajectory names, in every layout of ranks, as in transformers."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_router_replay
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.model.router_replay import GivenExperts
+from learner.backends.megatron.model.router_replay import RouterExperts
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import OWN_CHOICE, pack
+from tests.learner.backends.router_reference import chosen_experts, given, sent_to
 from tests.learner.reference import reference_optimizer, reference_step
-from tests.learner.tiny import TIS, chosen_experts, hf_state, random_samples, tiny_config, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, eps=1e-4)
@@ -31,55 +30,6 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "tp2 sp ep2 recomputed": {"tensor": 2, "sequence": True, "expert": 2, "recompute": "full"},
 }
-
-
-def given(samples, model, seed=0):
-    """Samples whose tokens are to go to experts drawn by chance; the second sample names none."""
-    config, rng = model.config, np.random.default_rng(seed)
-    count = getattr(config, "num_experts", None) or config.num_local_experts
-    return [
-        replace(
-            sample,
-            experts=rng.random((len(sample.token_ids) - 1, config.num_hidden_layers, count))
-            .argsort(-1)[..., : config.num_experts_per_tok]
-            .astype(np.uint8),
-        )
-        if i != 1
-        else sample
-        for i, sample in enumerate(samples)
-    ]
-
-
-@contextmanager
-def sent_to(model, samples):
-    """Have transformers send the tokens of one sample after the other where the samples say."""
-    layers = [
-        (number, layer.mlp.gate)
-        for number, layer in enumerate(model.model.layers)
-        if hasattr(layer.mlp, "experts")
-    ]
-
-    def hook(number):
-        order = iter(samples)
-
-        def send(router, inputs, outputs):
-            logits, _, chosen = outputs
-            sample = next(order)
-            experts = chosen.clone()
-            if sample.experts is not None:
-                experts[:-1] = torch.from_numpy(sample.experts[:, number].astype(np.int64))
-            by_bias = hasattr(router, "e_score_correction_bias")
-            scores = (logits.sigmoid() if by_bias else F.softmax(logits.float(), -1)).gather(1, experts)
-            if getattr(router, "norm_topk_prob", True):
-                scores = scores / scores.sum(-1, keepdim=True)
-            return logits, getattr(router, "routed_scaling_factor", 1.0) * scores, experts
-
-        return send
-
-    handles = [router.register_forward_hook(hook(number)) for number, router in layers]
-    yield
-    for handle in handles:
-        handle.remove()
 
 
 def expected_steps(family, changes):
@@ -188,7 +138,7 @@ def test_ranks_that_share_a_model_send_tokens_to_the_given_experts(worlds, layou
 
 def test_what_an_engine_cannot_have_meant_is_left_to_the_router():
     scores = torch.tensor([[0.1, 0.5, 0.3, 0.2]] * 4)
-    layer = GivenExperts()
+    layer = RouterExperts()
     layer.experts = torch.tensor([[3, 0], [2, 2], [1, 9], [OWN_CHOICE, OWN_CHOICE]])
     values, chosen = layer.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))
     assert chosen.tolist() == [[3, 0], [1, 2], [1, 2], [1, 2]]

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
+from learner.backends.given_experts import refuse_other_experts
 from learner.backends.megatron.conversion.base import Experts, LatentSizes
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import (
@@ -34,7 +35,7 @@ from learner.backends.megatron.model.latent_attention import LatentAttention
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.rope import rope_of
-from learner.backends.megatron.model.router_replay import ReplayedLayer, refuse_other_experts
+from learner.backends.megatron.model.router_replay import ReplayedLayer
 from learner.backends.megatron.model.windows import windows_of
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
@@ -108,7 +109,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         """Return the experts of the tokens that this rank's routers see."""
         if batch.experts is None:
             return None
-        refuse_other_experts(batch.experts, self.config)
+        refuse_other_experts(
+            batch.experts, layers=self.config.num_layers, per_token=self.config.moe_router_topk
+        )
         experts = batch.experts if batch.tree is None else batch.experts[batch.tree.source]
         group = self.pg_collection.tp
         return experts.chunk(group.size())[group.rank()] if self.config.sequence_parallel else experts

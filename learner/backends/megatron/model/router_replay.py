@@ -1,8 +1,4 @@
-"""Sends tokens to the experts that an engine or an earlier pass chose (router replay, arXiv:2510.11370).
-
-Engine and learner compute with other kernels, so that their routers choose other experts for some tokens,
-whose log-probs then differ by much more than rounding. With replay the learner's router only weighs the
-experts that were chosen, and its gradient goes through these weights.
+"""Has the routers of megatron-core send tokens where they are given (learner/backends/given_experts.py).
 
 Megatron-core has a replay of its own, which is one list for all routers of a process and is read in the
 order of the passes. Here the experts travel in the pack's `PackedLayout`, so that a pipeline may interleave
@@ -16,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.errors import TrainingError
+from learner.backends.given_experts import GivenExperts
 from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.core import TransformerConfig, TransformerLayer, parallel_state
 from learner.backends.megatron.model.expert_groups import of_best_groups
@@ -24,19 +20,13 @@ from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.world.process_group import device
 
 
-class GivenExperts:
-    """The experts of a layer for the pass that it is in, as megatron-core's router asks for them."""
+class RouterExperts(GivenExperts):
+    """The experts of a layer, as megatron-core's router asks for them."""
 
     def __init__(self, groups: int = 1, chosen_groups: int = 1) -> None:
         """Let the router choose experts of the best `chosen_groups` of `groups` only."""
+        super().__init__()
         self._groups = groups, chosen_groups
-        self.experts: Tensor | None = None
-        """int [T, k], `OWN_CHOICE` where the router chooses; None where it does for all tokens."""
-        self.noted: list[Tensor] | None = None
-        """int16 [T, k] of each pass, where its tokens went; None where nobody asks."""
-        self.counts = torch.zeros(3, dtype=torch.int64, device=device())
-        """Tokens of passes with given experts since they were last counted, how many of them were sent as
-        given, and how many of these the router would have sent elsewhere."""
 
     def get_replay_topk(
         self,
@@ -50,25 +40,9 @@ class GivenExperts:
 
         `scores` are of all experts, [T, E]; `choose` is what the router itself does."""
         allowed = of_best_groups(scores, *self._groups)
-        values, chosen = choose(allowed, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.experts is not None:
-            chosen = self._given(chosen, scores.shape[1])
-            values = scores.gather(1, chosen)
-        if self.noted is not None:
-            self.noted.append(chosen.to(torch.int16))
-        return values, chosen
-
-    def _given(self, chosen: Tensor, experts: int) -> Tensor:
-        """Return where tokens go that the router would send to `chosen`, [T, k]."""
-        assert self.experts is not None
-        given = self.experts.long()
-        ascending = given.sort(dim=1).values
-        # What an engine cannot have meant is left to the router: the dispatcher wants k different experts.
-        known = (ascending[:, 0] != OWN_CHOICE) & (ascending[:, -1] < experts)
-        known &= (ascending[:, 1:] != ascending[:, :-1]).all(dim=1)
-        other = (ascending != chosen.sort(dim=1).values).any(dim=1)
-        self.counts += torch.stack((torch.full_like(known, True).sum(), known.sum(), (known & other).sum()))
-        return torch.where(known[:, None], given, chosen)
+        values, own = choose(allowed, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = self.instead_of(own, scores.shape[1])
+        return (values if chosen is own else scores.gather(1, chosen)), chosen
 
 
 class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
@@ -78,7 +52,7 @@ class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is
         super().__init__(config, *args, **kwargs)
         assert not config.moe_router_fusion  # a fused router would not ask which experts are given
         router = self.mlp.router
-        self.given = router.router_replay = GivenExperts(experts.groups, experts.chosen_groups)
+        self.given = router.router_replay = RouterExperts(experts.groups, experts.chosen_groups)
         if experts.choice_bias:
             # Megatron-core's own is a buffer, which it moves after each step. As a parameter without a
             # gradient the bias is loaded, exported and saved as all weights are.
@@ -96,41 +70,9 @@ class ReplayedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is
             self.given.experts = None  # they are large, and of this pass alone
 
 
-def replay_figures(modules: Iterable[torch.nn.Module]) -> dict[str, float]:
-    """Return what came of given experts since the last call; nothing where none were given.
-
-    Counted are the tokens of passes that had some, in each layer with experts on all ranks.
-    `router_replayed_fraction` is the share that was sent as given: the last token of a sequence and padding
-    never are. `router_changed_fraction` is the share of these that the router would have sent elsewhere.
-
-    Every rank calls this with the modules of its model."""
-    counts = torch.zeros(3, dtype=torch.int64, device=device())
-    for each in given_experts(modules).values():
-        counts += each.counts
-        each.counts.zero_()
-    dist.all_reduce(counts)
-    passed, replayed, changed = counts.tolist()
-    if not passed:
-        return {}
-    return {
-        "router_replayed_fraction": replayed / passed,
-        "router_changed_fraction": changed / max(1, replayed),
-    }
-
-
-def given_experts(modules: Iterable[torch.nn.Module]) -> dict[int, GivenExperts]:
+def given_experts(modules: Iterable[torch.nn.Module]) -> dict[int, RouterExperts]:
     """Return what the layers with experts are given, by the number of the layer from 0."""
     return {module.layer_number - 1: module.given for module in modules if isinstance(module, ReplayedLayer)}
-
-
-def refuse_other_experts(experts: Tensor, config: TransformerConfig) -> None:
-    """Raise `TrainingError` for experts [T, layers, k] of another model's layers."""
-    wanted = (config.num_layers, config.moe_router_topk)
-    if experts.shape[1:] != wanted:
-        raise TrainingError(
-            f"trajectories name {experts.shape[2]} experts a token in {experts.shape[1]} layers, the model "
-            f"has {wanted[1]} in {wanted[0]}: they are of another model; set learner.router_replay=none"
-        )
 
 
 class ChosenExperts:

@@ -10,7 +10,8 @@ from actors.engines.embedded.decoder import BatchedDecoder
 from bus.errors import ConfigError
 from tests.actors.tiny import request
 from tests.actors.tiny import tiny_model as dense_model
-from tests.learner.tiny import chosen_experts, tiny_model
+from tests.learner.backends.router_reference import chosen_experts
+from tests.learner.tiny import tiny_model
 
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9], [12], [13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9])
 

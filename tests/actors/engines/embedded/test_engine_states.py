@@ -11,7 +11,7 @@ from bus.errors import EngineError
 from learner.backends.fsdp.recurrent_layers import RECURRENT
 from tests.actors.tiny import recomputed, request
 from tests.learner.backends.fsdp.families import RECURRENT_FAMILIES, family_model
-from tests.learner.tiny import chosen_experts
+from tests.learner.backends.router_reference import chosen_experts
 
 CLOSE = {"rtol": 0, "atol": 3e-5}
 """A pass over a whole sequence and a step of one token round differently in float32."""
