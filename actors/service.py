@@ -23,7 +23,6 @@ from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
-from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.environment_report import environment_report, idle_text
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
@@ -35,9 +34,10 @@ from actors.evaluation.text_completions import chat_endpoints
 from actors.first_policy import actor_name, first_policy
 from actors.further_policies.engines import FurtherEngines
 from actors.further_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener
+from actors.further_policies.shared_servers import SharedServers, shared_servers
 from actors.lease_admission import LeaseAdmission
 from actors.opponents.opponents import Opponents
-from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
+from actors.policy.cut_off_sampling import refuse_untold_masks, warn_of_cut_off_sampling
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.run_end import stop_when_done
@@ -92,11 +92,7 @@ async def run_actors(
     """Roll out in `environment`, which others close, until `stop` or until the learner says it is done."""
     await follow_pace(bus)
     warn_of_cut_off_sampling(settings.sampling)
-    if settings.sampling.keep_masks and settings.actors.engine.type != "embedded":
-        raise ConfigError(
-            f"sampling.keep_masks=true needs the embedded engine, since {settings.actors.engine.type} tells "
-            "no kept tokens: leave it out, and see the warning sampling_is_off_policy"
-        )
+    refuse_untold_masks(settings.sampling, settings.actors.engine)
     if isinstance(environment, ClientsEnvironment):
         environment.token = settings.gateway_token
     keep = load_filter(settings.actors.group_filter, settings.actors.group_limits)
@@ -122,16 +118,21 @@ async def run_actors(
         )
         opponents = Opponents.from_config(settings.actors, model, settings.logs, blobs, actor=actor_name())
         open_parts.push_async_callback(opponents.close)
-        served = served_adapters(settings.engine, manifest.adapted, max_staleness=settings.max_staleness)
-        policy = _fleet(settings, model, served)
+        shared = await shared_servers(
+            settings.engine, manifest.adapted, settings.further, stop,
+            max_staleness=settings.max_staleness, patience_s=settings.actors.patience_s,
+        )  # fmt: skip
+        if shared is None:
+            return
+        policy = _fleet(settings, model, shared)
         if settings.colocation.enabled:
             sharing = DeviceSharing(bus, policy, settings.colocation, actor=actor_name())
             await open_parts.enter_async_context(sharing.active())
         open_parts.push_async_callback(policy.close)
-        further = await _further_policies(settings, model, claims, open_parts, stop)
+        further = await _further_policies(settings, model, claims, open_parts, shared, stop)
         if further is None:
             return
-        engines = _Engines(policy, opponents, claims, own, further, served)
+        engines = _Engines(policy, opponents, claims, own, further, shared)
         if not await started(bus, engines.at_start(settings.actors), stop):
             return
         open_parts.enter_context(few_collections())
@@ -154,8 +155,8 @@ class _Engines(NamedTuple):
     """Engines of evaluations; where they are no servers, the first evaluation starts them."""
     further: Mapping[str, FurtherPolicy]
     """Policies that the run trains beside its own, by name."""
-    served: ServedAdapters | None
-    """Adapters that the engines of the policy add to their weights themselves."""
+    shared: SharedServers
+    """What serves further policies at the servers of the run's own, and adapters that they add themselves."""
 
     def at_start(self, actors: ActorsConfig) -> Sequence[Startable]:
         """Return what is started before the actor takes any work."""
@@ -166,12 +167,14 @@ class _Engines(NamedTuple):
 
 
 async def _further_policies(
-    settings: ActorSettings, model: Path, claims: EngineClaims, opened: AsyncExitStack, stop: asyncio.Event
-) -> dict[str, FurtherPolicy] | None:
+    settings: ActorSettings, model: Path, claims: EngineClaims, opened: AsyncExitStack,
+    shared: SharedServers, stop: asyncio.Event,
+) -> dict[str, FurtherPolicy] | None:  # fmt: skip
     """Return the further policies with engines that have not started; None on `stop`."""
     opener = PolicyOpener(
-        settings.actors, settings.further, opened, model, claims, shards=settings.shards, logs=settings.logs
-    )
+        settings.actors, settings.further, opened, model, claims,
+        shards=settings.shards, logs=settings.logs, shared=shared,
+    )  # fmt: skip
     found: dict[str, FurtherPolicy] = {}
     for name in settings.further:
         policy = await opener.open(name, stop)
@@ -192,7 +195,7 @@ def _actor(
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact)
     follower = PolicyFollower(
-        bus, engine, blobs, loads_at_once=2, from_learner=from_learner, served=engines.served,
+        bus, engine, blobs, loads_at_once=2, from_learner=from_learner, served=engines.shared.own,
         on_loaded=probe.loaded,
     )  # fmt: skip
     policy = Policy(
@@ -233,7 +236,7 @@ def _actor(
         evaluator.further = further
     admin = EngineAdmin(
         bus, engine, settings.actors.engine, model, engines.claims,
-        actor=actor_name(), colocated=settings.colocation.enabled, served=engines.served,
+        actor=actor_name(), colocated=settings.colocation.enabled, shared=engines.shared,
     )  # fmt: skip
     return _Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)
 
@@ -365,12 +368,13 @@ class _Actor:
 def _own_builder(settings: ActorSettings, model: Path) -> Callable[[], Engine]:
     """Return what builds the engines of evaluations that are not of the rollouts' engines."""
     if settings.actors.evaluation.only:
-        return partial(_fleet, settings, model, None)
+        return partial(_fleet, settings, model, SharedServers(None, {}))
     return beside_rollouts(settings.actors, model, settings.logs, actor=actor_name())
 
 
-def _fleet(settings: ActorSettings, model: Path, served: ServedAdapters | None) -> Fleet:
+def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet:
     """Return the engines of this process, not started."""
+    served = shared.own
     engine = settings.engine
     if settings.colocation.enabled:
         engine = able_to_release(engine)
@@ -379,7 +383,7 @@ def _fleet(settings: ActorSettings, model: Path, served: ServedAdapters | None) 
     builds = attached_builds(engine, model, served) or engine_builds(
         engine, model, first_gpus, settings.logs, actor=actor_name(), served=served, exact=settings.exact
     )
-    return Fleet(builds, settings.actors.fleet)
+    return Fleet(shared.hosts(builds), settings.actors.fleet)
 
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.config_checks import check_together
-from launch.policies import PolicyConfig, refuse_shared_engines, refuse_shared_master
+from launch.policies import PolicyConfig, refuse_other_bases, refuse_shared_engines, refuse_shared_master
 from launch.settings_tree import file_keys, may_be_none, nearest, settings_at
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
@@ -201,6 +201,7 @@ def resolve(*layers: Layer) -> RunConfig:
     check_together(config)
     further = {name: of_policy(config, name) for name in config.policies}
     refuse_shared_engines(config, {name: one.actors.engine for name, one in further.items()})
+    refuse_other_bases(config, further)
     refuse_shared_master(config, {name: one.learner.world for name, one in further.items()})
     return config
 

@@ -55,6 +55,11 @@ class PolicyConfig(Config):
     engine: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of its engines, over those of `actors.engine`."""
 
+    shares_servers: bool = True
+    """Whether SGLang's servers that add adapters themselves (`actors.engine.adapter = "loaded"`) serve it
+    beside the run's own policy. It has that policy's frozen weights then. With settings in `engine` that
+    differ from `actors.engine` it has servers of its own, as with `false`."""
+
     @field_validator("agents", mode="before")
     @classmethod
     def _separated_by_commas(cls, given: object) -> object:
@@ -219,6 +224,32 @@ def _players(count: int) -> Iterator[str]:
     return iter(["player"]) if count == 1 else (f"player-{n + 1}" for n in range(count))
 
 
+def shares_servers(config: "RunConfig", name: str, engine: EngineConfig) -> bool:
+    """Tell whether the servers of the run's own policy serve a further policy too, whose engines have these
+    settings: SGLang's, where they add the adapters of each policy themselves."""
+    adds = isinstance(engine, SglangEngineConfig) and engine.adapter == "loaded"
+    return adds and engine == config.actors.engine and config.policies[name].shares_servers
+
+
+def refuse_other_bases(config: "RunConfig", further: Mapping[str, "RunConfig"]) -> None:
+    """Raise `ConfigError` for policies, by name, that are to be at the run's own servers with other frozen
+    weights. Actors compare the weights themselves, too."""
+    for name, one in further.items():
+        if not shares_servers(config, name, one.actors.engine):
+            continue
+        bases = [
+            {"model.path": each.model.path, "model.scratch": each.model.scratch,
+             "learner.publish_dtype": each.learner.publish_dtype}
+            for each in (config, one)
+        ]  # fmt: skip
+        if differs := next((setting for setting in bases[0] if bases[0][setting] != bases[1][setting]), None):
+            raise ConfigError(
+                f"policies.{name}.{differs}={bases[1][differs]} differs from that of the run's own policy, "
+                "whose servers would add its adapters to other weights: leave it out, or set "
+                f"policies.{name}.shares_servers=false, for servers of its own"
+            )
+
+
 def refuse_shared_master(config: "RunConfig", learners: Mapping[str, WorldConfig]) -> None:
     """Raise `ConfigError` for learners of further policies, by name, whose hosts would meet those of another
     learner. Addresses that are given to each learner when it is started are not known here."""
@@ -236,15 +267,16 @@ def refuse_shared_master(config: "RunConfig", learners: Mapping[str, WorldConfig
 
 def refuse_shared_engines(config: "RunConfig", engines: Mapping[str, EngineConfig]) -> None:
     """Raise `ConfigError` for engines of further policies, by name, that share a server or a GPU with others
-    of the run, or that do not record what the others do."""
+    of the run, or that do not record what the others do. Those at the run's own servers share all of it."""
     for name, engine in engines.items():
         if engine.routed_experts != config.actors.engine.routed_experts:
             raise ConfigError(
                 f"policies.{name}.engine.routed_experts={engine.routed_experts} differs from "
                 "actors.engine.routed_experts: trajectories record them for all policies or for none"
             )
-    _refuse_shared_servers(config.actors, engines)
-    _refuse_shared_gpus(config, engines)
+    apart = {name: one for name, one in engines.items() if not shares_servers(config, name, one)}
+    _refuse_shared_servers(config.actors, apart)
+    _refuse_shared_gpus(config, apart)
 
 
 def _refuse_shared_servers(actors: ActorsConfig, engines: Mapping[str, EngineConfig]) -> None:

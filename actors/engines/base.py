@@ -217,6 +217,15 @@ class Scores(Protocol):
 
 
 @runtime_checkable
+class SharesServer(Protocol):
+    """An engine whose server may have requests for others too, which may be what it fails of."""
+
+    @property
+    def requests_of_others(self) -> int:
+        """Return their number, as it was when the server failed."""
+
+
+@runtime_checkable
 class SharesDevice(Protocol):
     """An engine that can leave its device to others for a while."""
 

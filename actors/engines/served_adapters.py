@@ -1,6 +1,9 @@
 """Which low-rank adapters an SGLang server adds to its frozen weights itself. Loads without torch."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 from actors.engines.config import EngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
@@ -12,11 +15,33 @@ SHARED_EXPERT = "shared_expert"
 """Where one of these is in an expert of all tokens: SGLang computes some of them with the other experts."""
 BESIDE_NEWEST = 1
 """The learner is a version ahead of the steps whose rollouts are under way."""
+BESIDE_OLDEST = 1
+"""The next version comes before the oldest goes."""
 SETTING = 'actors.engine.adapter="loaded"'
 WHOLE_WEIGHTS = (
     f"{SETTING}: the learner publishes whole weights: train adapters with learner.lora.rank, with "
     "learner.lora.publish=adapter, or set actors.engine.adapter=merged"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """What a server is started for, so that it can have the adapters of one policy or of several."""
+
+    rank: int
+    """The highest of all policies."""
+    modules: tuple[str, ...]
+    """Last parts of the names of the layers that have an adapter in some policy, as `q_proj`."""
+    slots: int
+    """Adapters that the server may have, in a batch too: the next comes before the oldest goes."""
+
+    def __or__(self, other: "AdapterRoom") -> "AdapterRoom":
+        """Return the room for both. One adapter is loaded at a time, so that one more is enough for all."""
+        return AdapterRoom(
+            rank=max(self.rank, other.rank),
+            modules=tuple(sorted({*self.modules, *other.modules})),
+            slots=self.slots + other.slots - BESIDE_OLDEST,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +55,21 @@ class ServedAdapters:
     """Last parts of the names of the layers that have one, as `q_proj`."""
     versions: int
     """Versions that a server has at once: those that rollouts within the staleness bound may have."""
+    base: str = ""
+    """Digest of the frozen weights that policies on the same servers share; empty where there is one."""
+    beside: AdapterRoom | None = None
+    """Room that the other policies on the same servers need."""
 
     @property
-    def slots(self) -> int:
-        """Return how many adapters the server may have, in a batch too: the next comes before the oldest
-        goes."""
-        return self.versions + 1
+    def room(self) -> AdapterRoom:
+        """Return what its servers are started for."""
+        own = AdapterRoom(rank=self.rank, modules=self.modules, slots=self.versions + BESIDE_OLDEST)
+        return own if self.beside is None else own | self.beside
+
+    def sharing(self, others: Iterable["ServedAdapters"], base: str) -> "ServedAdapters":
+        """Return these where servers have the frozen weights with the digest `base` for `others` too."""
+        rooms = [one.room for one in others]
+        return replace(self, base=base, beside=reduce(or_, rooms) if rooms else None)
 
     def refuse_others(self, adapted: AdaptedBase | None) -> None:
         """Raise `ConfigError` for a later announcement of other adapters, or of whole weights."""
@@ -48,6 +82,11 @@ class ServedAdapters:
                 f"{adapted.scale:g} in {', '.join(_layers(adapted))} now, and the servers were started for "
                 f"rank {self.rank} and scale {self.scale:g} in {', '.join(self.modules)}: start this actor "
                 "again"
+            )
+        if self.base and adapted.weights.digest != self.base:
+            raise ConfigError(
+                f"{SETTING}: the learner's frozen weights are others now than those that the servers have "
+                "for several policies: start this actor again"
             )
 
 

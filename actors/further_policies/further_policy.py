@@ -22,12 +22,14 @@ from actors.engines.gpu_plan import gpu_plan
 from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.first_policy import actor_name, first_policy
 from actors.further_policies.leases import FurtherLeases
+from actors.further_policies.shared_servers import SharedServers
 from actors.leases import PolicyLeases
 from actors.opponents.opponents import refuse_other_tokenizer
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
 from bus.codec import Json
 from bus.connection import Bus
+from bus.messages import AdaptedBase
 from bus.pace import follow_pace
 from bus.status import report_status
 from storage.weights.blob_sources import Blobs
@@ -46,6 +48,8 @@ class FurtherSettings:
     """Versions that a trajectory may lag its learner."""
     exact: bool = False
     """Whether its engines give its learner's log-probs to the bit (model.numerics)."""
+    shares_servers: bool = False
+    """Whether the servers of the run's own policy serve it too, beside the same frozen weights."""
 
 
 class FurtherPolicy:
@@ -124,11 +128,12 @@ class PolicyOpener:
     def __init__(
         self, actors: ActorsConfig, policies: Mapping[str, FurtherSettings], opened: AsyncExitStack,
         run_model: Path, claims: EngineClaims, *, shards: int, logs: Path,
+        shared: SharedServers | None = None,
     ) -> None:  # fmt: skip
         """Build engines that live as long as `opened`, which the caller closes.
 
         `run_model` is the directory of the model of the run's own policy, whose tokenizer each must have;
-        `claims` are the actor's, for all of its policies."""
+        `claims` are the actor's, for all of its policies; `shared` has those at the run's own servers."""
         self._actors = actors
         self._policies = policies
         self._opened = opened
@@ -136,7 +141,9 @@ class PolicyOpener:
         self._claims = claims
         self._shards = shards
         self._logs = logs
-        self._gpus = gpu_plan(actors, {name: one.engine for name, one in policies.items()}).policies
+        self._shared = shared or SharedServers(None, {})
+        own = {name: one.engine for name, one in policies.items() if name not in self._shared.further}
+        self._gpus = gpu_plan(actors, own).policies
 
     async def open(self, name: str, stop: asyncio.Event) -> FurtherPolicy | None:
         """Return the policy, or None on `stop`.
@@ -154,9 +161,7 @@ class PolicyOpener:
         if model is None:
             return None
         refuse_other_tokenizer(f"policies.{name}.model", model, self._run_model)
-        await self._claims.claim_attached(engine)
-        served = served_adapters(engine, manifest.adapted, max_staleness=self._policies[name].max_staleness)
-        builds = attached_builds(engine, model, served) or self._builds(name, engine, model, served)
+        served, builds = await self._engines(name, model, manifest.adapted)
         fleet = Fleet(builds, self._actors.fleet)
         opened.push_async_callback(fleet.close)
         exact = self._policies[name].exact
@@ -167,11 +172,27 @@ class PolicyOpener:
             on_loaded=probe.loaded,
         )  # fmt: skip
         admin = EngineAdmin(
-            bus, fleet, engine, model, self._claims, actor=actor_name(), colocated=False, served=served
-        )
+            bus, fleet, engine, model, self._claims, actor=actor_name(), colocated=False,
+            shared=SharedServers(served, {}),
+        )  # fmt: skip
+        if name in self._shared.further:
+            self._shared.admit(name, fleet)
+            admin.refusal = f"policy {name!r} is at the servers of the run's own: change those of that run"
         asked = PolicyLeases(bus, follower, shards=self._shards, actor=actor_name(), counts=Counter())
         leases = FurtherLeases(name, bus, asked, follower)
         return FurtherPolicy(name, bus, _Parts(fleet, follower, probe, admin), leases)
+
+    async def _engines(
+        self, name: str, model: Path, adapted: AdaptedBase | None
+    ) -> tuple[ServedAdapters | None, Mapping[str, Build]]:
+        """Return the adapters that servers add for the policy, and what builds its engines."""
+        one = self._policies[name]
+        if shared := self._shared.further.get(name):
+            return shared, self._shared.guests(name)
+        await self._claims.claim_attached(one.engine)
+        served = served_adapters(one.engine, adapted, max_staleness=one.max_staleness)
+        attached = attached_builds(one.engine, model, served)
+        return served, attached or self._builds(name, one.engine, model, served)
 
     def _builds(
         self, name: str, config: EngineConfig, model: Path, served: ServedAdapters | None

@@ -5,8 +5,19 @@ from math import log as ln
 import structlog
 
 from actors.config import SamplingConfig
+from actors.engines.config import EngineConfig
+from bus.errors import ConfigError
 
 log = structlog.get_logger()
+
+
+def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
+    """Raise `ConfigError` where kept tokens are to be recorded, and the engine does not tell them."""
+    if sampling.keep_masks and engine.type != "embedded":
+        raise ConfigError(
+            f"sampling.keep_masks=true needs the embedded engine, since {engine.type} tells no kept tokens: "
+            "leave it out, and see the warning sampling_is_off_policy"
+        )
 
 
 def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:

@@ -1,7 +1,8 @@
-"""Frozen weights that published adapters belong to, fetched once for all that read from one source."""
+"""Frozen weights that published adapters belong to, fetched once for all of a process that want them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from bus.messages import BlobRef
@@ -9,28 +10,27 @@ from storage.weights.blob_sources import BlobSource
 from storage.weights.tensors import Weights
 
 
+@dataclass(frozen=True)
 class _Base:
     """The base that was fetched last from one source."""
 
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.digest = ""
-        self.weights: Weights | None = None
+    digest: str
+    weights: Weights
 
 
 _bases: WeakKeyDictionary[BlobSource, _Base] = WeakKeyDictionary()
-"""A process has one source: rollouts, evaluations and opponents share the base, which is as large as the
-model."""
+"""A process has a source for each policy: rollouts, evaluations and opponents share the base, which is as
+large as the model, and so do policies whose bases have the same bytes."""
+_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
 async def base_weights(
     source: BlobSource, ref: BlobRef, fetch: Callable[[BlobRef], Awaitable[Weights]]
 ) -> Weights:
-    """Return the weights behind `ref`, which `fetch` brings unless their bytes were the last ones fetched.
+    """Return the weights behind `ref`, which `fetch` brings unless some source brought the same bytes last.
 
     Raises what `fetch` raises; then the next call fetches again."""
-    base = _bases.setdefault(source, _Base())
-    async with base.lock:  # two that want it at the same time fetch it once
-        if base.weights is None or base.digest != ref.digest:  # another learner may have the same
-            base.weights, base.digest = await fetch(ref), ref.digest
-        return base.weights
+    async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):  # two fetch it once
+        held = next((base for base in _bases.values() if base.digest == ref.digest), None)
+        _bases[source] = held or _Base(ref.digest, await fetch(ref))
+        return _bases[source].weights

@@ -23,7 +23,7 @@ from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
 from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy, resolve
 from launch.evaluation_checks import refuse_nobody_rolls_out
-from launch.policies import policy_bus
+from launch.policies import policy_bus, shares_servers
 from launch.process.bus_room import has_room, until_full
 from launch.process.gateway_access import gateway_token, refuse_open_gateway
 from launch.process.health_server import monitored
@@ -335,7 +335,8 @@ async def _further_policies(
         connection = await opened.enter_async_context(connecting)
         found[name] = FurtherSettings(
             connection, own.actors.engine, policy.agents, own.admission.max_staleness,
-            own.model.numerics == "exact",
+            exact=own.model.numerics == "exact",
+            shares_servers=shares_servers(config, name, own.actors.engine),
         )  # fmt: skip
     return found
 

@@ -17,22 +17,26 @@ def served(versions: int) -> ServedAdapters:
     return ServedAdapters(rank=RANK, scale=SCALE, modules=MODULES, versions=versions)
 
 
-def adapter_of(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
+def adapter_of(
+    model: PreTrainedModel, seed: int, modules: tuple[str, ...] = MODULES, rank: int = RANK
+) -> dict[str, torch.Tensor]:
     """A and B by peft's names, of every layer but those of the first block that end on down_proj."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, weight in model.state_dict().items():
-        if name.endswith(tuple(f"{module}{WEIGHT}" for module in MODULES)) and "0.mlp.down" not in name:
+        if name.endswith(tuple(f"{module}{WEIGHT}" for module in modules)) and "0.mlp.down" not in name:
             a, b = adapter_names(name)
-            found[a] = torch.randn(RANK, weight.shape[1], generator=generator) * 0.2
-            found[b] = torch.randn(weight.shape[0], RANK, generator=generator) * 0.2
+            found[a] = torch.randn(rank, weight.shape[1], generator=generator) * 0.2
+            found[b] = torch.randn(weight.shape[0], rank, generator=generator) * 0.2
     return found
 
 
-def with_adapter(model: PreTrainedModel, adapter: dict[str, torch.Tensor]) -> PreTrainedModel:
+def with_adapter(
+    model: PreTrainedModel, adapter: dict[str, torch.Tensor], scale: float = SCALE
+) -> PreTrainedModel:
     """The policy that they make together, whole."""
     merged = deepcopy(model)
     for name, weight in merged.state_dict().items():
         a, b = adapter_names(name)
         if a in adapter:
-            weight += SCALE * adapter[b] @ adapter[a]
+            weight += scale * adapter[b] @ adapter[a]
     return merged

@@ -12,6 +12,7 @@ from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, subj
 from actors.engines.fleet.engine_claims import EngineClaims, role_of
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
+from actors.further_policies.shared_servers import SharedServers
 from bus import roles
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status
@@ -112,7 +113,7 @@ async def test_a_server_that_cannot_have_the_adapters_of_the_policy_does_not_joi
     fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
     admin = EngineAdmin(
         bus, fleet, settings(tmp_path, adapter="loaded"), model, EngineClaims(bus, ACTOR), actor=ACTOR,
-        colocated=False, served=served(6),
+        colocated=False, shared=SharedServers(served(6), {}),
     )  # fmt: skip
     serving = asyncio.create_task(admin.run(stop))
     servers[0].lora.settings = {"enable_lora": True, "max_lora_rank": 2}

@@ -7,7 +7,7 @@ import pytest
 from bus.config import BusConfig
 from bus.errors import ConfigError
 from launch.config import of_policy, preset, resolve
-from launch.policies import policy_bus
+from launch.policies import policy_bus, shares_servers
 
 PANEL = {"data": {"task": "panel"}, "actors": {"environment": {"type": "panel", "reward": "exact"}}}
 OWN_GAME = {"type": "game", "game": {"type": "plugin", "start": "my_game:start"}}
@@ -177,3 +177,38 @@ def test_a_secured_bus_has_credentials_for_each_policys_run_beside_those_of_the_
     found = policy_bus(BusConfig(creds=tmp_path / "mine/actor.creds"), "mine", "second")
     assert found.creds == tmp_path / "mine__second/actor.creds"
     assert policy_bus(BusConfig(), "mine", "second") == BusConfig()
+
+
+def test_policies_share_servers_that_add_adapters_unless_their_engines_differ_or_they_are_told_not_to():
+    loaded = {"actors": {"engine": {"type": "sglang", "url": "http://there:1", "adapter": "loaded"}}}
+    lora = {"learner": {"lora": {"rank": 4}}}
+
+    def second(**tables):
+        return policies(second={"agents": ["selector"], **tables})
+
+    def shared(*layers):
+        config = resolve(PANEL, lora, *layers)
+        return shares_servers(config, "second", of_policy(config, "second").actors.engine)
+
+    assert shared(loaded, second())
+    elsewhere = {"url": "http://there:2"}
+    assert not shared(loaded, second(engine=elsewhere))
+    assert not shared(loaded, second(engine=elsewhere, shares_servers=False))
+    merged = {"actors": {"engine": {"type": "sglang", "url": "http://there:1", "adapter": "merged"}}}
+    assert not shared(merged, second(engine=elsewhere))
+    for layer in (merged, second(shares_servers=False)):
+        said = refusal(PANEL, lora, loaded, second(), layer)
+        assert "http://there:1, which has the weights of policy 'default'" in said
+
+
+def test_a_policy_with_other_frozen_weights_is_not_at_the_servers_of_the_runs_own():
+    loaded = {"actors": {"engine": {"type": "sglang", "adapter": "loaded"}}, "learner": {"lora": {"rank": 4}}}
+    for setting, table in (
+        ("model.scratch=", {"model": {"scratch": {"layers": 7}}}),
+        ("learner.publish_dtype=float32", {"learner": {"publish_dtype": "float32"}}),
+    ):
+        own = {"agents": ["selector"], **table}
+        said = refusal(PANEL, loaded, policies(second=own))
+        assert f"policies.second.{setting}" in said
+        assert "set policies.second.shares_servers=false, for servers of its own" in said
+        resolve(PANEL, loaded, policies(second=own | {"shares_servers": False}))

@@ -13,6 +13,7 @@ from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
 from actors.engines.served_adapters import ServedAdapters
+from actors.further_policies.shared_servers import SharedServers
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import EngineError
@@ -43,8 +44,21 @@ class EngineAdmin:
 
     def __init__(
         self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, claims: EngineClaims, *,
-        actor: str, colocated: bool, served: ServedAdapters | None = None,
+        actor: str, colocated: bool, shared: SharedServers | None = None,
     ) -> None:  # fmt: skip
+        """Answer for the fleet of one policy.
+
+        Args:
+            bus: connection of the run that trains the policy.
+            fleet: its engines.
+            config: their settings, those of servers that join too.
+            model: directory of config.json and tokenizer.
+            claims: the actor's.
+            actor: its name.
+            colocated: whether it shares its devices with the learner.
+            shared: adapters that servers add themselves, and who is served by the same servers."""
+        self.refusal = ""
+        """Why no engine may join or leave; empty where it may."""
         self._bus = bus
         self._fleet = fleet
         self._config = config if isinstance(config, SglangEngineConfig) else SglangEngineConfig()
@@ -52,7 +66,7 @@ class EngineAdmin:
         self._claims = claims
         self._actor = actor
         self._colocated = colocated
-        self._served = served
+        self._shared = shared or SharedServers(None, {})
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -65,6 +79,8 @@ class EngineAdmin:
         """Answer when it is done: a server that joined serves as soon as it has the newest weights.
 
         Raises EngineError for a URL where no SGLang server is, and for an engine that cannot leave."""
+        if self.refusal:
+            raise EngineError(self.refusal)
         async with self._one_at_a_time:
             if change.action == "join":
                 await self._join(change.engine.rstrip("/"))
@@ -82,10 +98,12 @@ class EngineAdmin:
             )
         if url in self._fleet.engines:
             raise EngineError(f"{url} is one of this actor's engines already")
-        await _look_at(url, self._served)
+        await _look_at(url, self._shared.own)
         await self._claims.claim(url)
+        builds = {url: _build(self._config.attached_to(url), self._model, self._shared.own)}
         try:
-            self._fleet.join(url, _build(self._config.attached_to(url), self._model, self._served))
+            self._fleet.join(url, self._shared.hosts(builds)[url])
+            self._shared.joined(url)
         except BaseException:
             await self._claims.release(url)
             raise
@@ -96,6 +114,7 @@ class EngineAdmin:
             raise EngineError(f"no engine {name!r} here: there are {', '.join(sorted(names))}")
         if names == {name}:
             raise EngineError(f"{name} is the only engine here: have another join first, or stop the actor")
+        await self._shared.leave(name)
         await self._fleet.leave(name)
         await self._claims.release(name)
 

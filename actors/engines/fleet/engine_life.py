@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import structlog
 
-from actors.engines.base import Engine, Generation, Scores
+from actors.engines.base import Engine, Generation, Scores, SharesServer
 from actors.engines.fleet.host_weights import HostWeights
 from bus.errors import EngineError
 from bus.waiting import bounded, unless
@@ -38,6 +38,12 @@ class EngineLife:
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it was closed: nothing comes from it any more."""
+
+    def suspects(self, asked: int) -> int:
+        """Return the number of requests of which it may have failed: of the `asked` ones, of those that it
+        has yet to abort, and of those for others at its server."""
+        others = self.engine.requests_of_others if isinstance(self.engine, SharesServer) else 0
+        return asked + len(self.ending) + others
 
     async def load(self, weights: HostWeights, *, name: str, timeout_s: float) -> float:
         """Load these weights; return the seconds generation stood still. Raises `EngineError`, which has the

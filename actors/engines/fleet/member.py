@@ -150,8 +150,7 @@ class Member:
             log.warning("engine_lost", engine=self.name, reason=reason, requests=len(self._asked))
             self.reason = reason
             if self._life is not None:
-                suspects = len(self._asked) + len(self._life.ending)
-                self._life.failed_under = suspects if of_requests else 0
+                self._life.failed_under = self._life.suspects(len(self._asked)) if of_requests else 0
             self._out.set()
             if self.state in ("serving", "released"):
                 self._enter("stopping")

@@ -1,4 +1,4 @@
-"""The adapters of one SGLang server: each policy version is loaded as one of its own, beside those before it.
+"""A policy's adapters in one SGLang server: each version is loaded as one of its own, beside those before it.
 
 SGLang 0.5.23 loads an adapter between two batches, without a pause, and unloads it when no request has it any
 more; meanwhile it loads no other. So an adapter is unloaded only after all requests that have it were ended.
@@ -16,7 +16,7 @@ import torch
 from xxhash import xxh3_64
 
 from actors.engines.config import SglangEngineConfig
-from actors.engines.served_adapters import ServedAdapters
+from actors.engines.served_adapters import AdapterRoom, ServedAdapters
 from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.client import LOAD_ADAPTER, Json, SglangClient
 from actors.engines.sglang.loaded_adapter import LoadedAdapter
@@ -42,8 +42,10 @@ class Adapters:
     """The newest adapter of the policy on this host, and those that the server has."""
 
     def __init__(
-        self, client: SglangClient, facts: ServerFacts, served: ServedAdapters, requests: RequestsInProgress
-    ) -> None:
+        self, client: SglangClient, facts: ServerFacts, served: ServedAdapters, requests: RequestsInProgress,
+        *, policy: str = "",
+    ) -> None:  # fmt: skip
+        """`requests` are all of the server; `policy` names one of several that it serves."""
         self.newest: LoadedAdapter | None = None
         """What new requests have; None while the frozen weights are loaded."""
         self._client = client
@@ -53,6 +55,7 @@ class Adapters:
         self._tensors: dict[str, torch.Tensor] = {}
         self._loaded: list[LoadedAdapter] = []
         """What the server has, the oldest first."""
+        self._policy = policy
         engine = uuid.uuid4().hex[:8]
         self._names = (f"{OURS}{engine}-{number}" for number in count())
 
@@ -62,7 +65,7 @@ class Adapters:
         So is a server where adapters of others leave too little room: it would unload one for another."""
         refuse_unfit(self._client.url, self._facts, self._served)
         others = [name for name in await self._client.adapters() if not name.startswith(OURS)]
-        room, needed = self._facts.settings[0].get("max_loaded_loras"), self._served.slots + len(others)
+        room, needed = self._facts.settings[0].get("max_loaded_loras"), self._served.room.slots + len(others)
         if room is not None and int(str(room)) < needed:
             raise ConfigError(
                 f"{self._client.url} has max_loaded_loras={room} and {len(others)} adapters of others, as "
@@ -82,10 +85,14 @@ class Adapters:
             raise EngineError("the server has no adapter of the policy yet: it loads its frozen weights")
         return self.newest
 
-    async def clear(self, timeout_s: float) -> None:
-        """Free the server of all that this engine, or an actor before it, loaded there."""
-        end_s = time.monotonic() + timeout_s
+    def forget(self) -> None:
+        """Take note that the server has none of them any more, or will have none."""
+        self.newest = None
         self._loaded.clear()
+
+    async def clear(self, timeout_s: float) -> None:
+        """Free the server of all that this engine, or an actor before it, loaded there for any policy."""
+        end_s = time.monotonic() + timeout_s
         for name in await self._client.adapters():
             if name.startswith(OURS):
                 await self._unload_called(name, end_s)
@@ -115,6 +122,7 @@ class Adapters:
     def _request(self, name: str, base: State) -> tuple[str, bytes]:
         """Return the name, to which a digest is added, and the JSON that has the server load them by it."""
         tensors, name = with_fused_layers(self._tensors, base), f"{name}-{_digest(self._tensors)}"
+        name = f"{name}-{self._policy}" if self._policy else name
         body = {
             "lora_name": name,
             "config_dict": _config(self._served, tensors),
@@ -173,13 +181,13 @@ def serving(config: SglangEngineConfig, served: ServedAdapters | None) -> Sglang
     if served is None or config.attached:
         return config
     flags = {"lora_backend": "torch_native"} if device_of(config.settings) == "cpu" else {}
-    return config.model_copy(update={"server": {**flags, **_flags(served), **config.settings}})
+    return config.model_copy(update={"server": {**flags, **_flags(served.room), **config.settings}})
 
 
 def refuse_unfit(url: str, facts: ServerFacts, served: ServedAdapters) -> None:
     """Raise `ConfigError` for a server that cannot have these adapters at once."""
     [server] = facts.settings
-    missing = _missing(server, served)
+    missing = _missing(server, served.room)
     if not facts.loads_adapters:
         missing = f"has no {LOAD_ADAPTER} (SGLang {facts.version})"
     if facts.replicas > 1:
@@ -188,7 +196,7 @@ def refuse_unfit(url: str, facts: ServerFacts, served: ServedAdapters) -> None:
         )
     if missing:
         flags = " ".join(
-            f"--{name.replace('_', '-')} {_written(v)}".strip() for name, v in _flags(served).items()
+            f"--{name.replace('_', '-')} {_written(v)}".strip() for name, v in _flags(served.room).items()
         )
         raise ConfigError(
             f'actors.engine.adapter="loaded": the server at {url} {missing}: start one of SGLang 0.5.23 or '
@@ -196,21 +204,21 @@ def refuse_unfit(url: str, facts: ServerFacts, served: ServedAdapters) -> None:
         )
 
 
-def _missing(server: Mapping[str, object], served: ServedAdapters) -> str:
+def _missing(server: Mapping[str, object], room: AdapterRoom) -> str:
     """Return what is wrong with a server's own settings; an empty string where nothing is."""
     if not server.get("enable_lora"):
         return "was started without --enable-lora"
     wanted: Iterable[tuple[str, int]] = (
-        ("max_lora_rank", served.rank),
-        ("max_loras_per_batch", served.slots),
-        ("max_loaded_loras", served.slots),
+        ("max_lora_rank", room.rank),
+        ("max_loras_per_batch", room.slots),
+        ("max_loaded_loras", room.slots),
     )
     for name, least in wanted:
         has = server.get(name)
         if has is not None and int(str(has)) < least:
             return f"has {name}={has}, and {least} are needed"
     there = set(map(str, _listed(server.get("lora_target_modules"))))
-    lacks = set(served.modules) - there
+    lacks = set(room.modules) - there
     if lacks and ALL_MODULES not in there:
         return f"has lora_target_modules={sorted(there)} without {', '.join(sorted(lacks))}"
     return ""
@@ -220,13 +228,13 @@ def _listed(value: object) -> Iterable[object]:
     return value if isinstance(value, list | tuple | set) else ()
 
 
-def _flags(served: ServedAdapters) -> dict[str, bool | int | tuple[str, ...]]:
+def _flags(room: AdapterRoom) -> dict[str, bool | int | tuple[str, ...]]:
     return {
         "enable_lora": True,
-        "max_lora_rank": served.rank,
-        "lora_target_modules": served.modules,
-        "max_loras_per_batch": served.slots,
-        "max_loaded_loras": served.slots,
+        "max_lora_rank": room.rank,
+        "lora_target_modules": room.modules,
+        "max_loras_per_batch": room.slots,
+        "max_loaded_loras": room.slots,
     }
 
 

@@ -20,7 +20,8 @@ from actors.engines.base import (
 from actors.engines.config import SglangEngineConfig
 from actors.engines.expert_routing import Routing
 from actors.engines.served_adapters import ServedAdapters
-from actors.engines.sglang.adapters import Adapters, serving, split
+from actors.engines.sglang.adapter_updates import AdapterUpdates
+from actors.engines.sglang.adapters import Adapters, serving
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.cache_loads import CacheLoads
 from actors.engines.sglang.client import SglangClient, UnreachableError
@@ -30,10 +31,11 @@ from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.pausing import load_paused
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
+from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
 from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.weights import HeldWeights
-from bus.errors import ConfigError, EngineError, RequestRefusedError
+from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import cancelled, left_s
 from bus.work_progress import long_work
 
@@ -55,25 +57,27 @@ class SglangEngine:
     ) -> None:  # fmt: skip
         """`served`: adapters that the server itself adds to its weights (`adapter = "loaded"`)."""
         self.failure = ""
-        """Why it has stopped for good; empty as long as it has not."""
-        self.tokens_generated = 0
+        """Why it has stopped for good; empty before."""
+        self.in_progress = RequestsInProgress(self._connected)
+        """Requests for all policies."""
+        self.up = asyncio.Event()
+        """Set once the server has started, or is attached to."""
         self._config = config = serving(config, served)
         self._served = served
-        self._adapters: Adapters | None = None
+        self.policies = ServedPolicies()
+        """Its own, and further ones at the server."""
+        self._own = self.policies.own
+        self._updates: AdapterUpdates | None = None
         self._held = HeldWeights(model_dir, config.weights_directory)
         self._server: Server = server_of(config, self._held.directory, log_file, first_gpu)
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
         self._loading: Loading | None = None
         self._routing = Routing.of_model(model_dir) if config.routed_experts else None
-        self._version = -1
-        self._loads = 0
-        self._serving = asyncio.Event()
         self._changing = asyncio.Lock()
         """Held while weights are loaded, and while memory is released or taken back."""
         self._health = HealthChecks(config, self._server, self._connected, busy=self._busy, well=self._open)
         self._released = False
-        self._in_progress = RequestsInProgress(self._connected)
         self._watcher: asyncio.Task[None] | None = None
         self._loads_of_cache = CacheLoads()
         self._looking_at_cache: asyncio.Task[None] | None = None
@@ -81,18 +85,27 @@ class SglangEngine:
     @property
     def policy_version(self) -> int:
         """Return the version that new requests have, -1 before the first."""
-        return self._version
+        return self._own.version
+
+    @property
+    def tokens_generated(self) -> int:
+        """Return the number of tokens sampled since the start."""
+        return self._own.tokens_generated
 
     @property
     def running(self) -> int:
         """Return the number of requests at the server."""
-        return self._in_progress.running
+        return self.in_progress.running(self._own)
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests that wait for weights, or for a look at a server that did not
-        answer."""
-        return self._in_progress.waiting
+        """Return the number of requests that wait for weights, or for a look at a silent server."""
+        return self.in_progress.waiting(self._own)
+
+    @property
+    def requests_of_others(self) -> int:
+        """Return the number of requests for other policies at the server, or when it failed."""
+        return self.in_progress.of_others(self._own)
 
     @property
     def kv_tokens(self) -> KvTokens | None:
@@ -116,14 +129,13 @@ class SglangEngine:
         self._loading = Loading(self._held, self._client, self._facts)
         self._loading.check(self._config)
         if self._served is not None:
-            self._adapters = Adapters(self._client, self._facts, self._served, self._in_progress)
-            await self._adapters.check(has_experts=self._held.has_experts)
-        log.info("sglang_ready", url=self.url, version=self._facts.version)
-        if self._routing is not None and not self._facts.returns_experts:
-            raise ConfigError(
-                f"actors.engine.routed_experts: the server at {self.url} does not return them: start it with "
-                "--enable-return-routed-experts"
+            self._own.adapters = await self.checked_adapters(self._served)
+            self._updates = AdapterUpdates(
+                self._config, self.policies, self._loading, paused=self._paused, or_fail=self._or_fail
             )
+        log.info("sglang_ready", url=self.url, version=self._facts.version)
+        if self._routing is not None:
+            self._facts.refuse_silence_of_experts(self.url)
         if not self._facts.reports_spans and self._config.pause != "drain":
             log.warning(
                 "sglang_reports_no_versions_per_token", version=self._facts.version, pause="interrupt"
@@ -132,31 +144,34 @@ class SglangEngine:
         self._watcher.add_done_callback(self._watching_ended)
         if self._facts.tells_loads:
             self._looking_at_cache = asyncio.create_task(self._loads_of_cache.watch(self._client))
+        self.up.set()
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(self, request: GenerationRequest, policy: ServedPolicy | None = None) -> Generation:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
 
-        An update may end it with the tokens so far, where a server says of no token which weights drew it."""
-        with self._in_progress.new(request) as flight:
-            while flight.begins_again(generation := await self._send(flight)):
-                self._in_progress.renew(flight)
+        An update may end it with the tokens so far, where a server says of no token which weights drew it.
+        With `policy` it is for one that is served beside the engine's own."""
+        with self.in_progress.new(request, policy or self._own) as flight:
+            while flight.begins_again(generation := await self._send(flight, policy or self._own)):
+                self.in_progress.renew(flight)
             return generation
 
-    async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
+    async def load_weights(
+        self, state: Mapping[str, torch.Tensor], policy_version: int, policy: ServedPolicy | None = None
+    ) -> float:
         """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
 
         Without any the smallest is sent again: the server learns of a version with tensors only.
         Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
-            if self._adapters is not None:
-                return await self._take_adapter(self._adapters, state, policy_version)
+            if self._updates is not None:
+                return await self._updates.take(policy or self._own, state, policy_version)
             if not self._released:
                 load = await self._ready().tensors(self._config, state, policy_version)
                 return await self._swap(load, policy_version)
             self._ready().hold(state, policy_version)
-            self._version = policy_version  # `resume` loads it
-            self._loads += 1
+            self._own.taken(policy_version)  # `resume` loads it
         return 0.0
 
     async def load_published(self, published: Published) -> float:
@@ -165,7 +180,7 @@ class SglangEngine:
         Returns and raises as `load_weights`, and WeightsKeptError when they could not be had at all."""
         async with self._changing:
             self._check()
-            if self._ready().has(published, self._version):
+            if self._ready().has(published, self._own.version):
                 return 0.0
             load = await self._ready().published(self._config, published)
             return await self._swap(load, published.policy_version)
@@ -177,10 +192,10 @@ class SglangEngine:
         it: then it is killed, which frees the device too; and for weights that only the learner has."""
         async with self._changing, self._health.looking:  # looks generate: the server must be idle
             self._check()
-            if self._config.update == "group" or self._adapters is not None:
-                which = "adapters" if self._adapters else "weights from the learner"
+            if self._config.update == "group" or self._updates is not None:
+                which = "adapters" if self._updates else "weights from the learner"
                 raise EngineError(f"it has {which}, which it could not take back from here")
-            self._serving.clear()
+            self.policies.shut()
             self._released = True
             await self._or_fail(self._connected().release(self._config.update_timeout_s), "free its device")
 
@@ -192,21 +207,23 @@ class SglangEngine:
                 return
             await self._or_fail(self._retake(), "take its device back")
             self._released = False
-            self._loads += 1
-            if self._version >= 0:
-                self._serving.set()
+            self._own.loads += 1
+            self._own.open()
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], policy: ServedPolicy | None = None
+    ) -> list[list[float]]:
         """Return for each sequence the nats of all its tokens but the first. Raises EngineError."""
         self._check()
         client = self._connected()
-        adapter = self._adapters.present().name if self._adapters else ""
+        adapters = (policy or self._own).adapters
+        adapter = adapters.present().name if adapters else ""
         asked = (client.score(one, adapter=adapter, timeout_s=SCORE_TIMEOUT_S) for one in sequences)
         return list(await asyncio.gather(*asked))
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
-        await self._in_progress.abort(request_id)
+        await self.in_progress.abort(request_id)
 
     async def check_health(self) -> None:
         """Raise EngineError when the server has failed; it is looked at all the time."""
@@ -216,7 +233,7 @@ class SglangEngine:
         """End the server if it is ours; requests in flight raise EngineError."""
         self._stop_for_good("it was closed")
         await cancelled(*filter(None, (self._watcher, self._looking_at_cache)))
-        await self._in_progress.aborted()
+        await self.in_progress.aborted()
         await self._server.kill()
         if self._loading is not None:
             await self._loading.close()
@@ -228,28 +245,39 @@ class SglangEngine:
         """Return the server's checksum of each of its parameters: proof of what it computes with."""
         return await self._connected().checksums()
 
+    async def checked_adapters(self, served: ServedAdapters, *, policy: str = "") -> Adapters:
+        """Return the adapters of one policy, of which none is loaded yet.
+
+        Raises `ConfigError` for some that the server cannot have, `EngineError` when it has failed."""
+        self._check()
+        assert self._facts is not None, "set together with the client"
+        found = Adapters(self._connected(), self._facts, served, self.in_progress, policy=policy)
+        await found.check(has_experts=self._held.has_experts)
+        return found
+
     # A request's way.
 
-    async def _send(self, flight: RequestInProgress) -> Generation:
-        await flight.admitted(self._serving)
+    async def _send(self, flight: RequestInProgress, policy: ServedPolicy) -> Generation:
+        await flight.admitted(policy.serving)
         self._check()
+        if flight.failure:
+            raise EngineError(f"request {flight.request.request_id}: {flight.failure}")
         if flight.aborted.is_set():
             return NOTHING
         request, timeout_s = flight.request, self._config.request_timeout_s
-        flight.adapter = self._adapters.newest if self._adapters else None
-        version = flight.adapter.policy_version if flight.adapter else self._version
-        salt = f"{version}.{self._loads}"
+        flight.adapter = policy.adapter
+        version = flight.adapter.policy_version if flight.adapter else policy.version
         flight.streamed = Streamed(request, version) if self._streams else None
         flight.sent = asyncio.create_task(
             self._connected().generate(
-                request, rid=flight.rid, salt=salt, timeout_s=timeout_s, routing=self._routing,
+                request, rid=flight.rid, salt=policy.salt, timeout_s=timeout_s, routing=self._routing,
                 streamed=flight.streamed, adapter=flight.adapter_name,
             )
         )  # fmt: skip
         try:
             await asyncio.wait({flight.sent})
         except asyncio.CancelledError:
-            self._in_progress.abandon(flight)
+            self.in_progress.abandon(flight)
             raise
         if flight.failure:
             failed = f"request {request.request_id}: the SGLang server failed: {flight.failure}"
@@ -257,34 +285,34 @@ class SglangEngine:
         try:
             generation = flight.answer(flight.sent.result())
         except RequestRefusedError as error:
-            self._in_progress.abandon(flight)  # the other server of a pair may have taken it
+            self.in_progress.abandon(flight)  # the other server of a pair may have taken it
             if not flight.lacks_adapter(error):
                 raise
             await self._fail(f"it has lost an adapter, as a server that was started again: {error}")
             raise self._interrupted(flight, self.failure) from error
         except OtherWeightsError as error:
-            self._in_progress.disown()
+            self.in_progress.disown()
             await self._fail(str(error))
             raise self._interrupted(flight, self.failure) from error
         except EngineError as error:
-            self._in_progress.abandon(flight)  # it may have been too slow only, or the connection broke
+            self.in_progress.abandon(flight)  # it may have been too slow only, or the connection broke
             if isinstance(error, UnreachableError):
-                await self._looked_at()
+                await self._looked_at(policy)
             raise self._interrupted(flight, self.failure or str(error)) from error
-        self.tokens_generated += len(generation.token_ids)
+        policy.tokens_generated += len(generation.token_ids)
         return generation
 
     def _interrupted(self, flight: RequestInProgress, reason: str) -> InterruptedGenerationError:
         """Return the error of a request that ends before its time, with the tokens that are left of it."""
         left = flight.left()
-        self.tokens_generated += len(left.token_ids)
+        flight.policy.tokens_generated += len(left.token_ids)
         return InterruptedGenerationError(reason, left)
 
-    async def _looked_at(self) -> None:
+    async def _looked_at(self, policy: ServedPolicy) -> None:
         """Doubt the server; return when it serves or has failed: requests learn of that together."""
-        self._serving.clear()
+        self.policies.shut()
         self._health.doubt()
-        await self._serving.wait()  # the health checks' own timeouts bound this, and those of updates
+        await policy.serving.wait()  # the health checks' own timeouts bound this, and those of updates
 
     @property
     def _streams(self) -> bool:
@@ -295,39 +323,16 @@ class SglangEngine:
     async def _swap(self, load: Load, wanted: int) -> float:
         """Make the server compute with what `load` has it take; return the seconds it stood still."""
         version, pause_s = await self._or_fail(self._paused(load), f"take policy version {wanted}")
-        self._version = version
-        self._loads += 1
-        self._serving.set()
+        self._own.taken(version)
+        self._own.open()
         await self._ready().taken()
         return pause_s
 
     async def _paused(self, load: Load) -> tuple[int, float]:
         """Run `load` while nothing is generated; return what it does, and how many seconds that took."""
-        self._serving.clear()
+        self.policies.shut()
         assert self._facts is not None, "set together with the client"
-        return await load_paused(load, self._connected(), self._facts, self._config, self._in_progress)
-
-    async def _take_adapter(
-        self, adapters: Adapters, state: Mapping[str, torch.Tensor], policy_version: int
-    ) -> float:
-        """Have the server load a version as an adapter of its own, beside those that requests have.
-
-        Its frozen weights are loaded before where they are new, or the server says that it has others: it was
-        started again. Returns the seconds in which it may have stood still."""
-        base, changed = split(state)
-        loading, pause_s, timeout_s = self._ready(), 0.0, self._config.update_timeout_s
-        if base or not await loading.has_what_is_held():
-            load = await loading.tensors(self._config, base, policy_version)
-            adapters.newest = None  # it is of other weights from now on
-            _, pause_s = await self._or_fail(self._paused(load), "take the frozen weights")
-            await loading.taken()
-            await self._or_fail(adapters.clear(timeout_s), "unload adapters of other weights")
-        taken = adapters.load(changed, policy_version, loading.held, timeout_s)
-        load_s = await self._or_fail(taken, f"take policy version {policy_version}")
-        self._version = policy_version
-        self._loads += 1
-        self._serving.set()
-        return pause_s + load_s
+        return await load_paused(load, self._connected(), self._facts, self._config, self.in_progress)
 
     async def _retake(self) -> None:
         """The server's weights are arbitrary at first, and its caches empty."""
@@ -368,14 +373,13 @@ class SglangEngine:
 
     def _open(self) -> None:
         """Let requests through, if there are weights to serve them with."""
-        bare = self._adapters is not None and self._adapters.newest is None
-        if self._version >= 0 and not self._busy() and not bare:
-            self._serving.set()
+        if not self._busy():
+            self.policies.open()
 
     def _stop_for_good(self, reason: str) -> None:
         self.failure = self.failure or reason
-        self._in_progress.fail(self.failure)
-        self._serving.set()  # who waits is to hear of it
+        self.in_progress.fail(self.failure)
+        self.policies.end()
 
     def _check(self) -> None:
         if self.failure:

@@ -3,10 +3,12 @@
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.sglang.answers import Streamed
@@ -14,6 +16,9 @@ from actors.engines.sglang.client import SglangClient
 from actors.engines.sglang.loaded_adapter import LoadedAdapter
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import unless
+
+if TYPE_CHECKING:
+    from actors.engines.sglang.served_policy import ServedPolicy
 
 ABORT_AGAIN_S = 0.5
 """An abort that comes before its request is not heard: it is said until the request ends."""
@@ -29,6 +34,8 @@ class RequestInProgress:
     """A request that has not been answered."""
 
     request: GenerationRequest
+    policy: "ServedPolicy"
+    """The policy that it asks: one of those that the server serves."""
     rid: str
     """Its name at the server."""
     sent: asyncio.Task[Generation] | None = None
@@ -70,37 +77,45 @@ class RequestInProgress:
 
 
 class RequestsInProgress:
-    """Requests of one engine, each from its start until its caller knows of its end."""
+    """Requests of one server, each from its start until its caller knows of its end."""
 
     def __init__(self, connected: Callable[[], SglangClient]) -> None:
-        """`connected` returns the engine's server."""
+        """`connected` returns the server."""
         self._connected = connected
         self._in_progress: dict[str, RequestInProgress] = {}
         self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
         self._aborts: set[asyncio.Task[None]] = set()
+        self._failed_under: Counter[ServedPolicy] = Counter()
+        """Requests of each policy at the server when that failed."""
 
     def __iter__(self) -> Iterator[RequestInProgress]:
         """Return all of them."""
         return iter(self._in_progress.values())
 
-    @property
-    def running(self) -> int:
-        """Return the number of requests at the server."""
-        return sum(flight.sent is not None for flight in self)
+    def running(self, policy: "ServedPolicy") -> int:
+        """Return the number of requests for a policy at the server."""
+        return self._by_policy()[policy]
 
-    @property
-    def waiting(self) -> int:
-        """Return the number of requests that were not sent yet."""
-        return len(self._in_progress) - self.running
+    def _by_policy(self) -> "Counter[ServedPolicy]":
+        return Counter(flight.policy for flight in self if flight.sent is not None)
+
+    def waiting(self, policy: "ServedPolicy") -> int:
+        """Return the number of requests for a policy that were not sent yet."""
+        return sum(flight.sent is None for flight in self if flight.policy is policy)
+
+    def of_others(self, policy: "ServedPolicy") -> int:
+        """Return the number of requests for other policies at the server, or when that failed."""
+        counts = self._failed_under or self._by_policy()
+        return counts.total() - counts[policy]
 
     @contextmanager
-    def new(self, request: GenerationRequest) -> Iterator[RequestInProgress]:
+    def new(self, request: GenerationRequest, policy: "ServedPolicy") -> Iterator[RequestInProgress]:
         """One more, for as long as it is inside. Raises `RequestRefusedError` for an id that is in flight."""
         if request.request_id in self._in_progress:
             raise RequestRefusedError(
                 f"request {request.request_id} is already in flight: ids must be unique"
             )
-        flight = RequestInProgress(request, self._rid(request))
+        flight = RequestInProgress(request, policy, self._rid(request))
         self._in_progress[request.request_id] = flight
         try:
             yield flight
@@ -140,12 +155,19 @@ class RequestsInProgress:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_AGAIN_S * 4)
 
-    def fail(self, reason: str) -> None:
-        """End all that are at the server."""
+    def fail(self, reason: str, *, policy: "ServedPolicy | None" = None) -> None:
+        """End all that are at the server, which has failed; or all for a policy, those that wait too."""
+        if policy is None and not self._failed_under:
+            self._failed_under = self._by_policy()
         for flight in self:
+            if policy is not None and flight.policy is not policy:
+                continue
             if flight.sent is not None:
                 flight.failure = flight.failure or reason
                 flight.sent.cancel()
+            elif policy is not None:
+                flight.failure = reason
+                flight.aborted.set()
 
     def disown(self) -> None:
         """Leave no tokens of any: the server had other weights, and nobody knows since when."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bus.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
@@ -47,6 +49,14 @@ class ServerFacts:
         """Return whether updates of the policy must not get to its draft model, or to that of half of a
         pair."""
         return any(map(own_draft, self.settings))
+
+    def refuse_silence_of_experts(self, url: str) -> None:
+        """Raise `ConfigError` unless the server, which is at `url`, says where tokens went."""
+        if not self.returns_experts:
+            raise ConfigError(
+                f"actors.engine.routed_experts: the server at {url} does not return them: start it with "
+                "--enable-return-routed-experts"
+            )
 
 
 def drafts(server: Mapping[str, Any]) -> bool:

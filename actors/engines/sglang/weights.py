@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from actors.engines.sglang.changes import changes
-from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, write_tensors
+from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, raw, write_tensors
 from bus.errors import ConfigError, EngineError
 from storage.disk.atomic_files import try_lock
 from storage.weights.model_files import QUANTISATION, is_quantised_model
@@ -68,6 +68,12 @@ class HeldWeights:
     def tensors(self) -> State:
         """Return all of them."""
         return self._tensors
+
+    def has(self, state: State) -> bool:
+        """Return whether these tensors are held, to the bit; what is the same memory is not compared."""
+        return all(
+            name in self._tensors and _same(self._tensors[name], tensor) for name, tensor in state.items()
+        )
 
     def keep(self, state: State, policy_version: int) -> None:
         """Take the tensors, the first time all of them.
@@ -168,6 +174,14 @@ class HeldWeights:
                 f"these weights are {are}in fp8, and by its config.json the model is {model}so: after a "
                 "change of learner.publication.quantisation, start this actor again"
             )
+
+
+def _same(held: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if held.dtype != tensor.dtype or held.shape != tensor.shape:
+        return False
+    if held.data_ptr() == tensor.data_ptr() and held.stride() == tensor.stride():
+        return True
+    return torch.equal(raw(held), raw(tensor))
 
 
 def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ LOADED = SglangEngineConfig(adapter="loaded")
 def test_a_server_has_the_versions_that_rollouts_within_the_staleness_bound_may_have():
     found = served_adapters(LOADED, ADAPTED, max_staleness=4)
     assert found == ServedAdapters(rank=8, scale=2.0, modules=("q_proj", "up_proj"), versions=6)
-    assert found.slots == 7, "the next version comes before the oldest goes"
+    assert found.room.slots == 7, "the next version comes before the oldest goes"
 
 
 def test_engines_that_take_whole_weights_add_no_adapters():

@@ -57,7 +57,7 @@ async def handed_out(engine, name, more_than=0) -> int:
     """Return when the engine knows of so many tokens of a request in flight; how many there are."""
     async with asyncio.timeout(LIMIT_S):
         while True:
-            flight = engine._in_progress._in_progress.get(name)
+            flight = engine.in_progress._in_progress.get(name)
             tokens = len(flight.streamed._token_ids) if flight and flight.streamed else 0
             if tokens > more_than:
                 return tokens

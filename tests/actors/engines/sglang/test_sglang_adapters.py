@@ -299,7 +299,7 @@ async def test_nothing_that_is_drawn_beside_tokens_of_other_frozen_weights_count
     server.pieces = [part]
     other = begun(engine, "other")
     await asyncio.wait_for(server.piece_sent.wait(), TIMEOUT_S)
-    while not len(next(iter(engine._in_progress)).left().token_ids):  # noqa: ASYNC110 - read, not only sent
+    while not len(next(iter(engine.in_progress)).left().token_ids):  # noqa: ASYNC110 - read, not only sent
         await asyncio.sleep(0)
     server.version = "9"
     server.pieces = [piece(server)]

@@ -11,6 +11,7 @@ from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import cache_loads
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
+from actors.engines.sglang.served_policy import ServedPolicy
 from actors.engines.sglang.settings import APPLY
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import StandIn
@@ -242,7 +243,7 @@ async def test_draining_and_loading_share_one_limit(server, attach, update, monk
         while engine.running == 0:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0)
         updating = asyncio.create_task(engine.load_weights(STATE, 1))
-        while engine._serving.is_set():  # noqa: ASYNC110 - until it drains
+        while engine._own.serving.is_set():  # noqa: ASYNC110 - until it drains
             await asyncio.sleep(0)
         draining = time.monotonic()
         await asyncio.sleep(0.2)
@@ -257,8 +258,8 @@ async def test_draining_and_loading_share_one_limit(server, attach, update, monk
 async def test_a_limit_that_draining_used_up_ends_the_update(server, attach):
     engine = attach(pause="drain", update_timeout_s=0.1)
     await engine.start()
-    engine._version = 0
-    engine._serving.set()
+    engine._own.taken(0)
+    engine._own.open()
     server.running.clear()
     flight = asyncio.create_task(engine.generate(request("long", [1], new=4)))
     async with asyncio.timeout(TIMEOUT_S):
@@ -280,7 +281,7 @@ async def test_requests_that_are_to_begin_again_before_the_abort_is_answered_are
             flights.renew(flight)
 
     ended, flights = asyncio.Event(), RequestsInProgress(Server)
-    with flights.new(request("first", [1])) as flight:
+    with flights.new(request("first", [1]), ServedPolicy()) as flight:
         flight.sent = asyncio.create_task(ended.wait())
         await asyncio.wait_for(flights.interrupt(TIMEOUT_S), TIMEOUT_S)
         assert flight.sent is None

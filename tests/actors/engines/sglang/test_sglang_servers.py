@@ -60,7 +60,7 @@ async def rebuilt(model_dir, tmp_path_factory) -> AsyncIterator[tuple[Fleet, lis
 
 async def tokens_handed_out(engine) -> list[int]:
     """Those of its only request, as soon as there are more than the first, which comes at once."""
-    [flight] = engine._in_progress
+    [flight] = engine.in_progress
 
     async def several():
         return len(flight.streamed.kept().token_ids) > 1

@@ -155,7 +155,7 @@ async def tokens_left(flight) -> list[int]:
 async def until_they_came(engine, count: int) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         await engine.server.piece_sent.wait()
-        [flight] = engine._in_progress
+        [flight] = engine.in_progress
         while len(flight.streamed.kept().token_ids) < count:  # noqa: ASYNC110 - it has no event for it
             await asyncio.sleep(0.01)
 
