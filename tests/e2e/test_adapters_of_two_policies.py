@@ -10,14 +10,14 @@ from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(900)]
 SMALL = (
-    "--preset", "duel", "--warmup.steps", "200", "--warmup.batch-size", "16",
+    "--preset", "duel", "--warmup.steps", "60", "--warmup.batch-size", "16",
     "--evaluation.every-versions", "0", "--learner.target-accuracy", "none", "--learner.steps", "4",
     "--admission.groups-per-step", "2", "--admission.samples-per-prompt", "8",
     "--learner.lora.rank", "4", "--learner.optimizer.lr", "1e-3", "--warmup.optimizer.lr", "1e-2",
 )  # fmt: skip
 RIVAL = """
 [policies.rival.warmup]
-steps = 150
+steps = 45
 
 [policies.rival.learner.lora]
 rank = 2

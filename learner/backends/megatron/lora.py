@@ -10,7 +10,6 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from bus.errors import ConfigError
 from learner.backends.base import Adapters, Exported
 from learner.backends.lora import base_digest, first_a, merged, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
@@ -23,7 +22,7 @@ from learner.backends.megatron.conversion.weights import (
     global_name,
     stream_hf_weights,
 )
-from learner.backends.megatron.model.adapter import COLUMN, ROW, WHOLE, AdaptedLayer, Adapter
+from learner.backends.megatron.model.adapter import COLUMN, ROW, WHOLE, AdaptedLayer, Adapter, SharedRows
 from learner.backends.megatron.model.model import PolicyModel
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import SomeWeights, State
@@ -77,21 +76,17 @@ class ChunkAdapters:
         parent, group = chunk.get_submodule(path), chunk.pg_collection.tp
         cut, ranks = CUTS[layer_name], chunk.pg_collection.tp.size()
         shape = shape_of(self._hf_config)
-        if rule.layout.mixes(shape, ranks):
-            raise ConfigError(
-                f"learner.lora.targets: {', '.join(map(_last, _modules(rule)))} have no adapters with "
-                f"learner.parallel.tensor={ranks} above num_key_value_heads={shape.groups}: name other "
-                f"targets, or set tensor to {shape.groups} or a divisor of it"
-            )
-        if cut == COLUMN:
+        mixed, rows = rule.layout.mixes(shape, ranks), weight.shape[0]
+        if mixed:
+            rows *= ranks
+        elif cut == COLUMN:
             shape = replace(shape, heads=shape.heads // ranks, groups=shape.groups // ranks)
-        sizes = [size for size, _ in rule.layout.part_shapes(tuple(weight.shape), shape)]
-        layer = AdaptedLayer(
-            cut=cut,
-            layout=rule.layout,
-            shape=shape,
-            outputs=dict(zip(map(_last, _modules(rule)), sizes, strict=True)),
-        )
+        sizes = [size for size, _ in rule.layout.part_shapes((rows, weight.shape[1]), shape)]
+        outputs = dict(zip(map(_last, _modules(rule)), sizes, strict=True))
+        shared = None
+        if mixed:
+            shared = SharedRows.of(rule.layout, shape, outputs, rank=group.rank(), ranks=ranks)
+        layer = AdaptedLayer(cut=cut, layout=rule.layout, shape=shape, outputs=outputs, shared=shared)
         inputs = weight.shape[1] * (ranks if cut == ROW else 1)
         first = {
             _last(module): first_a(module, self.config.rank, inputs)
