@@ -17,7 +17,7 @@ from actors.counters import report_metrics
 from actors.engine_report import EngineReport
 from actors.engine_start import Startable, started
 from actors.engines.base import Engine, Sampling
-from actors.engines.build import engine_builds
+from actors.engines.build import engine_builds, refuse_untried_images
 from actors.engines.config import EngineConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
@@ -51,6 +51,7 @@ from bus.errors import ConfigError
 from bus.pace import follow_pace
 from bus.process_tuning import few_collections, quick_turns
 from bus.status import report_status
+from storage.images.chat import ImageChat
 from storage.weights.blob_sources import BlobSource, blob_source
 
 
@@ -191,6 +192,7 @@ def _actor(
     """Put the parts of an actor together around engines that have started."""
     engine, opponents = engines.policy, engines.opponents.engines
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    images = ImageChat.of(model, tokenizer)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact)
@@ -206,6 +208,7 @@ def _actor(
         routed_experts=settings.actors.engine.routed_experts,
         tool_calls=settings.actors.tool_calls,
         opponents=opponents,
+        images=images,
     )
     further = FurtherEngines({name: one.engine for name, one in engines.further.items()}, settings.agents)
     policy.further = further
@@ -234,6 +237,7 @@ def _actor(
     if settings.actors.evaluates_on != "none" and not isinstance(environment, RunsOnDemand):
         evaluator = _evaluator(bus, settings, engines, answering, model, environment)
         evaluator.further = further
+        evaluator.images = images
     admin = EngineAdmin(
         bus, engine, settings.actors.engine, model, engines.claims,
         actor=actor_name(), colocated=settings.colocation.enabled, shared=engines.shared,
@@ -376,6 +380,7 @@ def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet
     """Return the engines of this process, not started."""
     served = shared.own
     engine = settings.engine
+    refuse_untried_images(engine, model)
     if settings.colocation.enabled:
         engine = able_to_release(engine)
     planned = gpu_plan(settings.actors).rollouts
@@ -388,7 +393,8 @@ def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return every token that ends an answer, by the model's config and by the tokenizer."""
-    configured = AutoConfig.from_pretrained(model, trust_remote_code=False).eos_token_id
+    text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    configured = getattr(text, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     found = {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
     if not found:

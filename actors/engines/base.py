@@ -8,6 +8,7 @@ import numpy as np
 
 from actors.config import SamplingConfig
 from bus.errors import EngineError
+from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
 from bus.trajectory import FinishReason
 
@@ -64,6 +65,8 @@ class GenerationRequest:
     sampling: Sampling
     experts_from: int | None = None
     """First token whose routed experts are wanted, among `token_ids`; None for no experts."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among `token_ids`, in order, with their bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

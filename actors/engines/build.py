@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from actors.engines.base import Engine
 from actors.engines.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.served_adapters import ServedAdapters
+from bus.errors import ConfigError
+from storage.images.reader import ImageReader
 
 if TYPE_CHECKING:
     from actors.engines.fleet.member import Build
@@ -34,6 +36,15 @@ def build_engine(
     from actors.engines.sglang.engine import SglangEngine
 
     return SglangEngine(model, config, log_file, first_gpu=first_gpu, served=served)
+
+
+def refuse_untried_images(config: EngineConfig, model: Path) -> None:
+    """Raise `ConfigError` for a vision-language model on an engine that was not tried with images."""
+    if not isinstance(config, EmbeddedEngineConfig) and ImageReader.of(model) is not None:
+        raise ConfigError(
+            f"actors.engine.type={config.type} was not tried with images, and {model} is a vision-language "
+            'model: set actors.engine.type = "embedded" (docs/vision.md)'
+        )
 
 
 def engine_builds(

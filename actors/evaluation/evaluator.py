@@ -27,6 +27,7 @@ from bus.messages import BlobRef, Prompt
 from bus.publish import Publisher, together
 from bus.trajectory import TRUSTED_ENDS
 from bus.waiting import unless
+from storage.images.chat import ImageChat
 
 log = structlog.get_logger()
 KEPT_SETS = 8
@@ -58,6 +59,8 @@ class Evaluator:
         self.finish_within_s = InterruptionConfig().finish_within_s
         """Longest time that prompts which were begun may go on after the stop, where they may at all."""
         self.further = FurtherEngines()
+        self.images: ImageChat | None = None
+        """Images that the model reads, where it does."""
         """Policies that the run trains beside its own: each plays with its newest weights."""
         self.endpoints: Mapping[str, Engine] = {}
         """Models behind endpoints by name, which answer data sets that ask for them."""
@@ -215,8 +218,9 @@ class Evaluator:
         Raises `HandBackError` when this process is to end before all of them began,
         and `EngineLostError` when no engine is left."""
         policy = Policy(
-            engine, self._tokenizer, sampling, tool_calls=self._tool_calls, opponents=self._opponents
-        )
+            engine, self._tokenizer, sampling,
+            tool_calls=self._tool_calls, opponents=self._opponents, images=self.images,
+        )  # fmt: skip
         policy.further = self.further
         places = asyncio.Semaphore(self._engines.prompts_at_once or len(tasks))
 

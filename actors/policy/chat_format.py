@@ -23,7 +23,10 @@ from actors.policy.chat_messages import (
 )
 from actors.policy.conversation import Boundary, Conversation, continued
 from actors.policy.messages import MessagesError, Tool, tool_name
+from actors.policy.shown_images import DIGESTS, ShownImages, without_data
 from actors.policy.tail import TailRenderer
+from bus.images import PlacedImage
+from storage.images.chat import ImageChat
 
 log = structlog.get_logger()
 P = ParamSpec("P")
@@ -79,6 +82,8 @@ class Context:
     """What it repeats of the strand."""
     messages: tuple[Fingerprint, ...]
     """Messages that follow."""
+    images: tuple[PlacedImage, ...]
+    """Images among the tokens that follow, of which the first is token `kept`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +92,8 @@ class _Prompt:
 
     token_ids: np.ndarray
     in_reasoning: bool
+    images: tuple[PlacedImage, ...]
+    """Images among its tokens, without their bytes."""
 
 
 class ChatFormat:
@@ -95,9 +102,13 @@ class ChatFormat:
     Only one thread renders and encodes, beside the event loop: a group's prompt is encoded once, however many
     siblings ask for it at the same time. Of a chat that goes on, only the tail is rendered and encoded."""
 
-    def __init__(self, tokenizer: Tokenizer, tool_calls: str = "auto") -> None:
-        """Read tool calls in that format; "auto" tells it from the chat template."""
+    def __init__(
+        self, tokenizer: Tokenizer, tool_calls: str = "auto", images: ImageChat | None = None
+    ) -> None:
+        """Read tool calls in that format; "auto" tells it from the chat template. `images` are those of the
+        model; without, it sees none."""
         self._tokenizer = tokenizer
+        self._images = images
         template = tokenizer.chat_template or ""
         self._reader = AnswerReader(
             template if isinstance(template, str) else "\n".join(template.values()), tool_calls
@@ -110,7 +121,8 @@ class ChatFormat:
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> tuple[int, ...]:
         """Return the tokens of a chat up to where the assistant starts to speak. Raises `MessagesError`."""
-        prompt = self._prompt(checked_messages(messages), checked_tools(tools))
+        shown = ShownImages(self._images)
+        prompt = self._prompt(checked_messages(messages, shown), checked_tools(tools), shown)
         return tuple(prompt.token_ids.tolist())
 
     def render_chat(
@@ -171,19 +183,26 @@ class ChatFormat:
         self, messages: list[ChatMessage], tools: Sequence[Tool] | None,
         conversations: Sequence[tuple[int, Conversation]],
     ) -> Context:  # fmt: skip
-        checked, offered = checked_messages(messages), checked_tools(tools)
-        prints = tuple(map(fingerprint, checked, messages))
+        shown = ShownImages(self._images)
+        checked, offered = checked_messages(messages, shown), checked_tools(tools)
+        # what a message with images says is told by their digests, as well as by their long texts
+        given = [one if DIGESTS in one else message for one, message in zip(checked, messages, strict=True)]
+        prints = tuple(map(fingerprint, checked, given))
         named = digest(offered)
         if found := continued(prints, named, conversations):
             number, part = found
             repeated, boundary = len(part.messages), part.boundaries[-1]
             tail = self._tails.tail(checked[: repeated - 1], boundary.answer, checked[repeated:], offered)
             if tail is not None:
-                added = np.array(self._open_ended(self.encode(tail), boundary), np.int32)
+                added, images = shown.expanded(
+                    self._open_ended(self.encode(tail), boundary), checked[repeated:]
+                )
                 opens = self._reader.opens_reasoning(tail)
-                return Context(number, boundary.tokens, added, opens, part, prints[repeated:])
-        prompt = self._prompt(checked, offered)
-        return Context(None, 0, prompt.token_ids, prompt.in_reasoning, Conversation(named), prints)
+                tokens = np.array(added, np.int32)
+                return Context(number, boundary.tokens, tokens, opens, part, prints[repeated:], images)
+        prompt = self._prompt(checked, offered, shown)
+        images = shown.with_data(prompt.images)
+        return Context(None, 0, prompt.token_ids, prompt.in_reasoning, Conversation(named), prints, images)
 
     def _open_ended(self, tail: list[int], boundary: Boundary) -> list[int]:
         """Leave out the token that ends the answer's turn if the policy has ended it itself.
@@ -192,13 +211,15 @@ class ChatFormat:
         ended = boundary.closed_by is not None and tail[:1] in ([boundary.closed_by], [self._turn_end])
         return tail[1:] if ended else tail
 
-    def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> _Prompt:
+    def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], shown: ShownImages) -> _Prompt:
         key = digest([messages, tools])
         prompt = self._prompts.pop(key, None)
         if prompt is None:
             text = self._render(messages, tools)
             self._look_for_tools(text, tools)
-            prompt = _Prompt(np.array(self.encode(text), np.int32), self._reader.opens_reasoning(text))
+            tokens, images = shown.expanded(self.encode(text), messages)
+            opens = self._reader.opens_reasoning(text)
+            prompt = _Prompt(np.array(tokens, np.int32), opens, without_data(images))
             if len(self._prompts) >= PROMPTS_REMEMBERED:
                 del self._prompts[next(iter(self._prompts))]
         self._prompts[key] = prompt  # the last one in it is the last one used

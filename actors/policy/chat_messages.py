@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from actors.environments.base import JSON, ChatMessage
 from actors.policy.messages import MessagesError, Tool, tool_name
+from actors.policy.shown_images import DIGESTS, ShownImages
 
 Likeness: TypeAlias = Literal["same", "healed", "realigned"]
 MOST_CHARACTERS = 16_000_000
@@ -22,14 +23,17 @@ REMEMBERED_CHARACTERS = 2048
 _ENCODER = json.JSONEncoder(sort_keys=True)
 
 
-def checked_messages(messages: Sequence[ChatMessage]) -> list[dict[str, JSON]]:
+def checked_messages(
+    messages: Sequence[ChatMessage], shown: ShownImages | None = None
+) -> list[dict[str, JSON]]:
     """Return messages in the one form that templates know. Raises `MessagesError`, which names what is wrong.
 
     Content becomes text: parts are joined, and None is empty. Arguments of tool calls become objects where
-    they are JSON of one."""
+    they are JSON of one. Images are read by `shown`; without it there may be none."""
+    shown = shown or ShownImages()
     if not messages:
         raise MessagesError("a chat without messages cannot be answered")
-    checked = [_checked(message, f"message {number}") for number, message in enumerate(messages)]
+    checked = [_checked(message, f"message {number}", shown) for number, message in enumerate(messages)]
     lengths = [len(str(message["content"])) for message in checked]
     if sum(lengths) > MOST_CHARACTERS:
         longest = max(lengths)
@@ -47,16 +51,23 @@ def checked_tools(tools: Sequence[Tool] | None) -> list[Tool]:
     return list(tools or ())
 
 
-def _checked(message: ChatMessage, where: str) -> dict[str, JSON]:
+def _checked(message: ChatMessage, where: str, shown: ShownImages) -> dict[str, JSON]:
     if not isinstance(message, Mapping):
         raise MessagesError(f"{where} is {type(message).__name__}, and no object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise MessagesError(f"{where} has no role")
     kept: dict[str, JSON] = {
-        key: value for key, value in message.items() if value is not None and key != "reasoning"
+        key: value
+        for key, value in message.items()
+        if value is not None and key not in ("reasoning", DIGESTS)
     }
-    kept["content"] = _text(message.get("content"), where)
+    shown.begin()
+    kept["content"] = _text(message.get("content"), where, shown)
+    if digests := shown.of_message:
+        if role == "assistant":
+            raise MessagesError(f"{where} is the assistant's, and shows an image: policies answer in text")
+        kept[DIGESTS] = digests
     if (reasoning := _reasoning(message)) is not None:
         kept["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
@@ -64,24 +75,27 @@ def _checked(message: ChatMessage, where: str) -> dict[str, JSON]:
     return kept
 
 
-def _text(content: JSON, where: str) -> str:
+def _text(content: JSON, where: str, shown: ShownImages) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
+        shown.refuse_marker(content, where)
         return content
     if not isinstance(content, Sequence):
         raise MessagesError(
             f"the content of {where} is {type(content).__name__}: text is wanted, or parts of text"
         )
-    return "".join(_part(part, where) for part in content)
+    return "".join(_part(part, where, shown) for part in content)
 
 
-def _part(part: JSON, where: str) -> str:
+def _part(part: JSON, where: str, shown: ShownImages) -> str:
+    if isinstance(part, Mapping) and (image := shown.text_of(part, where)) is not None:
+        return image
     text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise MessagesError(f"a part of {where} is {kind!r} and no text: the policy reads nothing but text")
-    return _text(text, where)
+    return _text(text, where, shown)
 
 
 def _reasoning(message: ChatMessage) -> str | None:

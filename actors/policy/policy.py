@@ -17,15 +17,17 @@ from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage
 from actors.further_policies.agents import policy_of
 from actors.further_policies.engines import FurtherEngines
 from actors.policy.answers import Answer
-from actors.policy.chat_format import ChatFormat, Tokenizer
+from actors.policy.chat_format import ChatFormat, Context, Tokenizer
 from actors.policy.context_tokens import ContextTokens
 from actors.policy.messages import Completion, Tool, ToolCall
 from actors.policy.rollout_turns import SampledTurn, TurnsByRollout, context_of, trained_turn
 from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import without_older_versions
+from bus.images import PlacedImage
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End
+from storage.images.chat import ImageChat
 
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
 
@@ -43,12 +45,13 @@ class Policy:
     With `mask_older_versions`, tokens that lag the trajectory's newest version by more are not trained on.
     `opponents` are frozen policies by name, with engines of their own: a call for the policy of such a name
     goes there, and is not trained. With `routed_experts` the engine is asked where it sent the tokens, once
-    for each token. `tool_calls` is how the model writes tool calls, "auto" what the chat template shows."""
+    for each token. `tool_calls` is how the model writes tool calls, "auto" what the chat template shows.
+    `images` are those that the model reads, where it does: messages of users and tools may show some."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, *,
         mask_older_versions: int | None = None, routed_experts: bool = False, tool_calls: str = "auto",
-        opponents: Mapping[str, Engine] = MappingProxyType({}),
+        opponents: Mapping[str, Engine] = MappingProxyType({}), images: ImageChat | None = None,
     ) -> None:  # fmt: skip
         self.sampling = sampling
         self.contexts = ContextTokens()
@@ -61,7 +64,7 @@ class Policy:
         self._routed_experts = routed_experts
         self._engine = engine
         self._opponents = opponents
-        self._format = ChatFormat(tokenizer, tool_calls)
+        self._format = ChatFormat(tokenizer, tool_calls, images)
         self._calls = count()
         self._rollout_id = "rollout"
         self._completions = count()
@@ -101,8 +104,8 @@ class Policy:
             return await self._answered_in_text(engine, messages, tools, call)
         known = [(s.number, s.conversation) for s in self._of(call) if s.conversation is not None]
         context = await self._format.context(messages, tools, known)
-        begun = [] if context.strand is None else self._strands[context.strand].tokens[: context.kept]
-        strand, generation = await self._complete([*begun, *context.added.tolist()], call)
+        begun, images = self._begun(context)
+        strand, generation = await self._complete([*begun, *context.added.tolist()], call, images)
         answer_end = len(strand.tokens)
         try:
             text, answer = await self._format.read(
@@ -120,6 +123,14 @@ class Policy:
             closed_by=self._format.closed_by(generation.token_ids, call.sampling.stop_token_ids),
         )
         return completion
+
+    def _begun(self, context: Context) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Return the tokens that a context begins with, and all of its images."""
+        if context.strand is None:
+            return [], context.images
+        strand, kept = self._strands[context.strand], context.kept
+        before = (image for image in strand.images if image.start < kept)
+        return strand.tokens[:kept], (*before, *(image.moved(kept) for image in context.images))
 
     async def _answered_in_text(
         self, engine: AnswersChats, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, call: Call
@@ -142,8 +153,11 @@ class Policy:
         self, token_ids: Sequence[int], agent: str = DEFAULT_AGENT, *,
         sampling: Sampling | None = None, trainable: bool = True, policy: str = DEFAULT_POLICY,
     ) -> Completion:  # fmt: skip
-        """Continue tokens. Raises EngineError."""
-        return await self._read_plainly(token_ids, self._call(agent, policy, sampling, trainable))
+        """Continue tokens; images are those of the trajectory that they continue. Raises EngineError."""
+        call = self._call(agent, policy, sampling, trainable)
+        strands = (s for s in self._of(call) if list(token_ids[: len(s.tokens)]) == s.tokens)
+        known = next(strands, None)
+        return await self._read_plainly(token_ids, call, () if known is None else known.images)
 
     async def go_on(
         self, completion: Completion, text: str, *, sampling: Sampling | None = None, trainable: bool = True
@@ -156,7 +170,7 @@ class Policy:
             raise EpisodeError(f"completion {completion.number} is the last one of no trajectory")
         added = await self._format.in_thread(self._format.encode, text)
         call = self._call(strand.agent, strand.policy, sampling, trainable)
-        return await self._read_plainly([*strand.tokens, *added], call)
+        return await self._read_plainly([*strand.tokens, *added], call, strand.images)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
         """Return the tokens of a chat up to where the policy would answer, recording nothing.
@@ -208,26 +222,30 @@ class Policy:
         trainable = trainable and policy not in self._opponents
         return Call(next(self._completions), agent, policy, sampling or self.sampling, trainable)
 
-    async def _read_plainly(self, token_ids: Sequence[int], call: Call) -> Completion:
+    async def _read_plainly(
+        self, token_ids: Sequence[int], call: Call, images: tuple[PlacedImage, ...]
+    ) -> Completion:
         """Continue tokens with text that is neither reasoning nor a call in the model's own way."""
-        _, generation = await self._complete(token_ids, call)
+        _, generation = await self._complete(token_ids, call, images)
         text = self._format.decode(generation.token_ids.tolist())
         return _completion(text, Answer(text, None, (), ()), generation, call, len(token_ids))
 
-    async def _complete(self, token_ids: Sequence[int], call: Call) -> tuple[Strand, Generation]:
+    async def _complete(
+        self, token_ids: Sequence[int], call: Call, images: tuple[PlacedImage, ...]
+    ) -> tuple[Strand, Generation]:
         """Sample what follows `token_ids`, and record both in the strand that they continue, or in a new one.
 
         Which one that is shows when the tokens are there: other calls may have grown it meanwhile."""
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
-        experts_from = self._experts_from(call, token_ids)
-        request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from)
+        experts_from = self._experts_from(call, token_ids, images)
+        request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from, images)
         self.contexts.note(self._rollout_id, call.agent, len(token_ids), call.sampling.max_new_tokens)
         generation = await self._sampled(request, call)
-        strand = self._continued(call, token_ids)
+        strand = self._continued(call, token_ids, images)
         if strand is None:
-            fork = forked_from(token_ids, self._of(call))
+            fork = forked_from(token_ids, self._of(call), images)
             self._strands.append(strand := Strand(len(self._strands), call.agent, call.policy, fork))
-        strand.extend(token_ids, generation, call)
+        strand.extend(token_ids, generation, call, images)
         self.contexts.note(self._rollout_id, call.agent, len(strand.tokens))
         return strand, generation
 
@@ -271,19 +289,20 @@ class Policy:
         digest = blake2b(name.encode(), digest_size=8).digest()
         return replace(call.sampling, seed=int.from_bytes(digest, "big") >> 1)
 
-    def _experts_from(self, call: Call, token_ids: Sequence[int]) -> int | None:
+    def _experts_from(
+        self, call: Call, token_ids: Sequence[int], images: Sequence[PlacedImage]
+    ) -> int | None:
         """First of the tokens whose experts are not recorded yet; None when none are."""
         if not self._routed_experts or call.policy in self._opponents:
             return None
-        strand = self._continued(call, token_ids)
+        strand = self._continued(call, token_ids, images)
         return 0 if strand is None else sum(map(len, strand.routed))
 
-    def _continued(self, call: Call, token_ids: Sequence[int]) -> Strand | None:
-        """Return the newest strand that `token_ids` continues."""
-        for strand in self._of(call):
-            if list(token_ids[: len(strand.tokens)]) == strand.tokens:
-                return strand
-        return None
+    def _continued(
+        self, call: Call, token_ids: Sequence[int], images: Sequence[PlacedImage]
+    ) -> Strand | None:
+        """Return the newest strand that `token_ids` with these images continues."""
+        return next((strand for strand in self._of(call) if strand.begins(token_ids, images)), None)
 
     def _of(self, call: Call) -> list[Strand]:
         """Return the strands of the call's agent, the newest first."""

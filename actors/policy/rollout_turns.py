@@ -54,6 +54,8 @@ def context_of(call: Call, request: GenerationRequest) -> bytes:
     """Return a digest of what a completion depends on, besides the weights and the seed."""
     asked = call.agent, call.policy, replace(request.sampling, seed=None), request.experts_from
     digest = blake2b(repr(asked).encode(), digest_size=16)
+    for image in request.images:
+        digest.update(f"{image.digest} at {image.start}".encode())
     digest.update(np.asarray(request.token_ids, np.int32).tobytes())
     return digest.digest()
 

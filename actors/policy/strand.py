@@ -1,5 +1,6 @@
 """One trajectory while it grows: a context and what was sampled in it, token by token as the engine said."""
 
+import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -9,6 +10,7 @@ import numpy as np
 from actors.engines.base import Generation, Sampling
 from actors.environments.base import AgentTrajectory, Fork
 from actors.policy.conversation import Conversation
+from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
 from bus.trajectory import End, FinishReason, Turn
 
@@ -51,6 +53,8 @@ class Strand:
     tokens: list[int] = field(default_factory=list)
     sampled: list[tuple[int, Call, Generation]] = field(default_factory=list)
     """Completions, where they start and how they were asked for."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among its tokens."""
 
     @property
     def routed(self) -> list[np.ndarray]:
@@ -58,8 +62,17 @@ class Strand:
         pieces = (generation.routed_experts for _, _, generation in self.sampled)
         return [piece for piece in pieces if piece is not None]
 
-    def extend(self, prompt: Sequence[int], generation: Generation, call: Call) -> None:
-        """Append what `prompt` adds to the tokens so far, and a completion."""
+    def begins(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> bool:
+        """Tell whether a context with these images continues the tokens so far."""
+        shared = tuple(image for image in images if image.start < len(self.tokens))
+        return list(prompt[: len(self.tokens)]) == self.tokens and shared == self.images
+
+    def extend(
+        self, prompt: Sequence[int], generation: Generation, call: Call,
+        images: tuple[PlacedImage, ...] = (),
+    ) -> None:  # fmt: skip
+        """Append what `prompt` adds to the tokens so far, and a completion. `images` are all of `prompt`."""
+        self.images = images
         self.tokens.extend(prompt[len(self.tokens) :])
         self.sampled.append((len(self.tokens), call, generation))
         self.tokens.extend(generation.token_ids.tolist())
@@ -99,6 +112,7 @@ class Strand:
             metadata=dict(self.conversation.departures) if self.conversation else {},
             routed_experts=self._experts(),
             kept=self._kept(),
+            images=self.images,
         )
 
     def _kept(self) -> KeptSets | None:
@@ -131,14 +145,28 @@ def _turn(span: slice, call: Call, generation: Generation, reward: float | None)
     )
 
 
-def forked_from(token_ids: Sequence[int], strands: Sequence[Strand]) -> Fork | None:
+def forked_from(
+    token_ids: Sequence[int], strands: Sequence[Strand], images: Sequence[PlacedImage] = ()
+) -> Fork | None:
     """Return where a context departs from one of `strands`: from the one that it shares most tokens with.
 
     A strand counts whose first prompt is shared at least; None where none is."""
-    forks = [Fork(strand.number, _shared(token_ids, strand.tokens)) for strand in strands]
+    forks = [
+        Fork(
+            strand.number,
+            min(_shared(token_ids, strand.tokens), _other_image(images, strand.images)),
+        )
+        for strand in strands
+    ]
     begun = {strand.number: strand.sampled[0][0] for strand in strands}
     shared = [fork for fork in forks if fork.token >= begun[fork.strand]]
     return max(shared, key=lambda fork: fork.token, default=None)
+
+
+def _other_image(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> int:
+    """Return the first token of an image that both do not share; a large number where there is none."""
+    differing = (a.start for a, b in zip(one, other, strict=False) if a != b)
+    return next(differing, sys.maxsize)
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

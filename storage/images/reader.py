@@ -7,6 +7,7 @@ would compute with other pixels than the engine.
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +18,7 @@ from PIL import Image
 
 from bus.errors import ConfigError
 from bus.images import PlacedImage, image_digest
-from storage.images.encoded import ImageError, checked
+from storage.images.encoded import REMEMBERED, ImageError, checked
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -40,6 +41,7 @@ class ImageReader:
         )
         """The tokens before an image, for each merged patch of it, and behind it."""
         self._merge = int(self._processor.merge_size)
+        self._read_once = lru_cache(REMEMBERED)(self._read)  # siblings show the same one
         self._patches: OrderedDict[str, NDArray[np.float32]] = OrderedDict()
 
     @classmethod
@@ -53,6 +55,9 @@ class ImageReader:
 
     def read(self, data: bytes) -> PlacedImage:
         """Return an image, as if it stood at token 0. Raises `ImageError`."""
+        return self._read_once(data)
+
+    def _read(self, data: bytes) -> PlacedImage:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         _, height, width = checked(data)

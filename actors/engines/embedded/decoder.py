@@ -15,8 +15,11 @@ from actors.engines.embedded.fused_experts import fuse_experts
 from actors.engines.embedded.kv_cache import FULL_ATTENTION, Rows, SlotCache
 from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
+from actors.engines.embedded.vision import VisionPrefill
 from actors.weights.quantised import without_quantisation
 from bus.errors import EngineError, RequestRefusedError
+from bus.images import PlacedImage
+from storage.images.reader import ImageReader
 from storage.numerics.exact_model import ExactFunctions, make_exact
 from storage.numerics.softmax import log_softmax
 
@@ -30,6 +33,8 @@ WITH_STATES = {
 }
 """What layers that keep a state are called in `layer_types`, by `model_type` of the models that have some."""
 Finished = list[tuple[GenerationRequest, Generation]]
+Prompt = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]
+"""Tokens, and the digests and places of the images among them."""
 
 
 class BatchedDecoder:
@@ -37,9 +42,10 @@ class BatchedDecoder:
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int, prefill_tokens: int, seed: int | None,
-        routed_experts: bool = False, exact: bool = False,
+        routed_experts: bool = False, exact: bool = False, images: ImageReader | None = None,
     ) -> None:  # fmt: skip
-        """With `routed_experts`, requests may ask to which experts their tokens go.
+        """With `routed_experts`, requests may ask to which experts their tokens go; with `images`, those of
+        the model, they may show some.
 
         With `exact`, log-probs do not depend on the rest of the batch: they are the learner's to the bit. The
         model's attention has to be `EXACT` then. Raises `ConfigError` for models that cannot."""
@@ -56,6 +62,7 @@ class BatchedDecoder:
         self._waiting: deque[GenerationRequest] = deque()
         self._rows = Rows()
         self.free_cache()
+        self._vision = None if images is None else VisionPrefill(model, images)
         self._experts = ExpertRecorder(model) if routed_experts else None
         self._generator = torch.Generator(model.device)
         self._exact: ExactFunctions | None = None
@@ -90,6 +97,8 @@ class BatchedDecoder:
                 f"{request.request_id}: {prompt} prompt tokens + {new} new ones exceed the model's context "
                 f"of {self.context_length}: shorten the prompt or lower max_new_tokens"
             )
+        if request.images and self._vision is None:
+            raise RequestRefusedError(f"{request.request_id}: it shows images, and the model reads none")
         low, high = min(request.token_ids), max(request.token_ids)
         if low < 0 or high >= self.vocab_size:
             raise RequestRefusedError(
@@ -194,11 +203,11 @@ class BatchedDecoder:
     def _next_admission(self) -> list[GenerationRequest]:
         """Take waiting requests while slots and prefill tokens last; equal prompts count once."""
         admitted: list[GenerationRequest] = []
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[Prompt] = set()
         longest = 0
         while self._waiting and len(self._rows) + len(admitted) < self._slots:
-            prompt = tuple(self._waiting[0].token_ids)
-            longest = max(longest, len(prompt))
+            prompt = _prompt(self._waiting[0])
+            longest = max(longest, len(prompt[0]))
             if admitted and len(prompts | {prompt}) * longest > self._prefill_tokens:
                 break
             prompts.add(prompt)
@@ -224,23 +233,31 @@ class BatchedDecoder:
         where the tokens went that requests ask about.
 
         Prompts are padded on the right, where causal attention cannot see."""
-        order: dict[tuple[int, ...], int] = {}
-        sources = [order.setdefault(tuple(request.token_ids), len(order)) for request in requests]
-        ends = np.array([len(prompt) - 1 for prompt in order])
+        order: dict[Prompt, int] = {}
+        sources = [order.setdefault(_prompt(request), len(order)) for request in requests]
+        ends = np.array([len(prompt) - 1 for prompt, _ in order])
         padded = np.zeros((len(order), ends.max() + 1), np.int64)
-        for row, prompt in enumerate(order):
+        for row, (prompt, _) in enumerate(order):
             padded[row, : len(prompt)] = prompt
         needed, column = np.unique(ends, return_inverse=True)
         prefilled = DynamicCache(config=self.model.config) if self._has_states else DynamicCache()
-        logits: Tensor = self.model(
-            input_ids=self._tensor(padded),
-            use_cache=True,
-            logits_to_keep=self._tensor(needed),
-            **{self._cache_argument: prefilled},
-        ).logits[self._tensor(np.arange(len(order))), self._tensor(column)]
+        images = [requests[sources.index(row)].images for row in range(len(order))]
+        logits = self._prompt_logits(self._tensor(padded), images, self._tensor(needed), prefilled)[
+            self._tensor(np.arange(len(order))), self._tensor(column)
+        ]
         rows = self._tensor(np.array(sources))
         self._cache.fill(len(self._rows), prefilled, rows)
         return logits[rows], self._of_prompts(requests, sources)
+
+    def _prompt_logits(
+        self, tokens: Tensor, images: Sequence[Sequence[PlacedImage]], needed: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """Return the logits behind the `needed` tokens of each row, [m, needed, V], and fill the cache."""
+        filled = {self._cache_argument: cache}
+        if self._vision is not None and any(images):
+            return self._vision.logits(tokens, images, needed, filled)
+        logits: Tensor = self.model(input_ids=tokens, use_cache=True, logits_to_keep=needed, **filled).logits
+        return logits
 
     def _of_prompts(self, requests: Sequence[GenerationRequest], sources: Sequence[int]) -> list[np.ndarray]:
         """Return where the pass sent the tokens that each request asks about; request i is row
@@ -263,7 +280,7 @@ class BatchedDecoder:
         mask.masked_fill_(future, float("-inf"))
         logits: Tensor = self.model(
             input_ids=self._tensor(self._rows.last_tokens())[:, None],
-            position_ids=positions[:, None],
+            position_ids=self._tensor(self._rows.positions)[:, None],
             attention_mask=mask[:, None, None],
             use_cache=True,
             **{self._cache_argument: self._cache},
@@ -299,6 +316,11 @@ class BatchedDecoder:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)
+
+
+def _prompt(request: GenerationRequest) -> Prompt:
+    """Return what is the same for requests with the same prompt."""
+    return tuple(request.token_ids), tuple((image.digest, image.start) for image in request.images)
 
 
 def prepare_weights(

@@ -12,7 +12,12 @@ from typing import Any, Self, TypeVar
 import structlog
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
@@ -21,6 +26,7 @@ from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_we
 from actors.engines.embedded.exact_attention import EXACT
 from bus.errors import EngineError, RequestRefusedError
 from bus.work_progress import long_work
+from storage.images.reader import ImageReader
 
 log = structlog.get_logger()
 Command = Callable[[], None]
@@ -37,12 +43,12 @@ class EmbeddedEngine:
 
     def __init__(
         self, model: PreTrainedModel, config: EmbeddedEngineConfig, *, policy_version: int = -1,
-        exact: bool = False,
+        exact: bool = False, images: ImageReader | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._decoder = BatchedDecoder(
             model.eval(), slots=config.slots, prefill_tokens=config.prefill_tokens, seed=config.seed,
-            routed_experts=config.routed_experts, exact=exact,
+            routed_experts=config.routed_experts, exact=exact, images=images,
         )  # fmt: skip
         self._decoder.policy_version = policy_version
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -72,17 +78,19 @@ class EmbeddedEngine:
             raise EngineError(
                 f"{model_dir} has no safetensors file to serve as policy version {policy_version}"
             )
+        images = ImageReader.of(model_dir)
+        kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         attention = EXACT if exact else config.attention
         options = {"dtype": getattr(torch, config.dtype), "attn_implementation": attention}
         with _BUILDING, long_work("loading the model of the engine"):
             if has_weights:
-                model = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False, **options)
+                model = kind.from_pretrained(model_dir, trust_remote_code=False, **options)
             else:
                 hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
                 with no_init_weights():
-                    model = AutoModelForCausalLM.from_config(hf_config, **options)
+                    model = kind.from_config(hf_config, **options)
                 model.tie_weights()  # skipped along with the initialisation
-        return cls(model, config, policy_version=policy_version, exact=exact)
+        return cls(model, config, policy_version=policy_version, exact=exact, images=images)
 
     @property
     def policy_version(self) -> int:

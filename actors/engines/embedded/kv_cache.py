@@ -16,6 +16,7 @@ from actors.engines.base import Generation, GenerationRequest
 from actors.engines.embedded.sampling import Controls
 from bus.kept_sets import KeptSets
 from bus.trajectory import FinishReason
+from storage.images.positions import rope_delta
 
 SMALLEST_LENGTH = 32
 FULL_ATTENTION = "full_attention"
@@ -24,6 +25,7 @@ ROW = np.dtype(
         ("length", np.int64),  # tokens, prompt included
         ("prompt", np.int64),  # tokens of the prompt
         ("limit", np.int64),  # length that ends the row
+        ("rope_delta", np.int64),  # position of a token behind the prompt's images, less its number
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("top_k", np.int64),
@@ -172,6 +174,12 @@ class Rows:
         return self._rows["length"]
 
     @property
+    def positions(self) -> np.ndarray:
+        """int64 [n], the position of the newest token of each row, which images before it change."""
+        positions: np.ndarray = self.lengths - 1 + self._rows["rope_delta"]
+        return positions
+
+    @property
     def sampled(self) -> int:
         """Return the number of sampled tokens in all rows."""
         rows = self._rows
@@ -266,7 +274,7 @@ class Rows:
         limit = prompt + sampling.max_new_tokens
         stops = self._stop_set(sampling.stop_token_ids)
         cut = sampling.top_p, sampling.top_k, sampling.min_p, sampling.keep_masks
-        return prompt, prompt, limit, sampling.temperature, *cut, stops
+        return prompt, prompt, limit, rope_delta(request.images), sampling.temperature, *cut, stops
 
     def _stop_set(self, token_ids: tuple[int, ...]) -> int:
         """Return the index of a set of stop tokens in the table, which pads with -1."""

@@ -4,6 +4,7 @@ import uuid
 from typing import Any
 
 from actors.engines.base import GenerationRequest, Sampling
+from bus.errors import RequestRefusedError
 
 Json = dict[str, Any]
 
@@ -16,6 +17,8 @@ def probe_body() -> Json:
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: str = "") -> Json:
     """Return what /generate wants for a request, which an adapter of that name is to answer, if any."""
+    if request.images:
+        raise RequestRefusedError(f"{request.request_id} shows images, which are not sent to SGLang")
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}

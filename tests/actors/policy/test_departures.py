@@ -254,7 +254,7 @@ BAD = {
     "message 0 is str, and no object": ["hello"],
     "content of message 0 is int": [{"role": "user", "content": 5}],
     "content of message 0 is dict": [{"role": "user", "content": {"text": "x"}}],
-    "part of message 0 is 'image_url' and no text": [
+    "message 0 shows an image, and the model reads nothing but text": [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     ],
     "part of message 0 is 'int'": [{"role": "user", "content": [3]}],

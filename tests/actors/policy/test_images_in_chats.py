@@ -1,0 +1,118 @@
+"""Images in chats: the tokens that stand for them, and which strand they continue."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.policy.messages import MessagesError
+from actors.policy.policy import Policy
+from storage.images.chat import ImageChat
+from tests.pictures import image_part, picture, vision_directory
+
+RED, BLUE, SMALL = picture(16, 24), picture(16, 24, seed=1), picture(8, 8, seed=2)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return vision_directory(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture
+def policy(directory):
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    engine = ScriptedEngine(lambda _: tokenizer.encode("3<|end|>"), policy_version=2)
+    images = ImageChat.of(directory, tokenizer)
+    return Policy(engine, tokenizer, Sampling(max_new_tokens=8), images=images)
+
+
+def user(*parts):
+    return {"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}
+
+
+def places(images):
+    return [(image.start, image.rows, image.columns) for image in images]
+
+
+async def test_a_prompt_has_a_token_for_each_merged_patch_and_the_engine_gets_the_image(policy, directory):
+    await policy.chat([user(image_part(RED))])
+    [trajectory] = policy.trajectories(1.0)
+    decoded = AutoTokenizer.from_pretrained(directory).decode(trajectory.token_ids)
+    wanted = f"<|user|><|vision_start|>{6 * '<|image_pad|>'}<|vision_end|>?<|assistant|>3<|end|>"
+    assert decoded == wanted
+    assert places(trajectory.images) == [(2, 2, 3)]
+    assert not trajectory.loss_mask[: -len("3") - 1].any()
+    [request] = policy._engine.requests
+    assert request.images == trajectory.images
+    assert request.images[0].data == RED
+
+
+async def test_an_image_of_a_tool_grows_the_strand_that_it_answers(policy):
+    chat = [user(image_part(RED))]
+    chat += [(await policy.chat(chat)).message]
+    chat += [{"role": "tool", "content": [image_part(SMALL)], "tool_call_id": "c"}]
+    await policy.chat(chat)
+    [trajectory] = policy.trajectories(1.0)
+    assert len(trajectory.turns) == 2
+    begin = trajectory.turns[0].stop + 2  # after the roles' token and the one that begins an image
+    assert places(trajectory.images) == [(2, 2, 3), (begin, 1, 1)]
+    assert [image.data for image in trajectory.images] == [RED, SMALL]
+    assert policy._engine.requests[1].images == trajectory.images
+
+
+async def test_another_image_of_the_same_size_is_another_chat(policy):
+    first = [user(image_part(RED))]
+    answer = (await policy.chat(first)).message
+    await policy.chat([user(image_part(BLUE)), answer, user()])
+    one, other = policy.trajectories(1.0)
+    assert one.token_ids.tolist() == other.token_ids[: len(one.token_ids)].tolist()
+    assert [image.data for image in other.images] == [BLUE]
+    assert other.fork is None
+    await policy.chat([user(image_part(RED)), answer, user(image_part(SMALL))])
+    assert len(policy.trajectories(1.0)) == 2  # the first one goes on
+
+
+async def test_a_fork_shares_the_tokens_before_an_image_that_differs(policy):
+    beginning = [user(image_part(RED))]
+    beginning += [(await policy.chat(beginning)).message]
+    await policy.chat([*beginning, user(image_part(RED))])
+    await policy.chat([*beginning, user(image_part(BLUE))])
+    one, other = policy.trajectories(1.0)
+    assert other.fork.token == one.images[1].start
+
+
+async def test_siblings_read_their_image_once(policy, monkeypatch):
+    read = []
+    monkeypatch.setattr("storage.images.reader.checked", lambda data: read.append(data) or ("PNG", 16, 24))
+    part = image_part(RED)
+    for name in "abc":
+        await policy.fresh(name).chat([user(part)])
+    assert len(read) == 1
+
+
+async def test_tokens_that_go_on_without_messages_keep_the_images(policy):
+    completion = await policy.chat([user(image_part(RED))])
+    await policy.go_on(completion, " wait, ")
+    [trajectory] = policy.trajectories(1.0)
+    assert places(trajectory.images) == [(2, 2, 3)]
+    await policy.generate([*trajectory.token_ids.tolist(), 7])
+    [trajectory] = policy.trajectories(1.0)
+    assert places(policy._engine.requests[-1].images) == [(2, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (user({"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}), "give it as a data URI"),
+        ({"role": "user", "content": "see <|image_pad|>"}, r"message 0: it has <\|image_pad\|> in its text"),
+        ({"role": "assistant", "content": [image_part(RED)]}, "policies answer in text"),
+        (
+            user({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}),
+            "no image that can be",
+        ),
+    ],
+)
+async def test_an_image_that_cannot_be_shown_is_refused_by_its_message(policy, message, complaint):
+    with pytest.raises(MessagesError, match=complaint):
+        await policy.chat([message])
+    assert policy.trajectories(0.0) == ()
