@@ -174,6 +174,8 @@ class AdaptedBase(Message, tag="adapted_base"):
     """Rows of each A; 0 where a learner before this field does not say."""
     modules: tuple[str, ...] = ()
     """Last two parts of the names of the layers that have an adapter, as `self_attn.q_proj`, each once."""
+    weight_decomposed: bool = False
+    """Says whether the rows of the sum have lengths of their own, which are published too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from launch.numerics_checks import check_numerics
 from launch.policies import refuse_policies
 from launch.settings_tree import nearest
 from learner.config.frozen_policies import refuse_other_sampling, teacher_settings
+from learner.config.lora import LoraConfig
 from storage.evaluation_config import HELD_OUT
 
 if TYPE_CHECKING:
@@ -82,20 +83,30 @@ def check_together(config: "RunConfig") -> None:
         )
 
 
-def _check_adapters(config: "RunConfig") -> None:
-    """Refuse settings by which weights are trained beside adapters, or whole ones are sent to engines."""
-    lora = config.learner.lora
-    loaded = getattr(config.actors.engine, "adapter", "merged") == "loaded"
-    if loaded and not lora.exists:
+def _refuse_unloadable(lora: LoraConfig) -> None:
+    """Refuse servers that are to add adapters themselves where there are none that they could add."""
+    if not lora.exists:
         raise ConfigError(
             'actors.engine.adapter="loaded" needs adapters: set learner.lora.rank (16 is a good start), or '
             "leave adapter out"
         )
-    if loaded and lora.publish == "merged":
+    if lora.publish == "merged":
         raise ConfigError(
             'actors.engine.adapter="loaded" with learner.lora.publish=merged: the learner publishes whole '
             "weights: leave publish out, or adapter"
         )
+    if lora.weight_decomposed:
+        raise ConfigError(
+            'actors.engine.adapter="loaded" with learner.lora.weight_decomposed=true: SGLang adds no such '
+            "adapters (DoRA): set actors.engine.adapter=merged, or leave weight_decomposed out"
+        )
+
+
+def _check_adapters(config: "RunConfig") -> None:
+    """Refuse settings by which weights are trained beside adapters, or whole ones are sent to engines."""
+    lora = config.learner.lora
+    if getattr(config.actors.engine, "adapter", "merged") == "loaded":
+        _refuse_unloadable(lora)
     if not lora.exists:
         return
     if config.warmup.steps and config.warmup.optimizer.matrices != "adamw":

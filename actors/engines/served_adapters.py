@@ -106,6 +106,11 @@ def served_adapters(
             f"{SETTING}: the learner is of an older Sluice than this actor, and does not say of which rank "
             "its adapters are: start it again with this one, or set actors.engine.adapter=merged"
         )
+    if adapted.weight_decomposed:
+        raise ConfigError(
+            f"{SETTING}: the learner trains lengths of rows too (learner.lora.weight_decomposed), and SGLang "
+            "adds no such adapters: set actors.engine.adapter=merged"
+        )
     for module in adapted.modules:
         parent, _, name = module.rpartition(".")
         if name not in KNOWN or SHARED_EXPERT in parent:

@@ -1,5 +1,5 @@
-"""Makes weights for engines of frozen ones and their low-rank adapters (arXiv:2106.09685): whole ones, which
-any engine takes, or both side by side."""
+"""Makes weights for engines of frozen ones and their low-rank adapters (arXiv:2106.09685), with lengths of
+rows of their own (arXiv:2402.09353) or without: whole ones, which any engine takes, or both side by side."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,8 +13,11 @@ from xxhash import xxh3_128_digest
 
 from actors.weights.torch_tensors import torch_tensor
 from bus.errors import StorageError
-from storage.weights.adapter_names import WEIGHT, adapter_names
+from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
 from storage.weights.tensors import HostTensor, NewWords, Weights, in_order
+
+SMALLEST_NORM = 1e-30
+"""Rows of zeros stay zeros."""
 
 
 def merged_weights(
@@ -22,9 +25,10 @@ def merged_weights(
     like: NewWords = np.empty_like,
 ) -> Weights:  # fmt: skip
     """Return `base` with W + scale * B A in the place of each W that has an adapter; it shares the others.
+    Where adapters have lengths, the rows have these.
 
-    Their digests are made of those of W, A and B. `like` allocates what is new. Raises `StorageError` for
-    adapters that do not fit the base.
+    Their digests are made of those of W and its adapter. `like` allocates what is new. Raises `StorageError`
+    for adapters that do not fit the base.
     """
     adapted = list(_adapted(base, adapters))
     found = in_order(threads, partial(_merged, scale, like), adapted)
@@ -48,8 +52,10 @@ class _Adapted(NamedTuple):
     weight: HostTensor
     a: HostTensor
     b: HostTensor
+    magnitude: HostTensor | None
+    """Lengths of the rows; None for those that W + scale * B A has."""
     digests: bytes
-    """Those of the three."""
+    """Those of all of them."""
 
 
 def _adapted(base: Weights, adapters: Weights) -> Iterator[_Adapted]:
@@ -57,10 +63,12 @@ def _adapted(base: Weights, adapters: Weights) -> Iterator[_Adapted]:
     for name in base.tensors:
         names = adapter_names(name)
         if name.endswith(WEIGHT) and left.issuperset(names):
-            left.difference_update(names)
             a, b = (adapters.tensors[each] for each in names)
-            digests = base.digests[name] + b"".join(adapters.digests[each] for each in names)
-            yield _Adapted(name, base.tensors[name], a, b, digests)
+            magnitude = adapters.tensors.get(magnitude_name(name))
+            used = names if magnitude is None else (*names, magnitude_name(name))
+            left.difference_update(used)
+            digests = base.digests[name] + b"".join(adapters.digests[each] for each in used)
+            yield _Adapted(name, base.tensors[name], a, b, magnitude, digests)
     if left:
         raise StorageError(
             f"version {adapters.policy_version} has {len(left)} tensors, as {min(left)}, that are adapters "
@@ -76,6 +84,15 @@ def _merged(scale: float, like: NewWords, one: _Adapted) -> HostTensor:
         raise StorageError(
             f"{one.name}: an adapter of {list(b.shape)} and {list(a.shape)} is not of {list(weight.shape)}"
         )
+    whole = weight.float() + scale * (b.float() @ a.float())
+    if one.magnitude is not None:
+        magnitude = torch_tensor(one.magnitude)
+        if magnitude.shape != whole.shape[:1]:
+            raise StorageError(
+                f"{one.name}: {list(magnitude.shape)} lengths of rows are not of {list(weight.shape)}"
+            )
+        norms = torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32)
+        whole = whole * (magnitude / norms.clamp(min=SMALLEST_NORM))[:, None]
     result = HostTensor(one.weight.dtype, one.weight.shape, like(one.weight.words))
-    torch_tensor(result).copy_(weight.float() + scale * (b.float() @ a.float()))
+    torch_tensor(result).copy_(whole)
     return result

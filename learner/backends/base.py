@@ -86,14 +86,18 @@ class Adapters:
     modules: Sequence[str]
     """Names of the linear layers that have one."""
     streamed: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Yields A and B of each by peft's names in float32 on rank 0, each good until the next. Every rank calls
-    it and exhausts the iterator."""
+    """Yields A and B of each, and lengths of rows where these are trained, by peft's names in float32 on rank
+    0, each good until the next. Every rank calls it and exhausts the iterator."""
 
     def described(self, weights: BlobRef) -> AdaptedBase:
         """Return what is announced of them; `weights` is where the frozen ones were published."""
         modules = sorted({".".join(module.split(".")[-2:]) for module in self.modules})
         return AdaptedBase(
-            weights=weights, scale=self.config.scale, rank=self.config.rank, modules=tuple(modules)
+            weights=weights,
+            scale=self.config.scale,
+            rank=self.config.rank,
+            modules=tuple(modules),
+            weight_decomposed=self.config.weight_decomposed,
         )
 
 

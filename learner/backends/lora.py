@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from pydantic import JsonValue
 from torch import Tensor
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from bus.errors import ConfigError
-from learner.config.lora import LoraConfig
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.model_directories.lazy_weights import State, part_of, spec_of, tensor_bytes
 
+SMALLEST_NORM = 1e-30
+"""Rows of zeros stay zeros."""
 SEEDS = (1 << 63) - 1
 """Bits that the seed of a generator may have."""
 
@@ -53,11 +56,62 @@ def first_a(module: str, rank: int, inputs: int) -> Tensor:
 
 
 @torch.no_grad()
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return W + scale * B A, computed in float32, as the dtype of W.
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+    """Return W + scale * B A, computed in float32, as the dtype of W; with `magnitude` its rows have that
+    length (arXiv:2402.09353, eq. 5).
 
     Actors compute the same (actors/weights/adapters.py)."""
-    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+    whole = weight.float() + scale * (b.float() @ a.float())
+    if magnitude is not None:
+        whole = whole * (magnitude / row_norms(whole).clamp(min=SMALLEST_NORM))[:, None]
+    return whole.to(weight.dtype)
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Return the length of each row, float32 [rows]."""
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+    return norms
+
+
+@torch.no_grad()
+def squared_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return the squared length of each row of W, and of W + scale * B A: float32 [2, rows].
+
+    Of columns that ranks share it is a part, to be added up. W may have rows in several dimensions, and no
+    float32 copy of it is made."""
+    before = torch.linalg.vector_norm(weight, dim=-1, dtype=torch.float32).square().flatten()
+    a32, b32 = a.float(), b.float()
+    across = (F.linear(weight, a.to(weight.dtype)).flatten(0, -2).float() * b32).sum(-1)
+    added = ((b32 @ (a32 @ a32.t())) * b32).sum(-1)
+    return torch.stack((before, before + 2 * scale * across + scale**2 * added))
+
+
+def excess(squares: Tensor, change: Tensor) -> Tensor:
+    """Return what a row's length makes of its outputs, less 1: (|W| + change) / |W + scale * B A| - 1.
+
+    Only `change`, by which the length of a row differs from that of W, has a gradient (arXiv:2402.09353,
+    section 4.3). What is close to 1 would lose the change in bfloat16.
+
+    Args:
+        squares: what `squared_norms` returns.
+        change: [rows]."""
+    before, after = squares.clamp(min=0).sqrt().unbind()
+    return (before - after + change.float()) / after.clamp(min=SMALLEST_NORM)
+
+
+class BaseNorms:
+    """Lengths of the rows of frozen weights, computed once on the host."""
+
+    def __init__(self, base: State, dtype: torch.dtype) -> None:
+        """Those of `base`, as `dtype`, in which it is computed with."""
+        self._base, self._dtype = base, dtype
+        self._known: dict[str, Tensor] = {}
+
+    def magnitude(self, weight: str, change: Tensor) -> Tensor:
+        """Return the lengths that the rows of an adapted weight have, float32 [rows], from their change."""
+        if weight not in self._known:
+            self._known[weight] = row_norms(self._base[weight].to(self._dtype))
+        return self._known[weight].to(change.device) + change.float()
 
 
 def base_digest(base: State) -> str:
@@ -88,7 +142,10 @@ def refuse_other_adapters(
     """Raise `ConfigError` where a checkpoint has other adapters, or on another model, than the run trains."""
     if saved == ours:
         return
-    saved, ours = saved or {}, ours or {}
+    unset = saved_settings(NO_LORA)  # of settings that there were not yet
+    saved, ours = {**unset, **saved} if saved else {}, ours or {}
+    if saved == ours:
+        return
     other = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if not saved:
         what = "without adapters (learner.lora.rank=0)"

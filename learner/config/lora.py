@@ -27,6 +27,10 @@ class LoraConfig(Config):
     """Let the scale be `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732), which keeps the size of a layer's
     change as the rank grows."""
 
+    weight_decomposed: bool = False
+    """Train the length of each row of a layer's weight apart from its direction (DoRA, arXiv:2402.09353):
+    a row of W + scale * B A is scaled to the length `magnitude`, which begins as that of the row of W."""
+
     targets: tuple[str, ...] = ()
     """Ends of the names of the linear layers that have an adapter, as `q_proj` or `layers.0.mlp.up_proj`;
     none stands for all linear layers of the transformer blocks."""

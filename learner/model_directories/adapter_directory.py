@@ -33,6 +33,7 @@ def _config(adapters: Adapters, model: str) -> dict[str, JsonValue]:
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.rank_stabilised,
+        "use_dora": lora.weight_decomposed,
         "target_modules": [*(lora.targets or sorted({name.rsplit(".", 1)[-1] for name in adapters.modules}))],
         "bias": "none",
         "fan_in_fan_out": False,

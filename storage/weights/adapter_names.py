@@ -12,6 +12,11 @@ def are_adapters(names: Iterable[str]) -> bool:
     return all(name.startswith(PREFIX) for name in names)
 
 
+def magnitude_name(weight: str) -> str:
+    """Return the name of the lengths of its rows that belong to the weight of a linear layer (DoRA)."""
+    return f"{PREFIX}{weight.removesuffix(WEIGHT)}.lora_magnitude_vector"
+
+
 def adapter_names(weight: str) -> tuple[str, str]:
     """Return the names of A and B that belong to the weight of a linear layer."""
     module = weight.removesuffix(WEIGHT)

@@ -304,6 +304,13 @@ def test_every_problem_is_told_on_a_line_of_its_own():
         ),
         (
             {
+                "learner": {"backend": "fsdp", "lora": {"rank": 8, "weight_decomposed": True}},
+                "actors": {"engine": {"type": "sglang", "adapter": "loaded"}},
+            },
+            "set actors.engine.adapter=merged, or leave weight_decomposed out",
+        ),
+        (
+            {
                 "learner": {"backend": "fsdp", "lora": {"rank": 8}},
                 "actors": {"engine": {"type": "sglang", "adapter": "loaded"}},
                 "colocation": {"enabled": True},

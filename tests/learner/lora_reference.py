@@ -9,16 +9,25 @@ PEFT = "base_model.model."
 
 
 class Adapted(torch.nn.Module):
-    """W x + scale * B A x, with W frozen."""
+    """W x + scale * B A x, with W frozen; with `magnitude`, rows of this length (arXiv:2402.09353, eq. 5)."""
 
-    def __init__(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    def __init__(
+        self, weight: Tensor, a: Tensor, b: Tensor, scale: float, *,
+        magnitude: Tensor | None = None, bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.register_buffer("frozen", weight)
+        self.register_buffer("constant", bias)
         self.a, self.b = torch.nn.Parameter(a.clone()), torch.nn.Parameter(b.clone())
+        self.magnitude = None if magnitude is None else torch.nn.Parameter(magnitude.clone())
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.frozen.T + self.scale * (x @ self.a.T @ self.b.T)
+        outputs = x @ self.frozen.T + self.scale * (x @ self.a.T @ self.b.T)
+        if self.magnitude is not None:
+            together = self.frozen + self.scale * self.b @ self.a
+            outputs = outputs * (self.magnitude / together.detach().norm(dim=1))
+        return outputs if self.constant is None else outputs + self.constant
 
 
 def adapt(model: PreTrainedModel, tensors: dict[str, Tensor], scale: float) -> dict[str, Adapted]:
@@ -28,14 +37,23 @@ def adapt(model: PreTrainedModel, tensors: dict[str, Tensor], scale: float) -> d
     for name in [name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name]:
         path, _, last = name.removeprefix(PEFT).rpartition(".")
         parent = model.get_submodule(path)
-        weight = getattr(parent, last).weight.detach()
-        layer = Adapted(weight, tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"], scale)
+        linear = getattr(parent, last)
+        layer = Adapted(
+            linear.weight.detach(), tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"], scale,
+            magnitude=tensors.get(f"{name}.lora_magnitude_vector"),
+            bias=None if linear.bias is None else linear.bias.detach(),
+        )  # fmt: skip
         setattr(parent, last, layer)
         adapted[name] = layer
     return adapted
 
 
 def tensors_of(adapted: dict[str, Adapted]) -> dict[str, Tensor]:
-    """Return A and B by peft's names."""
-    pairs = [(f"{name}.lora_A.weight", layer.a.detach()) for name, layer in adapted.items()]
-    return dict(pairs + [(f"{name}.lora_B.weight", layer.b.detach()) for name, layer in adapted.items()])
+    """Return A and B, and lengths of rows, by peft's names."""
+    found = {f"{name}.lora_A.weight": layer.a.detach() for name, layer in adapted.items()}
+    found |= {f"{name}.lora_B.weight": layer.b.detach() for name, layer in adapted.items()}
+    return found | {
+        f"{name}.lora_magnitude_vector": layer.magnitude.detach()
+        for name, layer in adapted.items()
+        if layer.magnitude is not None
+    }

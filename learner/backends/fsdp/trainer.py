@@ -94,7 +94,7 @@ class FsdpTrainer:
         self._adapters: ModelAdapters | None = None
         if lora.exists:
             base = SomeWeights(state, self._names.files.keys())
-            self._adapters = ModelAdapters(lora, adapted, base, self._tensors)
+            self._adapters = ModelAdapters(lora, adapted, base, self._tensors, dtype)
         load_weights(self._tensors, self._names, state)
         refuse_other_results(self.model, hf_config.vocab_size, dtype)
         self._rounded: RoundedWeights | None = None

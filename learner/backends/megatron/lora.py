@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from pydantic import JsonValue
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.base import Adapters, Exported
-from learner.backends.lora import base_digest, first_a, merged, saved_settings, targeted
+from learner.backends.lora import BaseNorms, base_digest, first_a, merged, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.conversion.weights import (
@@ -22,11 +23,20 @@ from learner.backends.megatron.conversion.weights import (
     global_name,
     stream_hf_weights,
 )
-from learner.backends.megatron.model.adapter import COLUMN, ROW, WHOLE, AdaptedLayer, Adapter, SharedRows
+from learner.backends.megatron.model.adapter import (
+    CHANGE,
+    COLUMN,
+    ROW,
+    WHOLE,
+    AdaptedLayer,
+    Adapter,
+    Formula,
+    SharedRows,
+)
 from learner.backends.megatron.model.model import PolicyModel
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import SomeWeights, State
-from storage.weights.adapter_names import WEIGHT, adapter_names
+from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
 
 CUTS = {
     "linear_qkv": COLUMN, "linear_fc1": COLUMN, "linear_proj": ROW, "linear_fc2": ROW,
@@ -58,6 +68,7 @@ class ChunkAdapters:
         rules = list(family_of(hf_config).rules(shape_of(hf_config)))
         linear = [rule for rule in rules if LINEAR.search(rule.megatron) and not EXPERT.search(rule.megatron)]
         self._base = SomeWeights(base, [part for rule in rules for part in rule.parts])
+        self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
         modules = targeted(config, [module for rule in linear for module in _modules(rule)])
         self._targets = dict.fromkeys(modules)
         """Names of the Hugging Face layers that have an adapter, in their order."""
@@ -95,26 +106,31 @@ class ChunkAdapters:
         }
         if cut == ROW:
             first = {last: a.chunk(ranks, dim=1)[group.rank()] for last, a in first.items()}
-        adapter = Adapter(chunk.config, layer, first, self.config.scale, group)
+        formula = Formula(scale=self.config.scale, weight_decomposed=self.config.weight_decomposed)
+        adapter = Adapter(chunk.config, layer, first, formula, group)
         parent.add_module(f"{layer_name}{ADAPTER}", adapter)
 
         def add(
-            _: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
+            linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
         ) -> tuple[Tensor, Tensor | None]:
-            return output[0] + adapter(inputs[0]), output[1]
+            outputs, apart = output
+            bias = getattr(linear, "bias", None) if apart is None else None
+            return adapter(inputs[0], outputs, linear.weight, bias), apart
 
         parent.get_submodule(layer_name).register_forward_hook(add)
 
     # --- out of the model ---
 
     def _rules(self) -> Iterator[Rule]:
-        """Yield one rule for each A and B, by which they leave the model like weights."""
+        """Yield one rule for each parameter, by which they leave the model like weights."""
         for rule in self._adapted.values():
             for module in _modules(rule):
                 if module in self._targets:
                     inside = f"{rule.megatron.removesuffix(WEIGHT)}{ADAPTER}.{_last(module)}"
                     for letter, name in zip("AB", adapter_names(module + WEIGHT), strict=True):
                         yield Rule(f"{inside}.lora_{letter}", (name,), SAME)
+                    if self.config.weight_decomposed:
+                        yield Rule(f"{inside}.{CHANGE}", (magnitude_name(module + WEIGHT),), SAME)
 
     def _holders(self) -> Holders:
         self._known_holders = self._known_holders or find_holders(self._chunks)
@@ -122,13 +138,20 @@ class ChunkAdapters:
 
     def _streamed(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         found = stream_hf_weights(self._chunks, self._hf_config, self._holders(), rules=self._rules())
+        weights = {magnitude_name(module + WEIGHT): module + WEIGHT for module in self._targets}
         for name, tensor in found:
-            yield name, tensor.to(dtype)
+            if name in weights:
+                yield name, self._norms.magnitude(weights[name], tensor)
+            else:
+                yield name, tensor.to(dtype)
 
     def exported(self, dtype: torch.dtype) -> Exported:
-        """Return the adapters to publish alone, as the `dtype` in which they are computed with."""
+        """Return the adapters to publish alone, as the `dtype` in which they are computed with; the lengths
+        of rows are float32."""
         shapes = exported_shapes(self._hf_config, self._holders(), rules=self._rules())
-        return Exported(shapes, {}, partial(self._streamed, dtype), dict.fromkeys(shapes, dtype))
+        lengths = {magnitude_name(module + WEIGHT) for module in self._targets}
+        exact = {name: torch.float32 if name in lengths else dtype for name in shapes}
+        return Exported(shapes, {}, partial(self._streamed, dtype), exact)
 
     def merged(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield on rank 0 what weights and their adapters make together. Every rank exhausts this."""
@@ -136,7 +159,7 @@ class ChunkAdapters:
         for name, weight in weights:
             if name.removesuffix(WEIGHT) in self._targets:
                 a, b = (adapters[each] for each in adapter_names(name))
-                yield name, merged(weight, a, b, self.config.scale)
+                yield name, merged(weight, a, b, self.config.scale, adapters.get(magnitude_name(name)))
             else:
                 yield name, weight
 
@@ -145,7 +168,7 @@ class ChunkAdapters:
         """Let the policy be the model without them."""
         for chunk in self._chunks:
             for name, parameter in chunk.named_parameters():
-                if is_adapter(name) and name.endswith("lora_B"):
+                if is_adapter(name) and name.endswith(("lora_B", CHANGE)):
                     parameter.zero_()
 
     def described(self) -> Adapters:

@@ -28,6 +28,8 @@ LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0)
 SOME = LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj", "o_proj"))
+DORA = LORA.model_copy(update={"weight_decomposed": True})
+SOME_DORA = SOME.model_copy(update={"weight_decomposed": True})
 SOME_OF_ATTENTION = LoraConfig(rank=4, alpha=2.0, targets=("k_proj", "q_proj"))
 BACKENDS = {"megatron": Trainer, "fsdp": FsdpTrainer}
 
@@ -81,9 +83,18 @@ def assert_same(ours, theirs):
         assert max(np.abs(found[name] - each).max() for name, each in expected.items()) < 1e-5
 
 
-@pytest.mark.parametrize("lora", [LORA, SOME], ids=["all layers", "some"])
+@pytest.mark.parametrize("lora", [LORA, SOME, DORA, SOME_DORA], ids=["all", "some", "dora", "some dora"])
 def test_each_step_of_megatron_is_fsdps(lora):
     assert_same(trained("megatron", lora), trained("fsdp", lora))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "glm4_moe", "deepseek_v3"])
+def test_lengths_of_rows_are_fsdps_beside_biases_and_in_other_orders_of_rows(family):
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if family == "deepseek_v3":
+        attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    lora = DORA.model_copy(update={"targets": attention})
+    assert_same(trained("megatron", lora, family=family), trained("fsdp", lora, family=family))
 
 
 def test_adapters_of_heads_that_are_rotated_in_part_lie_as_transformers_has_them():
@@ -122,6 +133,11 @@ LAYOUTS = {
         2, {"tensor": 2, "sequence": True, "recompute": "full"},
         LORA.model_copy(update={"publish": "merged"}), {"family": "qwen2"},
     ),
+    "tp2 sp dora": (2, {"tensor": 2, "sequence": True}, DORA, {"family": "qwen2"}),
+    "tp2 dora of one key-value head": (2, {"tensor": 2}, SOME_DORA, ONE_HEAD),
+    "tp2 sp dora deepseek": (2, {"tensor": 2, "sequence": True}, DORA, {"family": "deepseek_v3"}),
+    "dp2 overlapped dora": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, DORA, {}),
+    "tp4 sp dora of two key-value heads": (4, {"tensor": 4, "sequence": True}, DORA, {"family": "qwen2"}),
     "pp2 vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}, LORA, FOUR_LAYERS),
     "cp2 recomputed": (2, {"context": 2, "recompute": "full"}, LORA, {}),
     "ep2": (2, {"expert": 2}, LORA, MOE),
@@ -129,8 +145,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-MARKS = {**dict.fromkeys(LAYOUTS, pytest.mark.slow), "tp2 sp pp2": pytest.mark.nightly}
-MARKS["tp4 sp of two key-value heads"] = pytest.mark.nightly
+MARKS = {name: pytest.mark.slow if LAYOUTS[name][0] == 2 else pytest.mark.nightly for name in LAYOUTS}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in LAYOUTS])
@@ -179,10 +194,12 @@ def test_experts_alone_are_refused():
         )
 
 
-def saved(root: Path, layout: dict[str, object], model: dict[str, object]) -> list[tuple[float, float]]:
+def saved(
+    root: Path, layout: dict[str, object], model: dict[str, object], lora: LoraConfig = LORA
+) -> list[tuple[float, float]]:
     """Take two steps and save; return the third step."""
     divide_world(ParallelConfig.model_validate(layout))
-    trainer = trainer_of("megatron", LORA, ParallelConfig.model_validate(layout), **model)
+    trainer = trainer_of("megatron", lora, ParallelConfig.model_validate(layout), **model)
     trainer.frozen.hold("reference")
     for number in range(2):
         step(trainer, number)
@@ -190,18 +207,21 @@ def saved(root: Path, layout: dict[str, object], model: dict[str, object]) -> li
     return [step(trainer, 2)]
 
 
-def resumed(root: Path, layout: dict[str, object], model: dict[str, object]) -> list[tuple[float, float]]:
+def resumed(
+    root: Path, layout: dict[str, object], model: dict[str, object], lora: LoraConfig = LORA
+) -> list[tuple[float, float]]:
     """Load, and return the third step."""
     divide_world(ParallelConfig.model_validate(layout))
-    trainer = trainer_of("megatron", LORA, ParallelConfig.model_validate(layout), **model)
+    trainer = trainer_of("megatron", lora, ParallelConfig.model_validate(layout), **model)
     load_checkpoint(trainer, latest(root))
     assert trainer.frozen.own == {"reference"}
     return [step(trainer, 2)]
 
 
-def test_megatron_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path):
-    expected = saved(tmp_path, {}, {})
-    assert resumed(tmp_path, {}, {}) == expected
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
+def test_megatron_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path, lora):
+    expected = saved(tmp_path, {}, {}, lora)
+    assert resumed(tmp_path, {}, {}, lora) == expected
     held = FileSystemReader(latest(tmp_path)).read_metadata().state_dict_metadata
     assert {name for name in held if not is_adapter(name)} == {"rng/shard_0_1"}
     with pytest.raises(ConfigError, match="adapters alone"):
@@ -209,11 +229,13 @@ def test_megatron_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [{}, ONE_HEAD], ids=["two key-value heads", "one"])
-def test_a_checkpoint_of_adapters_is_loaded_by_another_layout_of_ranks(worlds, tmp_path, model):
-    [expected, _] = worlds.run(2, saved, tmp_path, {"tensor": 2}, model)
+@pytest.mark.parametrize(
+    ("model", "lora"), [({}, LORA), (ONE_HEAD, DORA)], ids=["plain", "lengths of rows of one key-value head"]
+)
+def test_a_checkpoint_of_adapters_is_loaded_by_another_layout_of_ranks(worlds, tmp_path, model, lora):
+    [expected, _] = worlds.run(2, saved, tmp_path, {"tensor": 2}, model, lora)
     for layout in ({"tensor": 2}, {"pipeline": 2}):
-        [found, _] = worlds.run(2, resumed, tmp_path, layout, model)
+        [found, _] = worlds.run(2, resumed, tmp_path, layout, model, lora)
         assert found[0] == pytest.approx(expected[0], abs=0 if "tensor" in layout else 1e-5)
 
 
@@ -244,8 +266,9 @@ def test_experts_of_some_stages_need_the_distributed_optimizer_where_they_are_tr
         assert before == after
 
 
-def test_megatrons_reference_is_the_policy_without_its_adapter():
-    trainer, model = trainer_of("megatron", LORA), tiny_model(tied=True)
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
+def test_megatrons_reference_is_the_policy_without_its_adapter(lora):
+    trainer, model = trainer_of("megatron", lora), tiny_model(tied=True)
     packs = pack(random_samples(LENGTHS), 40)
     begun = trainer.logprobs(packs)
     step(trainer, 0)
@@ -278,6 +301,10 @@ def test_a_checkpoint_without_adapters_is_refused_in_words(tmp_path):
     with pytest.raises(ConfigError, match="was trained with adapters of a model with other weights"):
         refuse_other_adapters(tmp_path, ours | {"base": "2f"}, ours)
     refuse_other_adapters(tmp_path, ours, dict(ours))
+    older = {name: value for name, value in ours.items() if name != "weight_decomposed"}
+    refuse_other_adapters(tmp_path, older, ours)
+    with pytest.raises(ConfigError, match=r"was trained with learner\.lora\.weight_decomposed=False: keep"):
+        refuse_other_adapters(tmp_path, older, ours | {"weight_decomposed": True})
 
 
 def test_experts_have_no_adapters_and_are_refused_by_name():

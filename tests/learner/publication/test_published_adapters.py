@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from actors.engines.config import SglangEngineConfig
 from actors.engines.served_adapters import KNOWN, ServedAdapters, served_adapters
 from actors.weights import follow as following_policy
+from actors.weights.adapters import merged_weights
 from actors.weights.follow import PolicyFollower, fetch_state
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
@@ -43,11 +44,11 @@ SERVED = ServedAdapters(rank=2, scale=1.5, modules=tuple(sorted(KNOWN)), version
 class Learner:
     """A backend, and the publication of what it trains."""
 
-    def __init__(self, bus, directory, dtype, **config):
+    def __init__(self, bus, directory, dtype, *, decomposed=False, **config):
         model = tiny_model()
         save_file({name: t.detach().to(dtype) for name, t in hf_state(model).items()},
                   directory / "model.safetensors")  # fmt: skip
-        lora = LoraConfig(rank=2, alpha=3.0)
+        lora = LoraConfig(rank=2, alpha=3.0, weight_decomposed=decomposed)
         self.trainer = FsdpTrainer(
             model.config, HFWeights(directory), OptimizerConfig(lr=1e-2), dtype=dtype, lora=lora
         )
@@ -79,9 +80,10 @@ def assert_trained(weights, trainer):
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
+@pytest.mark.parametrize("decomposed", [False, True], ids=["plain", "with lengths of rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path, dtype):
-    learner = Learner(bus, tmp_path, dtype)
+async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path, dtype, decomposed):
+    learner = Learner(bus, tmp_path, dtype, decomposed=decomposed)
     await learner.publisher.start(tmp_path)
     receiver, digests, changed = Receiver(Blobs(bus)), {}, {}
     for version in range(4):
@@ -232,6 +234,15 @@ async def test_a_step_that_changes_no_adapter_is_an_alarm(bus, tmp_path):
     await same(weights.tensors, policy_version=2)
     assert learner.publisher.alarm.startswith("version 2 is to the bit the one before it")
     assert manifest.policy_version == 1
+
+
+async def test_lengths_of_rows_that_are_not_those_of_the_weight_are_refused(bus, tmp_path):
+    learner = Learner(bus, tmp_path, torch.float32, decomposed=True)
+    base = learner.base()
+    adapters = {name: tensor.clone() for name, tensor in learner.trainer.adapters.streamed()}
+    short = {name: tensor[:3] if tensor.ndim == 1 else tensor for name, tensor in adapters.items()}
+    with pytest.raises(StorageError, match=r"\[3\] lengths of rows are not of \["):
+        merged_weights(base, Weights.of(0, host_tensors(short)), 1.5)
 
 
 async def test_adapters_of_another_model_are_refused(bus, tmp_path):

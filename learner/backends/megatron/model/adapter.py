@@ -1,4 +1,5 @@
-"""Low-rank adapters (arXiv:2106.09685) of a linear layer of megatron-core, cut over tensor-parallel ranks.
+"""Low-rank adapters (arXiv:2106.09685) of a linear layer of megatron-core, cut over tensor-parallel ranks,
+with lengths of rows that are trained apart (arXiv:2402.09353) or without.
 
 Megatron-core has one layer for queries, keys and values, and one for gate and up projections. Each Hugging
 Face layer in them has A and B of its own, so that the adapters are those of Hugging Face's model. Where more
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from learner.backends.lora import excess, squared_norms
 from learner.backends.megatron.conversion.base import Layout, Shape
 from learner.backends.megatron.core import (
     MegatronModule,
@@ -26,8 +28,10 @@ from learner.world.process_group import device
 COLUMN, ROW, WHOLE = 0, 1, None
 """Dimension along which ranks share the weight of a layer: A is cut with its columns, B with its rows. Of a
 layer that each rank has whole they are whole too."""
-DIVIDED = {COLUMN: "lora_B", ROW: "lora_A", WHOLE: None}
-"""Which of A and B ranks share."""
+CHANGE = "lora_magnitude_change"
+"""Name of the parameter by which the lengths of rows differ from those of the frozen weight."""
+DIVIDED = {COLUMN: ("lora_B", CHANGE), ROW: ("lora_A",), WHOLE: ()}
+"""Which of the parameters ranks share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class SharedRows:
 
     of_layer: Mapping[str, Tensor]
     """Numbers of the rows of each Hugging Face layer that are here, by its last name."""
+    places: Mapping[str, Tensor]
+    """Where these rows are in the layer's weight here."""
     order: Tensor
     """Where each output here is among those of the Hugging Face layers, one layer after another."""
 
@@ -50,12 +56,12 @@ class SharedRows:
             torch.arange(end - size, end)[:, None] for end, size in zip(ends.tolist(), sizes, strict=True)
         ]
         here = layout.merge(rows, shape)[:, 0].chunk(ranks)[rank]
-        found, places = {}, []
+        found, places = {}, {}
         for name, size, end in zip(outputs, sizes, ends.tolist(), strict=True):
             [place] = torch.where((here >= end - size) & (here < end))
-            found[name] = here[place] - (end - size)
-            places.append(place)
-        return cls(found, torch.cat(places).argsort())
+            found[name] = (here[place] - (end - size)).to(device())
+            places[name] = place.to(device())
+        return cls(found, places, torch.cat([*places.values()]).argsort())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,41 +80,67 @@ class AdaptedLayer:
     """Rows on this rank, where ranks share those of key-value heads."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formula:
+    """What an adapter makes of A and B."""
+
+    scale: float
+    """Factor of B A."""
+    weight_decomposed: bool
+    """Whether the lengths of rows are trained apart."""
+
+
 class LowRankPair(torch.nn.Module):
-    """A and B of one Hugging Face layer."""
+    """A and B of one Hugging Face layer, and the change of the lengths of its rows where that is trained."""
 
     def __init__(
-        self, a: Tensor, outputs: int, *, cut: int | None, sequence: bool,
+        self, a: Tensor, outputs: int, formula: Formula, *, cut: int | None, sequence: bool,
         group: torch.distributed.ProcessGroup, rows: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Begin with A, and B as 0. With `rows` B is whole, and has these of its rows' outputs here."""
+        """Begin with A, and all else as 0. With `rows` ranks share no rows of B, and those are computed
+        with here."""
         super().__init__()
+        self._formula = formula
         self._cut, self._sequence, self._group, self._rows = cut, sequence, group, rows
         self.lora_A = torch.nn.Parameter(a.contiguous())
         self.lora_B = torch.nn.Parameter(a.new_zeros(outputs, len(a)))
+        self.lora_magnitude_change: torch.nn.Parameter | None = None
+        if formula.weight_decomposed:
+            self.lora_magnitude_change = torch.nn.Parameter(a.new_zeros(outputs))
         for name, parameter in self.named_parameters():
-            divided = rows is None and name == DIVIDED[cut]
+            divided = rows is None and name in DIVIDED[cut]
             tensor_parallel.set_tensor_model_parallel_attributes(
                 parameter, divided, cut if divided else -1, 1
             )
-            of_all_tokens = (
-                rows is not None and name == "lora_B"
-            )  # its gradient, from the ranks that share it
-            if sequence and not divided and not of_all_tokens:  # each rank has the gradient of its own tokens
+            summed = rows is not None and name != "lora_A"  # the gradient of `_here` is that of all tokens
+            if sequence and not divided and not summed:  # each rank has the gradient of its own tokens
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return B A x. A module is called, and not read: hooks of the data-parallel wrapper wait there for
-        parameters that are still being gathered."""
+    def forward(self, inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return B A x, and what the lengths of rows make of outputs, less 1; None where that is nothing.
+
+        A module is called, and not read: hooks of the data-parallel wrapper wait there for parameters that
+        are still being gathered. `weight` is the frozen one of the rows here, which may have several
+        dimensions."""
         low = F.linear(inputs, self.lora_A)
         if self._cut == COLUMN:
             low = self._for_all_tokens(low)
         elif self._cut == ROW:
             low = self._sum(low)
+        b = self._here(self.lora_B)
+        if self.lora_magnitude_change is None:
+            return F.linear(low, b), None
+        squares = squared_norms(weight, self.lora_A, b, self._formula.scale)
+        if self._cut == ROW:  # ranks share the columns
+            torch.distributed.all_reduce(squares, group=self._group)
+        return F.linear(low, b), excess(squares, self._here(self.lora_magnitude_change))
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        """Return what this rank computes with of a parameter."""
         if self._rows is None:
-            return F.linear(low, self.lora_B)
-        whole = tensor_parallel.copy_to_tensor_model_parallel_region(self.lora_B, group=self._group)
-        return F.linear(low, whole[self._rows])
+            return parameter
+        whole = tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self._group)
+        return whole[self._rows]  # type: ignore[no-any-return]
 
     def _for_all_tokens(self, low: Tensor) -> Tensor:
         """Return it for all tokens; its gradient comes from the outputs of all ranks."""
@@ -124,54 +156,78 @@ class LowRankPair(torch.nn.Module):
 
 
 class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
-    """What is added to the outputs of one linear layer."""
+    """What one linear layer computes beside its frozen weight."""
 
     def __init__(
-        self, config: TransformerConfig, layer: AdaptedLayer, first: Mapping[str, Tensor], scale: float,
+        self, config: TransformerConfig, layer: AdaptedLayer, first: Mapping[str, Tensor], formula: Formula,
         group: torch.distributed.ProcessGroup,
     ) -> None:  # fmt: skip
         """Begin with this rank's part of each A in `first`, by the last names of Hugging Face's layers."""
         super().__init__(config=config)
         self._layer = layer
-        self._scale = scale
+        self._formula = formula
         self._group = group
         for name, a in first.items():
             part, sequence = a.to(device(), config.params_dtype), config.sequence_parallel
-            rows = layer.shared.of_layer[name].to(device()) if layer.shared else None
+            rows = layer.shared.of_layer[name] if layer.shared else None
             pair = LowRankPair(
-                part, layer.outputs[name], cut=layer.cut, sequence=sequence, group=group, rows=rows
+                part, layer.outputs[name], formula, cut=layer.cut, sequence=sequence, group=group, rows=rows
             )
             self.add_module(name, pair)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return what to add to the outputs of the layer for `inputs`, [T, 1, n]."""
-        found: dict[str, Tensor] = {name: pair(inputs) for name, pair in self.named_children()}
-        sizes = self._layer.outputs
-        if len(sizes) == 1:
-            return self._scale * found.popitem()[1]
-        if (shared := self._layer.shared) is not None:
-            one = next(iter(found.values()))
-            absent = {
-                name: one.new_zeros(*one.shape[:-1], len(rows)) for name, rows in shared.of_layer.items()
-            }
-            together = torch.cat([(absent | found)[name] for name in sizes], -1)
-            return self._scale * together[..., shared.order.to(together.device)]
-        tokens = next(iter(found.values())).shape[0]  # with sequence parallelism more than in `inputs`
+    def forward(self, inputs: Tensor, outputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the outputs, [T, 1, m], of the layer with its adapter.
+
+        Args:
+            inputs: those of the layer, [T, 1, n].
+            outputs: what the layer makes of them.
+            weight: the layer's.
+            bias: what `outputs` have in them, besides what the weight makes of the inputs."""
+        weights = self._weights(weight)
+        found = {name: pair(inputs, weights[name]) for name, pair in self.named_children()}
+        outputs = outputs + self._formula.scale * self._together(
+            {name: low for name, (low, _) in found.items()}
+        )
+        if not self._formula.weight_decomposed:
+            return outputs
+        lengths = self._together({name: excess[None, None] for name, (_, excess) in found.items()})
+        linear = outputs if bias is None else outputs - bias
+        return torch.addcmul(outputs, linear, lengths.to(outputs.dtype))
+
+    def _weights(self, weight: Tensor) -> Mapping[str, Tensor]:
+        """Return the rows here of each Hugging Face layer, in the shape in which they lie."""
+        layer = self._layer
+        if len(layer.outputs) == 1 or not self._formula.weight_decomposed:
+            return dict.fromkeys(layer.outputs, weight)
+        if layer.shared is not None:
+            return {name: weight[places] for name, places in layer.shared.places.items()}
+        return dict(zip(layer.outputs, layer.layout.split(weight, layer.shape), strict=True))
+
+    def _together(self, found: Mapping[str, Tensor]) -> Tensor:
+        """Return outputs of Hugging Face's layers as the layer has them, [..., m]; those of layers without an
+        adapter are 0."""
+        layer, one = self._layer, next(iter(found.values()))
+        if len(layer.outputs) == 1:
+            return one
+        leading = one.shape[:-1]
+        if (shared := layer.shared) is not None:
+            sizes = {name: len(rows) for name, rows in shared.of_layer.items()}
+            parts = [found[n] if n in found else one.new_zeros(*leading, size) for n, size in sizes.items()]
+            return torch.cat(parts, -1)[..., shared.order]
         rows = [
-            found[name].flatten(0, 1).t() if name in found else inputs.new_zeros(size, tokens)
-            for name, size in sizes.items()
+            found[name].flatten(0, -2).t() if name in found else one.new_zeros(size, leading.numel())
+            for name, size in layer.outputs.items()
         ]
-        merged = self._layer.layout.merge(rows, self._layer.shape)
-        return self._scale * merged.t()[:, None]
+        return layer.layout.merge(rows, layer.shape).t().reshape(*leading, -1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return A and B as they lie in a checkpoint that any layout of ranks loads."""
+        """Return the parameters as they lie in a checkpoint that any layout of ranks loads."""
         cut = self._layer.cut
         state = self.state_dict(prefix="", keep_vars=True)
         whole = self._layer.shared is not None
-        cuts = {name: cut for name in state if not whole and name.rsplit(".", 1)[-1] == DIVIDED[cut]}
+        cuts = {name: cut for name in state if not whole and name.rsplit(".", 1)[-1] in DIVIDED[cut]}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, cuts, sharded_offsets,
             tp_group=self._group, dp_cp_group=(metadata or {})["dp_cp_group"],

@@ -28,10 +28,13 @@ from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0)
+DORA = LORA.model_copy(update={"weight_decomposed": True})
 
 
-def adapted_trainer(lora: LoraConfig = LORA, *, model_seed: int = 0, **settings: object) -> FsdpTrainer:
-    model = tiny_model(seed=model_seed)
+def adapted_trainer(
+    lora: LoraConfig = LORA, *, model_seed: int = 0, family: str = "qwen3", **settings: object
+) -> FsdpTrainer:
+    model = tiny_model(family, seed=model_seed)
     torch.manual_seed(7)  # of the adapters
     return FsdpTrainer(model.config, hf_state(model), OPTIMIZER, lora=lora, **settings)
 
@@ -90,23 +93,71 @@ def test_exported_weights_are_what_the_adapters_make_of_the_frozen_ones():
         assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # without biases, and with some
+def test_four_steps_with_lengths_of_rows_are_those_of_the_formula(family):
+    trainer, model = adapted_trainer(DORA, family=family), tiny_model(family)
+    begun = adapters(trainer)
+    assert len(begun) == 3 * 2 * len(LINEAR)
+    for name, weight in hf_state(model).items():
+        if (magnitude := PEFT + name.replace("weight", "lora_magnitude_vector")) in begun:
+            assert torch.allclose(begun[magnitude], weight.norm(dim=1))
+    packs = pack(random_samples(LENGTHS), 40)
+    plain = FsdpTrainer(trainer.hf_config, hf_state(model), OPTIMIZER)
+    for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), "it begins as the model, to the bit"
+    expected = adapt(model, begun, 1.5)
+    optimizer = reference_optimizer(model, OPTIMIZER)
+    for number in range(4):
+        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
+        wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
+        assert step(trainer, number) == pytest.approx(wanted, abs=1e-5)
+    found = adapters(trainer)
+    for name, tensor in tensors_of(expected).items():
+        assert (found[name] - tensor).abs().max() < 1e-5, name
+        assert not torch.equal(found[name], begun[name]), name
+    plain = FsdpTrainer(trainer.hf_config, trainer.export(), OPTIMIZER)
+    for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True), "merged weights compute the same"
+
+
+def test_the_lengths_of_rows_are_as_exact_in_bfloat16_as_their_changes():
+    """A length has three digits in bfloat16: rounded to it, the policy would not begin as the model."""
+    trainer, model = adapted_trainer(DORA, dtype=torch.bfloat16), tiny_model()
+    plain = FsdpTrainer(model.config, hf_state(model), OPTIMIZER, dtype=torch.bfloat16)
+    packs = pack(random_samples(LENGTHS), 40)
+    for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    exported = trainer.exported()
+    found = exported.here | {name: tensor.clone() for name, tensor in exported.rest()}
+    assert {name: tensor.dtype for name, tensor in found.items()} == dict(exported.exact)
+    lengths = {name: tensor for name, tensor in found.items() if name.endswith("lora_magnitude_vector")}
+    assert {tensor.dtype for tensor in lengths.values()} == {torch.float32}
+    assert len(lengths) == 2 * len(LINEAR)
+
+
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 @pytest.mark.parametrize("publish", ["adapter", "merged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_published_is_the_adapters_alone_or_merged_weights(publish, dtype):
-    trainer = adapted_trainer(LORA.model_copy(update={"publish": publish}), dtype=dtype)
+def test_what_is_published_is_the_adapters_alone_or_merged_weights(publish, dtype, lora):
+    trainer = adapted_trainer(lora.model_copy(update={"publish": publish}), dtype=dtype)
     step(trainer, 0)
     exported = trainer.exported()
     found = exported.here | {name: tensor.clone() for name, tensor in exported.rest()}
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == dict(exported.shapes)
     wanted = adapters(trainer) if publish == "adapter" else trainer.export()
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name].to(dtype)) for name, tensor in found.items())
+    for name, tensor in found.items():
+        if name.endswith("lora_magnitude_vector"):  # the lengths with which it computes
+            assert torch.allclose(tensor, wanted[name], rtol=0, atol=1e-4)
+        else:
+            assert torch.equal(tensor, wanted[name].to(dtype))
     if publish == "adapter":
-        assert set(exported.exact.values()) == {dtype}
+        assert set(exported.exact.values()) == {dtype, torch.float32} if lora is DORA else {dtype}
 
 
-def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_second_model():
-    trainer, model = adapted_trainer(), tiny_model()
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
+def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_second_model(lora):
+    trainer, model = adapted_trainer(lora), tiny_model()
     packs = pack(random_samples(LENGTHS), 40)
     begun = trainer.logprobs(packs)
     step(trainer, 0)
@@ -119,15 +170,16 @@ def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_second_mod
     again = trainer.logprobs(packs)
     assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(again, changed, strict=True))
     [held] = trainer.frozen.weights("reference")
-    assert held.keys() == adapters(trainer).keys()
+    assert len(held) == len(adapters(trainer))
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path):
-    trainer = adapted_trainer()
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
+def test_a_run_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path, lora):
+    trainer = adapted_trainer(lora)
     trainer.frozen.hold("reference")
     step(trainer, 0)
     save_checkpoint(trainer, tmp_path, 1, {}, keep=1)
-    restored = adapted_trainer()
+    restored = adapted_trainer(lora)
     load_checkpoint(restored, latest(tmp_path))
     assert step(restored, 1) == step(trainer, 1)
     ours, theirs = adapters(restored), adapters(trainer)
@@ -135,7 +187,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path):
     assert restored.frozen.own == {"reference"}
     saved = FileSystemReader(latest(tmp_path)).read_metadata().state_dict_metadata
     parts = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "policies.reference")
-    assert saved.keys() == {"rng.0.cpu", *(f"{part}.{name}" for part in parts for name in ours)}
+    names = [name.replace("lora_magnitude_vector", "lora_magnitude_change") for name in ours]
+    assert saved.keys() == {"rng.0.cpu", *(f"{part}.{name}" for part in parts for name in names)}
     with pytest.raises(ConfigError, match="adapters alone"):
         load_hf_directory(latest(tmp_path))
 
@@ -146,6 +199,7 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(tmp_path):
         "learner.lora.alpha=6.0: keep": adapted_trainer(LORA.model_copy(update={"alpha": 1.0})),
         "adapters of a model with other weights": adapted_trainer(model_seed=1),
         "learner.lora.alpha=6.0, learner.lora.rank=4": adapted_trainer(LoraConfig()),
+        "learner.lora.weight_decomposed=False: keep": adapted_trainer(DORA),
     }
     for message, trainer in others.items():
         with pytest.raises(ConfigError, match=message):
@@ -168,8 +222,10 @@ def test_frozen_weights_of_bfloat16_take_half_the_memory_and_adapters_learn():
     assert {tensor.dtype for tensor in adapters(trainer).values()} == {torch.float32}
 
 
-def steps_of_ranks() -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    trainer = adapted_trainer()
+def steps_of_ranks(
+    lora: LoraConfig,
+) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    trainer = adapted_trainer(lora)
     steps = [step(trainer, number) for number in range(3)]
     exported = trainer.exported()
     published = exported.here | {name: tensor.clone() for name, tensor in exported.rest()}
@@ -182,14 +238,16 @@ def steps_of_ranks() -> tuple[list[tuple[float, float]], dict[str, np.ndarray], 
 
 
 @pytest.mark.parametrize("targets", [(), ("self_attn.q_proj", "down_proj")], ids=["all layers", "some"])
-def test_an_adapter_is_written_as_peft_names_and_describes_it(tmp_path, targets):
-    trainer = adapted_trainer(LORA.model_copy(update={"targets": targets, "rank_stabilised": bool(targets)}))
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
+def test_an_adapter_is_written_as_peft_names_and_describes_it(tmp_path, targets, lora):
+    trainer = adapted_trainer(lora.model_copy(update={"targets": targets, "rank_stabilised": bool(targets)}))
     step(trainer, 0)
     write_adapter(tmp_path, trainer.adapters, adapters(trainer), "a/model")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config == {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "a/model",
-        "r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "use_rslora": bool(targets), "bias": "none",
+        "r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "use_rslora": bool(targets), "use_dora": lora is DORA,
+        "bias": "none",
         "target_modules": list(targets) or sorted(LINEAR), "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     found = load_file(tmp_path / "adapter_model.safetensors")
@@ -204,10 +262,11 @@ def test_an_adapter_is_written_as_peft_names_and_describes_it(tmp_path, targets)
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_same_adapters_as_one(worlds):
-    (steps, published, weights), (_, *nothing) = worlds.run(2, steps_of_ranks)
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
+def test_two_ranks_train_the_same_adapters_as_one(worlds, lora):
+    (steps, published, weights), (_, *nothing) = worlds.run(2, steps_of_ranks, lora)
     assert nothing == [{}, {}]
-    alone, expected_published, expected = steps_of_ranks()
+    alone, expected_published, expected = steps_of_ranks(lora)
     for found, wanted in zip(steps, alone, strict=True):
         assert found == pytest.approx(wanted, abs=1e-5)
     for ours, theirs in ((published, expected_published), (weights, expected)):
