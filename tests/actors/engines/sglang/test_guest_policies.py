@@ -9,6 +9,7 @@ import torch
 
 from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.engine_life import EngineLife
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.guest import GuestEngine
@@ -222,6 +223,7 @@ async def test_no_request_is_blamed_where_the_server_had_one_of_another_policy_t
     await asyncio.wait(both_ask, timeout=TIMEOUT_S)
     assert all(isinstance(one.exception(), EngineError) for one in both_ask)
     assert (own.requests_of_others, rival.requests_of_others) == (1, 1), "as when it failed"
+    assert EngineLife(own).suspects(asked=1) == EngineLife(rival).suspects(asked=1) == 2
     with pytest.raises(EngineError, match="it is gone"):
         await rival.check_health()
 
