@@ -101,7 +101,7 @@ class LowRankPair(torch.nn.Module):
         with here."""
         super().__init__()
         self._formula = formula
-        self._cut, self._sequence, self._group, self._rows = cut, sequence, group, rows
+        self._cut, self._group, self._rows = cut, group, rows
         self.lora_A = torch.nn.Parameter(a.contiguous())
         self.lora_B = torch.nn.Parameter(a.new_zeros(outputs, len(a)))
         self.lora_magnitude_change: torch.nn.Parameter | None = None
@@ -116,24 +116,20 @@ class LowRankPair(torch.nn.Module):
             if sequence and not divided and not summed:  # each rank has the gradient of its own tokens
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
-    def forward(self, inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return B A x, and what the lengths of rows make of outputs, less 1; None where that is nothing.
+    def forward(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return A and B as this rank computes with them, and what the lengths of rows make of outputs, less
+        1; None where that is nothing.
 
         A module is called, and not read: hooks of the data-parallel wrapper wait there for parameters that
         are still being gathered. `weight` is the frozen one of the rows here, which may have several
         dimensions."""
-        low = F.linear(inputs, self.lora_A)
-        if self._cut == COLUMN:
-            low = self._for_all_tokens(low)
-        elif self._cut == ROW:
-            low = self._sum(low)
         b = self._here(self.lora_B)
         if self.lora_magnitude_change is None:
-            return F.linear(low, b), None
+            return self.lora_A, b, None
         squares = squared_norms(weight, self.lora_A, b, self._formula.scale)
         if self._cut == ROW:  # ranks share the columns
             torch.distributed.all_reduce(squares, group=self._group)
-        return F.linear(low, b), excess(squares, self._here(self.lora_magnitude_change))
+        return self.lora_A, b, excess(squares, self._here(self.lora_magnitude_change))
 
     def _here(self, parameter: Tensor) -> Tensor:
         """Return what this rank computes with of a parameter."""
@@ -141,18 +137,6 @@ class LowRankPair(torch.nn.Module):
             return parameter
         whole = tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self._group)
         return whole[self._rows]  # type: ignore[no-any-return]
-
-    def _for_all_tokens(self, low: Tensor) -> Tensor:
-        """Return it for all tokens; its gradient comes from the outputs of all ranks."""
-        if self._sequence:
-            return tensor_parallel.gather_from_sequence_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
-        return tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
-
-    def _sum(self, low: Tensor) -> Tensor:
-        """Add up what ranks make of their inputs, as the layer itself does."""
-        if self._sequence:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
-        return tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
 
 
 class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
@@ -184,15 +168,30 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
             weight: the layer's.
             bias: what `outputs` have in them, besides what the weight makes of the inputs."""
         weights = self._weights(weight)
-        found = {name: pair(inputs, weights[name]) for name, pair in self.named_children()}
-        outputs = outputs + self._formula.scale * self._together(
-            {name: low for name, (low, _) in found.items()}
-        )
+        found = {name: pair(weights[name]) for name, pair in self.named_children()}
+        # Small matrices are put together, and not what they make of all tokens.
+        low = self._exchanged(F.linear(inputs, torch.cat([a for a, _, _ in found.values()])))
+        b = self._together(dict(zip(found, _side_by_side([b for _, b, _ in found.values()]), strict=True)))
+        flat = torch.addmm(outputs.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=self._formula.scale)
+        outputs = flat.view_as(outputs)
         if not self._formula.weight_decomposed:
             return outputs
-        lengths = self._together({name: excess[None, None] for name, (_, excess) in found.items()})
+        lengths = self._together({name: excess[:, None] for name, (_, _, excess) in found.items()})[:, 0]
         linear = outputs if bias is None else outputs - bias
         return torch.addcmul(outputs, linear, lengths.to(outputs.dtype))
+
+    def _exchanged(self, low: Tensor) -> Tensor:
+        """Return A x of all tokens that the layer's outputs here are of, over all inputs."""
+        group, sequence = self._group, self.config.sequence_parallel
+        if self._layer.cut == COLUMN and sequence:
+            low = tensor_parallel.gather_from_sequence_parallel_region(low, group=group)
+        elif self._layer.cut == COLUMN:
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=group)
+        elif self._layer.cut == ROW and sequence:
+            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=group)
+        elif self._layer.cut == ROW:
+            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=group)
+        return low
 
     def _weights(self, weight: Tensor) -> Mapping[str, Tensor]:
         """Return the rows here of each Hugging Face layer, in the shape in which they lie."""
@@ -204,21 +203,15 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
         return dict(zip(layer.outputs, layer.layout.split(weight, layer.shape), strict=True))
 
     def _together(self, found: Mapping[str, Tensor]) -> Tensor:
-        """Return outputs of Hugging Face's layers as the layer has them, [..., m]; those of layers without an
-        adapter are 0."""
+        """Return rows of Hugging Face's layers, [outputs, k] each, as the layer has them, [m, k]; those of
+        layers without an adapter are 0."""
         layer, one = self._layer, next(iter(found.values()))
         if len(layer.outputs) == 1:
             return one
-        leading = one.shape[:-1]
-        if (shared := layer.shared) is not None:
-            sizes = {name: len(rows) for name, rows in shared.of_layer.items()}
-            parts = [found[n] if n in found else one.new_zeros(*leading, size) for n, size in sizes.items()]
-            return torch.cat(parts, -1)[..., shared.order]
-        rows = [
-            found[name].flatten(0, -2).t() if name in found else one.new_zeros(size, leading.numel())
-            for name, size in layer.outputs.items()
-        ]
-        return layer.layout.merge(rows, layer.shape).t().reshape(*leading, -1)
+        shared = layer.shared
+        sizes = {n: len(rows) for n, rows in shared.of_layer.items()} if shared else layer.outputs
+        rows = [found[n] if n in found else one.new_zeros(size, one.shape[1]) for n, size in sizes.items()]
+        return torch.cat(rows)[shared.order] if shared else layer.layout.merge(rows, layer.shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
@@ -233,3 +226,12 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
             tp_group=self._group, dp_cp_group=(metadata or {})["dp_cp_group"],
         )  # fmt: skip
         return sharded
+
+
+def _side_by_side(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Give each matrix columns of its own among those of all, with zeros in the others'."""
+    widths = [matrix.shape[1] for matrix in matrices]
+    return [
+        F.pad(matrix, (sum(widths[:number]), sum(widths[number + 1 :])))
+        for number, matrix in enumerate(matrices)
+    ]
