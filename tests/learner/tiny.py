@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from learner.algorithms.objective import Objective
@@ -14,15 +14,19 @@ from learner.data.packing import Sample
 
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
+DENSE = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 SPARSE = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe", "mixtral")
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
-    "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "llama": "Llama", "mistral": "Mistral",
-    "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
-    "mixtral": "Mixtral",
+    "deepseek_v3": "DeepseekV3", "gemma3_text": "Gemma3Text", "glm4_moe": "Glm4Moe", "llama": "Llama",
+    "mistral": "Mistral", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
 }  # fmt: skip
 _OWN = {
+    "gemma3_text": {
+        "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 8, "pad_token_id": None,
+        "sliding_window_pattern": 2,
+    },
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 24},
     "qwen3_moe": {
@@ -91,7 +95,7 @@ def tiny_model(
     """A random transformers model whose norms and biases are not trivial."""
     torch.manual_seed(seed)
     config = tiny_config(family, tied=tied, **changes)
-    model = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -56,6 +56,7 @@ GLM = (("family", "glm4_moe"), ("num_hidden_layers", 3))
 DEEPSEEK = (("family", "deepseek_v3"), ("num_hidden_layers", 4), ("rope", "mscale"))
 WHOLE_QUERIES = (*DEEPSEEK, ("q_lora_rank", None))
 MIXTRAL = (("family", "mixtral"),)
+GEMMA = (("family", "gemma3_text"), ("num_hidden_layers", 4), ("tied", True), ("sliding_window_pattern", 3))
 ONE_HEAD = (("num_key_value_heads", 1),)
 PLAIN = {"distributed_optimizer": False}
 SP = {"tensor": 2, "sequence": True}
@@ -119,6 +120,10 @@ CASES = {
     "cp2 deepseek": Case(2, {"context": 2, "recompute": "selective"}, DEEPSEEK),
     "ep2 deepseek": Case(2, {"expert": 2, "recompute": "full"}, DEEPSEEK),
     "pp2 vpp2 deepseek": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, DEEPSEEK),
+    "dp2 gemma overlapped": Case(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, GEMMA),
+    "tp2 sp gemma": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}, GEMMA),
+    "cp2 gemma": Case(2, {"context": 2, "recompute": "selective"}, GEMMA),
+    "pp2 vpp2 gemma": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, GEMMA),
     "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
     "tp2 sp ep2 plain": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, MIXTRAL),
@@ -283,6 +288,7 @@ def load_and_export(layout: dict[str, object], model_changes: dict[str, object],
         (2, SP | {"expert": 2}, {"family": "qwen2_moe"}),
         (2, SP | {"expert": 2}, {"family": "qwen3_moe"}),
         (2, SP | {"expert": 2}, {"family": "deepseek_v3"}),
+        (2, {"pipeline": 2}, {"family": "gemma3_text"}),
         (4, SP | {"expert": 2, "expert_tensor": 2}, {"family": "mixtral"}),
         (4, {"tensor": 2, "pipeline": 2}, {"family": "qwen3"}),
     ],

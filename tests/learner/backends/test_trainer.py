@@ -38,6 +38,7 @@ def trainer_of(request):
         ("mixtral", False),
         ("glm4_moe", False),
         ("deepseek_v3", False),
+        ("gemma3_text", True),
     ],
 )
 @pytest.mark.parametrize(

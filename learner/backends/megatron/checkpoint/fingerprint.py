@@ -20,6 +20,8 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     attention = {} if latent is None else {"latent": vars(latent)}
     windows = windows_of(hf_config)
     sight = {"windows": list[JsonValue](windows)} if any(windows) else {}
+    if (scalar := getattr(hf_config, "query_pre_attn_scalar", None)) is not None:
+        sight["query_pre_attn_scalar"] = scalar
     return {
         "model_type": hf_config.model_type,
         **rope_settings(hf_config), **shape, **routing, **attention, **sight,

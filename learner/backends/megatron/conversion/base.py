@@ -245,6 +245,14 @@ class Family:
     """Sizes of latent attention; `None` for families without."""
     attention_scale: float | None = None
     """Factor of the scores of attention; `None` is one over the root of the width of a head."""
+    embedding_scale: float | None = None
+    """Factor of the embedded tokens; `None` is 1."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """What is applied to the gate of an MLP."""
+    centred_norms: bool = False
+    """Says that norms multiply by 1 plus their weights."""
+    output_norms: bool = False
+    """Says that what attention and MLP return is normed before it is added."""
     requirements: tuple[Requirement, ...] = ()
     """Requirements in addition to those of every family."""
     qkv_bias: bool = False

@@ -6,6 +6,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Shape
 from learner.backends.megatron.conversion.deepseek_v3 import deepseek_v3
+from learner.backends.megatron.conversion.gemma3 import gemma3
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
 from learner.backends.megatron.conversion.llama import LLAMA
 from learner.backends.megatron.conversion.mistral import MISTRAL
@@ -17,6 +18,7 @@ from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
     "deepseek_v3": deepseek_v3,
+    "gemma3_text": gemma3,
     "glm4_moe": glm4_moe,
     "llama": LLAMA,
     "mistral": MISTRAL,

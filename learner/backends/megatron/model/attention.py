@@ -59,8 +59,9 @@ from learner.publication.transfer import to_device
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is untyped
     """Lengths of the sequences in a pack, with everything that each layer needs to know about them."""
 
-    rotation: tuple[Tensor, ...] = ()
-    """Cosine and sine of the rotary angle of each token, twice [T, 1, d], for `split_heads`."""
+    rotations: tuple[tuple[Tensor, ...], ...] = ()
+    """Cosine and sine of the rotary angle of each token, twice [T, 1, d], for `split_heads`; layers have one
+    of these."""
     buckets: tuple[Bucket, ...] = ()
     """Sequences by length, longest first; empty if the attention kernel takes any lengths."""
     slots: Tensor | None = None
@@ -80,13 +81,13 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
 
 
 def pack_layout(
-    batch: MicroBatch, rope: Rope, dtype: torch.dtype, context: ContextRanks = ALONE
+    batch: MicroBatch, ropes: Sequence[Rope], dtype: torch.dtype, context: ContextRanks = ALONE
 ) -> PackedLayout:
     """Precompute what attention needs, once per micro-batch.
 
     Args:
         batch: this rank's share.
-        rope: angles of the positions.
+        ropes: angles of the positions, by their numbers in the layers.
         dtype: dtype of the queries and keys.
         context: the ranks that share the tokens.
     """
@@ -106,7 +107,7 @@ def pack_layout(
             if lengths
         )
     positions = batch.position_ids if tree is None else batch.position_ids[tree.source]
-    layout.rotation = rope.rotation(positions, dtype)
+    layout.rotations = tuple(rope.rotation(positions, dtype) for rope in ropes)
     return layout
 
 
@@ -142,6 +143,11 @@ def _sequences_layout(
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
     """Megatron-core's layer, with queries, keys and values made in one pass instead of a dozen."""
 
+    def __init__(self, *args: Any, rope: int = 0, **kwargs: Any) -> None:
+        """`rope` is the number of this layer's rotary embedding."""
+        super().__init__(*args, **kwargs)
+        self.rope = rope
+
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -152,9 +158,9 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
         normed = self.config.qk_layernorm
         query, key, value = split_heads(
             mixed,
-            self.q_layernorm.weight if normed else None,
-            self.k_layernorm.weight if normed else None,
-            packed_seq_params.rotation,
+            self.q_layernorm.factors if normed else None,
+            self.k_layernorm.factors if normed else None,
+            packed_seq_params.rotations[self.rope],
             HeadSettings(
                 groups=self.num_query_groups_per_partition,
                 width=self.hidden_size_per_attention_head,

@@ -49,13 +49,14 @@ class LatentAttention(Attention):  # type: ignore[misc]  # megatron-core is unty
         layer_number: int,
         *,
         sizes: LatentSizes,
+        rope: int,
         pg_collection: ProcessGroupCollection,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             config, submodules, layer_number, attention_type="self", pg_collection=pg_collection, **kwargs
         )
-        self.sizes = sizes
+        self.sizes, self.rope = sizes, rope
         queries, hidden = sizes.plain + sizes.rotated, config.hidden_size
         if sizes.query_rank is None:
             self.linear_q_proj = self._of_heads(hidden, queries)
@@ -80,7 +81,7 @@ class LatentAttention(Attention):  # type: ignore[misc]  # megatron-core is unty
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
         layout = packed_seq_params
-        query, key, value = self.get_query_key_value_tensors(hidden_states, layout.rotation)
+        query, key, value = self.get_query_key_value_tensors(hidden_states, layout.rotations[self.rope])
         return attended(self, query, key, value, layout)
 
     def get_query_key_value_tensors(

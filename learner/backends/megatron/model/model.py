@@ -1,6 +1,7 @@
 """The one adapter from a transformers configuration to megatron-core's GPT model."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,33 +11,21 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends.given_experts import refuse_other_experts
-from learner.backends.megatron.conversion.base import Experts, LatentSizes
+from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import (
     GPTModel,
-    ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
-    get_gpt_layer_local_spec,
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
     parallel_state,
     tensor_parallel,
 )
 from learner.backends.megatron.layout import layers_of_last_stage, layout_problems, padded_vocabulary
-from learner.backends.megatron.model.attention import (
-    PackedAttention,
-    PackedSelfAttention,
-    pack_layout,
-)
+from learner.backends.megatron.model.attention import pack_layout
 from learner.backends.megatron.model.context_attention import ContextRanks
-from learner.backends.megatron.model.grouped_experts import GroupedExperts
-from learner.backends.megatron.model.latent_attention import LatentAttention
-from learner.backends.megatron.model.norm import RMSNorm
+from learner.backends.megatron.model.layers import block_spec
 from learner.backends.megatron.model.requirements import unsupported
-from learner.backends.megatron.model.rope import rope_of
-from learner.backends.megatron.model.router_replay import ReplayedLayer
-from learner.backends.megatron.model.windows import windows_of
+from learner.backends.megatron.model.rope import ropes_of
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
 from learner.config.parallel import UNDIVIDED, ParallelConfig
@@ -65,8 +54,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             position_embedding_type="none",  # PackedSelfAttention applies the rotary embedding
             vp_stage=stage,
         )
-        latent = shape_of(hf_config).latent
-        self.rope = rope_of(hf_config, config.kv_channels if latent is None else latent.rotated, device())
+        family, latent = family_of(hf_config), shape_of(hf_config).latent
+        self.ropes = ropes_of(hf_config, config.kv_channels if latent is None else latent.rotated, device())
+        self.embedding_scale = family.embedding_scale
         self.real_vocab_size = hf_config.vocab_size
         _mark_cut_weights(self)
 
@@ -97,13 +87,19 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         tree = batch.tree
         context = self.pg_collection.cp
         ranks = ContextRanks(context.size(), context.rank(), ring=self.config.cp_comm_type == "p2p")
-        layout = pack_layout(batch, self.rope, self.config.params_dtype, ranks)
+        layout = pack_layout(batch, self.ropes, self.config.params_dtype, ranks)
         layout.experts = self._given_experts(batch)
         tokens = batch.tokens if tree is None else batch.tokens[tree.source]
-        embedded = self.embedding(tokens[None], None) if self.pre_process else None
-        if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
-            embedded.requires_grad_()  # of a frozen embedding: recomputed layers have no gradient otherwise
+        embedded = self._embedded(tokens) if self.pre_process else None
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(tokens[None], None)
+        if torch.is_grad_enabled() and not embedded.requires_grad:
+            embedded.requires_grad_()  # of a frozen embedding: recomputed layers have no gradient otherwise
+        if self.embedding_scale is None:
+            return embedded
+        return embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype).item()
 
     def _given_experts(self, batch: MicroBatch) -> Tensor | None:
         """Return the experts of the tokens that this rank's routers see."""
@@ -163,7 +159,7 @@ def build_chunks(
         # megatron-core's own shared expert does not pass what its MLP asks for
         warnings.filterwarnings("ignore", "MLP requires ffn_hidden_size", DeprecationWarning)
         return [
-            kind(config, _block_spec(config, hf_config, stage), hf_config, stage).to(device())
+            kind(config, block_spec(config, hf_config, stage), hf_config, stage).to(device())
             for stage in (range(pieces) if pieces > 1 else [None])
         ]
 
@@ -172,46 +168,6 @@ def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyMod
     """Build the whole model on this rank; raises as `build_chunks` does."""
     [model] = build_chunks(hf_config, dtype=dtype)
     return model
-
-
-def _block_spec(
-    config: TransformerConfig, hf_config: PretrainedConfig, stage: int | None
-) -> TransformerBlockSubmodules:
-    """Return megatron-core's own layers, except for attention over packed sequences and the norms."""
-    first = get_transformer_layer_offset(config, vp_stage=stage)
-    here = slice(first, first + get_num_layers_to_build(config, vp_stage=stage))
-    shape = shape_of(hf_config)
-    layers = [
-        _layer_spec(config, window, shape.experts if sparse else None, shape.latent)
-        for sparse, window in zip(config.moe_layer_freq[here], windows_of(hf_config)[here], strict=True)
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _layer_spec(
-    config: TransformerConfig, window: int | None, experts: Experts | None, latent: LatentSizes | None
-) -> Any:
-    num_experts = None if experts is None else experts.count
-    layer = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    if experts is not None:
-        layer.module = ReplayedLayer
-        layer.params = {"experts": experts}
-        layer.submodules.mlp.submodules.experts.module = GroupedExperts
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if experts is None:
-        layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
-    self_attention = layer.submodules.self_attention
-    self_attention.module = PackedSelfAttention
-    if latent is not None:
-        self_attention.module = LatentAttention
-        self_attention.params["sizes"] = latent
-    attention = self_attention.submodules
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer
 
 
 def _transformer_config(
@@ -232,8 +188,9 @@ def _transformer_config(
         softmax_scale=family.attention_scale,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
+        layernorm_zero_centered_gamma=family.centred_norms,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[family.activation],
         add_bias_linear=False,
         add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_norm,
@@ -243,7 +200,7 @@ def _transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        bias_activation_fusion=torch.cuda.is_available(),
+        bias_activation_fusion=torch.cuda.is_available() and family.activation == "silu",
         bias_dropout_fusion=torch.cuda.is_available(),
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,
@@ -252,6 +209,9 @@ def _transformer_config(
         **(_expert_settings(experts) if experts else {}),
         **_parallel_settings(parallel),
     )
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def _expert_settings(experts: Experts) -> dict[str, Any]:

@@ -19,14 +19,23 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by megatron-core
         self.eps = eps
+        self.centred: bool = config.layernorm_zero_centered_gamma
+        """Says that the weights are added to 1."""
+
+    @property
+    def factors(self) -> Tensor:
+        """Return what normed values are multiplied by; float32 where 1 is added, which would round others."""
+        return 1 + self.weight.float() if self.centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         if x.is_cuda:
-            return _compiled(x, self.weight, self.eps)
-        if x.dtype != torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+            return _compiled(x, self.factors, self.eps)
+        if x.dtype == torch.float32:
+            return _RMSNorm.apply(x, self.factors, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+        if self.centred:
+            return _rms_norm(x, self.factors, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

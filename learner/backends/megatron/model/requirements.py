@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Requirement
 from learner.backends.megatron.conversion.families import FAMILIES, family_of, shape_of
-from learner.backends.megatron.model.rope import SCALED, rope_parameters, rope_type
+from learner.backends.megatron.model.rope import SCALED, rope_types, rotated_parts
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
 
 
@@ -16,14 +16,19 @@ def unsupported(hf_config: PretrainedConfig) -> list[str]:
         return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
     requirements = (*REQUIREMENTS, *family_of(hf_config).requirements)
     return [
-        f"{name}={_read(hf_config, name)!r}: {reason}"
+        f"{name}={value!r}: {reason}"
         for name, supported, reason in requirements
-        if not supported(_read(hf_config, name), hf_config)
+        for value in _read(hf_config, name)
+        if not supported(value, hf_config)
     ]
 
 
 REQUIREMENTS: list[Requirement] = [
-    ("hidden_act", lambda act, _: act == "silu", "only silu is supported"),
+    (
+        "hidden_act",
+        lambda act, c: act == "silu" or family_of(c).activation != "silu",
+        "only silu is supported",
+    ),
     (
         "rope_type",
         lambda kind, _: kind not in PACK_DEPENDENT_ROPES,
@@ -36,12 +41,12 @@ REQUIREMENTS: list[Requirement] = [
     ),
     (
         "partial_rotary_factor",
-        lambda part, c: part is None or part in family_of(c).rotated_parts,
+        lambda part, c: part in family_of(c).rotated_parts,
         "this part of a head cannot be rotated alone",
     ),
     (
         "partial_rotary_factor",
-        lambda part, c: part in (None, 1.0) or rope_type(c) == "default",
+        lambda part, c: part == 1.0 or rope_types(c) == ["default"],
         "a rotary embedding of a part of the head must not be scaled",
     ),
     (
@@ -82,9 +87,10 @@ def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:
     return experts is None or (chosen <= experts.count and (chosen > 1 or not experts.renormalize))
 
 
-def _read(hf_config: PretrainedConfig, name: str) -> Any:
+def _read(hf_config: PretrainedConfig, name: str) -> list[Any]:
+    """Return the values of a setting, of which rotary embeddings may have one for each kind of layers."""
     if name == "rope_type":
-        return rope_type(hf_config)
-    if name == "partial_rotary_factor" and name in rope_parameters(hf_config):
-        return rope_parameters(hf_config)[name]
-    return getattr(hf_config, name, None)
+        return rope_types(hf_config)
+    if name == "partial_rotary_factor":
+        return rotated_parts(hf_config)
+    return [getattr(hf_config, name, None)]

@@ -28,37 +28,68 @@ class Rope(NamedTuple):
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def rope_of(hf_config: PretrainedConfig, head_dim: int, device: torch.device) -> Rope:
-    """Make the rotary embedding of a configuration; transformers itself computes the scaled ones."""
-    if (kind := rope_type(hf_config)) != "default":
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+def ropes_of(hf_config: PretrainedConfig, head_dim: int, device: torch.device) -> tuple[Rope, ...]:
+    """Make the rotary embeddings that layers have, as `rope_numbers` counts them."""
+    return tuple(_rope_of(hf_config, kind, head_dim, device) for kind in _by_kind(hf_config))
+
+
+def rope_numbers(hf_config: PretrainedConfig) -> list[int]:
+    """Return the number of the rotary embedding of each layer."""
+    kinds = list(_by_kind(hf_config))
+    if kinds == [None]:
+        return [0] * hf_config.num_hidden_layers
+    return [kinds.index(kind) for kind in hf_config.layer_types]
+
+
+def _rope_of(hf_config: PretrainedConfig, kind: str | None, head_dim: int, device: torch.device) -> Rope:
+    """Make the rotary embedding of a kind of layers; transformers itself computes the scaled ones."""
+    given = _by_kind(hf_config)[kind]
+    if (scaling := given.get("rope_type", "default")) != "default":
+        of_kind = {} if kind is None else {"layer_type": kind}
+        frequencies, factor = ROPE_INIT_FUNCTIONS[scaling](hf_config, torch.device("cpu"), **of_kind)
         return Rope(frequencies.to(device), factor)
-    rotated = int(head_dim * rope_parameters(hf_config).get("partial_rotary_factor", 1.0))
+    rotated = int(head_dim * given.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64, device=device).float() / rotated
-    frequencies = 1.0 / _theta(hf_config) ** exponent
+    frequencies = 1.0 / _theta(given) ** exponent
     return Rope(F.pad(frequencies, (0, (head_dim - rotated) // 2)))  # the rest of the head is turned by 0
 
 
-def rope_type(hf_config: PretrainedConfig) -> str:
-    """Return the kind of scaling; `default` is none."""
-    return str(rope_parameters(hf_config).get("rope_type", "default"))
+def rope_types(hf_config: PretrainedConfig) -> list[str]:
+    """Return the kinds of scaling that layers have; `default` is none."""
+    return sorted({str(given.get("rope_type", "default")) for given in _by_kind(hf_config).values()})
 
 
-def rope_parameters(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Return what the configuration says of its rotary embedding."""
-    return getattr(hf_config, "rope_parameters", None) or {}
+def rotated_parts(hf_config: PretrainedConfig) -> list[float]:
+    """Return the shares of a head that layers rotate."""
+    of_all = getattr(hf_config, "partial_rotary_factor", None) or 1.0
+    return sorted({given.get("partial_rotary_factor", of_all) for given in _by_kind(hf_config).values()})
 
 
 def rope_settings(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     """Return what decides the angles: the base of the frequencies, and how they are scaled."""
-    settings: dict[str, JsonValue] = {"rope_theta": _theta(hf_config)}
-    given = rope_parameters(hf_config)
+    of_kinds = {kind: _settings(given) for kind, given in _by_kind(hf_config).items()}
+    if None in of_kinds:
+        return of_kinds[None]
+    return {"ropes": {str(kind): settings for kind, settings in of_kinds.items()}}
+
+
+def _settings(given: dict[str, Any]) -> dict[str, JsonValue]:
+    settings: dict[str, JsonValue] = {"rope_theta": _theta(given)}
     if (part := given.get("partial_rotary_factor", 1.0)) != 1.0:
         settings["partial_rotary_factor"] = part
-    if rope_type(hf_config) != "default":
+    if given.get("rope_type", "default") != "default":
         settings["rope_scaling"] = {n: given[n] for n in sorted(given) if n not in ("rope_theta", "type")}
     return settings
 
 
-def _theta(hf_config: PretrainedConfig) -> float:
-    return float(rope_parameters(hf_config).get("rope_theta", 10000.0))
+def _by_kind(hf_config: PretrainedConfig) -> dict[str | None, dict[str, Any]]:
+    """Return what the configuration says of rotary embeddings by the kind of layers that have one, in the
+    order of layers; by None where all layers have the same."""
+    given = getattr(hf_config, "rope_parameters", None) or {}
+    if not any(isinstance(of_kind, dict) for of_kind in given.values()):
+        return {None: given}
+    return {kind: given.get(kind) or {} for kind in hf_config.layer_types}
+
+
+def _theta(given: dict[str, Any]) -> float:
+    return float(given.get("rope_theta", 10000.0))

@@ -1,0 +1,98 @@
+"""Specifications of a model's layers: which modules they are made of."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.base import Family, Shape
+from learner.backends.megatron.conversion.families import family_of
+from learner.backends.megatron.core import (
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+)
+from learner.backends.megatron.model.attention import PackedAttention, PackedSelfAttention
+from learner.backends.megatron.model.grouped_experts import GroupedExperts
+from learner.backends.megatron.model.latent_attention import LatentAttention
+from learner.backends.megatron.model.norm import RMSNorm
+from learner.backends.megatron.model.rope import rope_numbers
+from learner.backends.megatron.model.router_replay import ReplayedLayer
+from learner.backends.megatron.model.windows import windows_of
+
+
+class OutputNormedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped
+    """A layer that norms what attention and MLP return before it adds it to the hidden states."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.attention_output_norm = self._norming(self.self_attention)
+        self.mlp_output_norm = self._norming(self.mlp)
+
+    def _norming(self, module: torch.nn.Module) -> RMSNorm:
+        """Make a norm that the output of a module passes through, and return it: it is the layer's own."""
+        norm = RMSNorm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
+
+        def normed(
+            _module: torch.nn.Module, _inputs: object, output: tuple[Tensor, None]
+        ) -> tuple[Tensor, None]:
+            return norm(output[0]), output[1]
+
+        module.register_forward_hook(normed)
+        return norm
+
+
+def block_spec(
+    config: TransformerConfig, hf_config: PretrainedConfig, stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return megatron-core's own layers, except for attention over packed sequences and the norms."""
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    here = slice(first, first + get_num_layers_to_build(config, vp_stage=stage))
+    family = family_of(hf_config)
+    shape = family.shape(hf_config)
+    of_layers = zip(
+        config.moe_layer_freq[here],
+        windows_of(hf_config)[here],
+        rope_numbers(hf_config)[here],
+        strict=True,
+    )
+    layers = [
+        _layer_spec(config, family, shape, sparse=sparse, window=window, rope=rope)
+        for sparse, window, rope in of_layers
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(
+    config: TransformerConfig, family: Family, shape: Shape, *, sparse: bool, window: int | None, rope: int
+) -> Any:
+    experts = shape.experts if sparse else None
+    num_experts = None if experts is None else experts.count
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    if family.output_norms:
+        layer.module = OutputNormedLayer
+    if experts is not None:
+        layer.module = ReplayedLayer
+        layer.params = {"experts": experts}
+        layer.submodules.mlp.submodules.experts.module = GroupedExperts
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if experts is None:
+        layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
+    self_attention = layer.submodules.self_attention
+    self_attention.module = PackedSelfAttention
+    self_attention.params["rope"] = rope
+    if shape.latent is not None:
+        self_attention.module = LatentAttention
+        self_attention.params["sizes"] = shape.latent
+    attention = self_attention.submodules
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
