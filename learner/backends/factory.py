@@ -10,8 +10,13 @@ from bus.errors import ConfigError
 from learner.backends.base import Backend, CriticSource
 from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
-from learner.backends.megatron.model.windows import refuse_shared_window, shortest_window
+from learner.backends.megatron.model.windows import (
+    refuse_shared_sinks,
+    refuse_shared_window,
+    shortest_window,
+)
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.trainable import TrainableWeights
@@ -70,6 +75,7 @@ def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: Pretrained
             "model.dtype=bfloat16, or share_prefixes=false"
         )
     if batch.share_prefixes:
+        refuse_shared_sinks(family_of(hf_config).sinks)
         refuse_shared_window(shortest_window(hf_config), hf_config.max_position_embeddings)
 
 
@@ -147,4 +153,6 @@ def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> State | 
         return CheckpointWeights(directory, hf_config)
     family = family_of(hf_config)
     shape = family.shape(hf_config)
-    return MegatronWeights(directory, list(family.rules(shape)), shape)
+    weights = MegatronWeights(directory, list(family.rules(shape)), shape)
+    stacks = stacks_of(hf_config)
+    return StackedWeights(weights, stacks) if stacks else weights

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import Tensor
 
-NOT_HIDDEN = re.compile(r"embed|lm_head|norm|bias|gate\.weight|shared_expert_gate|score")
+NOT_HIDDEN = re.compile(r"embed|lm_head|norm|bias|(gate|router)\.weight|shared_expert_gate|score|sinks")
 
 
 def expected_step(momentum: Tensor) -> Tensor:
@@ -23,6 +23,7 @@ class ReferenceMuon:
     def __init__(self, model: torch.nn.Module, config) -> None:
         named = dict(model.named_parameters())
         self.config = config
+        self.interleaved = model.config.model_type == "gpt_oss"
         self.hidden = {name: each for name, each in named.items() if not NOT_HIDDEN.search(name)}
         self.momenta = {name: torch.zeros_like(each).double() for name, each in self.hidden.items()}
         rest = {name: each for name, each in named.items() if name not in self.hidden}
@@ -48,17 +49,21 @@ class ReferenceMuon:
             self.momenta[name] = self.config.momentum * self.momenta[name] + gradient
             ahead = self.config.momentum * self.momenta[name] + gradient
             step = torch.empty_like(ahead)
-            for into, matrix in matrices(name, step, ahead):
+            for into, matrix in matrices(name, step, ahead, interleaved=self.interleaved):
                 into.copy_(expected_step(matrix))
             kept = weight.double() * (1 - lr * self.config.weight_decay)
             weight.copy_(kept - lr * step)
 
 
-def matrices(name: str, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return the matrices of a tensor of transformers, which keeps those of all experts of a layer in one."""
+def matrices(name: str, *tensors: Tensor, interleaved: bool) -> list[tuple[Tensor, ...]]:
+    """Return the matrices of a tensor of transformers, which keeps those of all experts of a layer in one.
+
+    Gate and up are halves of its rows, or `interleaved`: columns in turn, as in gpt-oss."""
     if tensors[0].dim() == 2:
         return [tensors]
     found = [tuple(tensor[expert] for tensor in tensors) for expert in range(len(tensors[0]))]
-    if name.endswith("gate_up_proj"):
+    if name.endswith("gate_up_proj") and interleaved:
+        found = [tuple(each[:, half::2] for each in those) for those in found for half in (0, 1)]
+    elif name.endswith("gate_up_proj"):
         found = [tuple(each.chunk(2)[half] for each in those) for those in found for half in (0, 1)]
     return found

@@ -15,12 +15,12 @@ from learner.data.packing import Sample
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
 DENSE = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-SPARSE = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe", "mixtral")
+SPARSE = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral")
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
-    "deepseek_v3": "DeepseekV3", "gemma3_text": "Gemma3Text", "glm4_moe": "Glm4Moe", "llama": "Llama",
-    "mistral": "Mistral", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+    "deepseek_v3": "DeepseekV3", "gemma3_text": "Gemma3Text", "glm4_moe": "Glm4Moe", "gpt_oss": "GptOss",
+    "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
 }  # fmt: skip
 _OWN = {
     "gemma3_text": {
@@ -47,6 +47,11 @@ _OWN = {
         "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True,
         "num_mtp_layers": 0,
+    },
+    "gpt_oss": {
+        "head_dim": 24, "intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 3,
+        "sliding_window": 8, "swiglu_limit": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
@@ -97,8 +102,8 @@ def tiny_model(
     config = tiny_config(family, tied=tied, **changes)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)

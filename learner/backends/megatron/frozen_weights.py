@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.conversion.weights import global_name
 from learner.backends.trainable import TrainableWeights
 from learner.world.process_group import gathered
@@ -32,7 +33,10 @@ def freeze_others(
 def frozen_weights(hf_config: PretrainedConfig, trainable: TrainableWeights) -> set[str]:
     """Return the names in megatron-core of the weights that are not trained; raises as above."""
     rules = family_of(hf_config).rules(shape_of(hf_config))
-    return trainable.frozen({rule.megatron: rule.parts for rule in rules})
+    places = places_in(stacks_of(hf_config))
+    return trainable.frozen(
+        {rule.megatron: [file_name(part, places) for part in rule.parts] for rule in rules}
+    )
 
 
 def refuse_idle_ranks(chunks: Sequence[torch.nn.Module], settings: str, remedy: str) -> None:

@@ -78,5 +78,10 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
             f"expert={parallel.expert} and expert_tensor={parallel.expert_tensor}: "
             "the model has no experts, leave both at 1"
         )
+    if shape.experts is not None and shape.experts.biased and parallel.expert_tensor > 1:
+        yield (
+            f"expert_tensor={parallel.expert_tensor}: ranks that share an expert would each add its bias: "
+            "set it to 1, and expert to a divisor of the number of experts"
+        )
     if shape.experts is not None and tensor > 1 and not parallel.sequence:
         yield f"tensor={tensor} of a model with experts needs sequence=true"

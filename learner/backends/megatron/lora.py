@@ -15,6 +15,7 @@ from learner.backends.base import Adapters, Exported
 from learner.backends.lora import BaseNorms, base_digest, first_a, merged, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
+from learner.backends.megatron.conversion.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.conversion.weights import (
     EXPERT,
     Holders,
@@ -67,7 +68,9 @@ class ChunkAdapters:
         self._chunks, self._hf_config = chunks, hf_config
         rules = list(family_of(hf_config).rules(shape_of(hf_config)))
         linear = [rule for rule in rules if LINEAR.search(rule.megatron) and not EXPERT.search(rule.megatron)]
-        self._base = SomeWeights(base, [part for rule in rules for part in rule.parts])
+        places = places_in(stacks_of(hf_config))
+        names = dict.fromkeys(file_name(part, places) for rule in rules for part in rule.parts)
+        self._base = SomeWeights(base, names)
         self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
         modules = targeted(config, [module for rule in linear for module in _modules(rule)])
         self._targets = dict.fromkeys(modules)

@@ -112,6 +112,18 @@ def test_adapters_of_latent_attention_are_those_of_its_linear_layers(query_rank)
     assert_same(trained("megatron", lora, **model), trained("fsdp", lora, **model))
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gemma3_text", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+        ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ],
+)
+def test_adapters_of_layers_with_biases_or_norms_behind_them_are_added_before_these(family, targets):
+    lora = LoraConfig(rank=4, targets=targets)
+    assert_same(trained("megatron", lora, family=family), trained("fsdp", lora, family=family))
+
+
 ONE_HEAD = {"num_key_value_heads": 1}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 MOE = {"family": "qwen3_moe"}
@@ -128,6 +140,12 @@ LAYOUTS = {
     ),
     "tp2 sp glm": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "glm4_moe"}),
     "tp2 sp deepseek": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "deepseek_v3"}),
+    "tp2 sp gemma": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "gemma3_text"}),
+    "tp2 sp gpt-oss": (
+        2, {"tensor": 2, "sequence": True},
+        LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
+        {"family": "gpt_oss"},
+    ),
     "tp2 sp some": (2, {"tensor": 2, "sequence": True}, SOME, {}),
     "tp2 sp merged recomputed": (
         2, {"tensor": 2, "sequence": True, "recompute": "full"},

@@ -130,6 +130,7 @@ LAYOUTS = {
     "ep2": (2, {"expert": 2}, MOE),
     "tp2 ep2 glm": (2, {"tensor": 2, "sequence": True, "expert": 2}, {"family": "glm4_moe"}),
     "tp2 ep2 deepseek": (2, {"tensor": 2, "sequence": True, "expert": 2}, {"family": "deepseek_v3"}),
+    "tp2 ep2 gpt-oss": (2, {"tensor": 2, "sequence": True, "expert": 2}, {"family": "gpt_oss"}),
     "tp2 plain deepseek": (2, PLAIN | {"tensor": 2, "sequence": True}, {"family": "deepseek_v3"}),
     "tp2 etp2 shared": (
         2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, {"family": "qwen2_moe"},

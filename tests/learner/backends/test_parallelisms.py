@@ -56,6 +56,7 @@ GLM = (("family", "glm4_moe"), ("num_hidden_layers", 3))
 DEEPSEEK = (("family", "deepseek_v3"), ("num_hidden_layers", 4), ("rope", "mscale"))
 WHOLE_QUERIES = (*DEEPSEEK, ("q_lora_rank", None))
 MIXTRAL = (("family", "mixtral"),)
+GPT_OSS = (("family", "gpt_oss"), ("num_hidden_layers", 4))
 GEMMA = (("family", "gemma3_text"), ("num_hidden_layers", 4), ("tied", True), ("sliding_window_pattern", 3))
 ONE_HEAD = (("num_key_value_heads", 1),)
 PLAIN = {"distributed_optimizer": False}
@@ -124,6 +125,13 @@ CASES = {
     "tp2 sp gemma": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}, GEMMA),
     "cp2 gemma": Case(2, {"context": 2, "recompute": "selective"}, GEMMA),
     "pp2 vpp2 gemma": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, GEMMA),
+    "dp2 gpt-oss overlapped": Case(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, GPT_OSS),
+    "tp2 sp gpt-oss": Case(2, SP | {"recompute": "full"}, GPT_OSS),
+    "tp2 sp ep2 gpt-oss": Case(2, SP | {"expert": 2}, (*GPT_OSS, ("num_key_value_heads", 1))),
+    "tp2 sp ep2 plain gpt-oss": Case(2, PLAIN | SP | {"expert": 2}, GPT_OSS),
+    "ep2 gpt-oss": Case(2, {"expert": 2}, GPT_OSS),
+    "cp2 gpt-oss": Case(2, {"context": 2, "recompute": "selective"}, GPT_OSS),
+    "pp2 vpp2 gpt-oss": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, GPT_OSS),
     "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
     "tp2 sp ep2 plain": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, MIXTRAL),
@@ -289,6 +297,7 @@ def load_and_export(layout: dict[str, object], model_changes: dict[str, object],
         (2, SP | {"expert": 2}, {"family": "qwen3_moe"}),
         (2, SP | {"expert": 2}, {"family": "deepseek_v3"}),
         (2, {"pipeline": 2}, {"family": "gemma3_text"}),
+        (2, SP | {"expert": 2}, {"family": "gpt_oss"}),
         (4, SP | {"expert": 2, "expert_tensor": 2}, {"family": "mixtral"}),
         (4, {"tensor": 2, "pipeline": 2}, {"family": "qwen3"}),
     ],

@@ -63,7 +63,14 @@ def assert_trained_like(found, weights, family, changes):
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", SHARED), ("glm4_moe", {}), ("deepseek_v3", {})],
+    [
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+        ("qwen2_moe", SHARED),
+        ("glm4_moe", {}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", {}),
+    ],
 )
 def test_steps_with_given_experts_are_those_of_transformers(family, changes):
     found, weights = train(family, changes, {})
@@ -114,6 +121,7 @@ def assert_noted_as_transformers_chooses(found, family, changes):
         ("mixtral", {}, True),
         ("qwen2_moe", SHARED, False),
         ("deepseek_v3", {}, True),
+        ("gpt_oss", {}, False),
     ],
 )
 def test_a_pass_notes_where_it_sends_tokens(family, changes, share_prefixes):

@@ -78,7 +78,7 @@ def assert_alike(found, expected) -> None:
         assert (weight - other_weights[name]).abs().max() < 1e-5, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
 def test_gradients_are_those_of_prompts_computed_for_each_trajectory(family):
     model = tiny_model(family, **WINDOWLESS.get(family, {}))
     samples = siblings()

@@ -39,6 +39,7 @@ def trainer_of(request):
         ("glm4_moe", False),
         ("deepseek_v3", False),
         ("gemma3_text", True),
+        ("gpt_oss", False),
     ],
 )
 @pytest.mark.parametrize(

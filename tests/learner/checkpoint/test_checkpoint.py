@@ -71,9 +71,12 @@ def test_no_checkpoint_fails_because_the_one_before_it_is_gone(tmp_path, monkeyp
     assert commit._written(NothingToWrite(), temporary, tmp_path / "final") == {"file": "digest"}
 
 
+RESUMED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss")
+
+
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "deepseek_v3"))],
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in RESUMED)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype, family):

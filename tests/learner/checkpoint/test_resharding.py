@@ -42,6 +42,7 @@ TIED = DENSE | {"tied": True}
 MOE = {"family": "qwen3_moe"}
 DEEPSEEK = {"family": "deepseek_v3"}
 """The first of its two layers, and of two stages of a pipeline, has no experts."""
+GPT_OSS, GEMMA = {"family": "gpt_oss"}, {"family": "gemma3_text", "tied": True}
 ONE_HEAD = {"num_key_value_heads": 1}
 CHANGES = [
     ("dp2", "dp2", DENSE),
@@ -60,6 +61,9 @@ CHANGES = [
     ("tp2 sp ep2", "pp2", DEEPSEEK),
     ("pp2", "one rank", DEEPSEEK),
     ("pp2", "ep2", DEEPSEEK | {"num_hidden_layers": 3}),
+    ("tp2 sp ep2", "pp2", GPT_OSS),
+    ("one rank", "tp2 sp ep2", GPT_OSS),
+    ("pp2", "tp2 sp", GEMMA),
     ("one rank", "tp2", ONE_HEAD),
     ("tp2 sp", "dp2", ONE_HEAD),
 ]

@@ -4,8 +4,8 @@ A rule names one tensor of megatron-core and the Hugging Face tensors it is made
 parallelism belongs between the two: cut each Hugging Face part for the rank, then merge.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,23 @@ class Experts:
     """Number of groups of as many consecutive experts each."""
     chosen_groups: int = 1
     """Number of groups among whose experts those of a token are chosen."""
+    biased: bool = False
+    """Says whether linear layers of experts and the router have a bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Says what an MLP makes of its two projections: `function(gate) * (up + offset)`."""
+
+    function: Literal["swish", "gelu_tanh"] = "swish"
+    """x times the sigmoid of `gain` times x, or torch's approximation of GELU."""
+    gain: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None
+    """Upper bound of the gate, and of the magnitude of up; `None` is none."""
+
+
+SILU = Gate()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +264,17 @@ class Family:
     """Factor of the scores of attention; `None` is one over the root of the width of a head."""
     embedding_scale: float | None = None
     """Factor of the embedded tokens; `None` is 1."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """What is applied to the gate of an MLP."""
+    gate: Gate = SILU
+    """What MLPs make of their gate."""
     centred_norms: bool = False
     """Says that norms multiply by 1 plus their weights."""
+    biases: bool = False
+    """Says that all linear layers but the output layer have a bias, experts and routers included."""
+    sinks: bool = False
+    """Says that each head of attention has a sink."""
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names in a sparse layer of tensors of files with some of all experts, with the names that its parts
+    have in `expert_rules` (learner/backends/megatron/conversion/stacks.py)."""
     output_norms: bool = False
     """Says that what attention and MLP return is normed before it is added."""
     requirements: tuple[Requirement, ...] = ()

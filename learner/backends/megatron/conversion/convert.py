@@ -12,6 +12,7 @@ from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.published import load_published
+from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of, unstacked
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
@@ -62,8 +63,8 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     _refuse_misfits(source, hf_config, state)
     shape = shape_of(hf_config)
     rules = {rule.megatron: rule for rule in family_of(hf_config).rules(shape)}
-    seen = Digesting(state)
-    specs = {name: _whole(rule, shape, state) for name, rule in rules.items()}
+    seen = Digesting(_by_rule(state, hf_config))
+    specs = {name: _whole(rule, shape, seen) for name, rule in rules.items()}
 
     def make(name: str) -> Tensor:
         rule = rules[name]
@@ -110,13 +111,21 @@ def megatron_to_hf(
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     shape = shape_of(hf_config)
-    seen = Digesting(MegatronWeights(source, list(family_of(hf_config).rules(shape)), shape))
+    weights = MegatronWeights(source, list(family_of(hf_config).rules(shape)), shape)
+    seen = Digesting(StackedWeights(weights, stacks_of(hf_config)))
     hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
     with filling(target) as temporary:
         with seen.shown(f"converting {source}"):
             save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
         size_bytes = verified_size(HFWeights(temporary), seen.digests)
     return Converted(target, len(seen.digests), size_bytes)
+
+
+def _by_rule(state: LazyWeights, hf_config: PretrainedConfig) -> LazyWeights:
+    """Return weights by the names of rules."""
+    found = unstacked(state, stacks_of(hf_config))
+    assert isinstance(found, LazyWeights)
+    return found
 
 
 def _whole(rule: Rule, shape: Shape, state: LazyWeights) -> Spec:

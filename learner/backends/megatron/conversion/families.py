@@ -8,6 +8,7 @@ from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Shape
 from learner.backends.megatron.conversion.deepseek_v3 import deepseek_v3
 from learner.backends.megatron.conversion.gemma3 import gemma3
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
+from learner.backends.megatron.conversion.gpt_oss import gpt_oss
 from learner.backends.megatron.conversion.llama import LLAMA
 from learner.backends.megatron.conversion.mistral import MISTRAL
 from learner.backends.megatron.conversion.mixtral import MIXTRAL
@@ -20,6 +21,7 @@ FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
     "deepseek_v3": deepseek_v3,
     "gemma3_text": gemma3,
     "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,

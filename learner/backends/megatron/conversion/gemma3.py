@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.base import QK_NORM, QKV_WEIGHT, Family, layer_rule
+from learner.backends.megatron.conversion.base import QK_NORM, QKV_WEIGHT, Family, Gate, layer_rule
 
 GEMMA_LAYER = (
     layer_rule("input_layernorm.weight", ["input_layernorm.weight"]),
@@ -21,7 +21,7 @@ def gemma3(hf_config: PretrainedConfig) -> Family:
         layer_rules=GEMMA_LAYER,
         attention_scale=hf_config.query_pre_attn_scalar**-0.5,
         embedding_scale=hf_config.hidden_size**0.5,
-        activation="gelu_tanh",
+        gate=Gate(function="gelu_tanh"),
         qk_norm=True,
         centred_norms=True,
         output_norms=True,

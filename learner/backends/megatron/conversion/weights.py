@@ -28,6 +28,16 @@ from learner.backends.megatron.conversion.base import (
     Shape,
 )
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.stacks import (
+    Places,
+    file_name,
+    in_files,
+    places_in,
+    stacked,
+    stacked_shapes,
+    stacks_of,
+    unstacked,
+)
 from learner.backends.megatron.core import parallel_state
 from learner.model_directories.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered
@@ -47,13 +57,16 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     shape, family = shape_of(hf_config), family_of(hf_config)
     rules = list(family.rules(shape))
     slices = slices_of(chunks)
+    stacks = stacks_of(hf_config)
     wanted = {name for name in state if not family.left_out(name)}
     if len(wanted) < len(state) and dist.get_rank() == 0:
         why = "heads for several next tokens are neither trained nor exported"
         log.info("weights_left_out", tensors=len(state) - len(wanted), why=why)
-    problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted)))
+    places = places_in(stacks)
+    problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted, places)))
     if problems:
         raise ConfigError("these weights do not fit the model:\n" + "\n".join(f"- {p}" for p in problems))
+    state = unstacked(state, stacks)
     if dist.get_rank() == 0:
         _tell_rounded_routers(rules, state, next(chunks[0].parameters()).dtype)
     if shape.tied and OUTPUT.megatron in slices:  # the last stage of a pipeline has its own copy
@@ -103,6 +116,18 @@ def stream_hf_weights(
     them spare all ranks that they tell each other what they have. `without`, on rank 0, names weights that
     `whole_on_rank_0` has. `rules` are for other tensors of the model than its weights.
     """
+    found = _streamed(chunks, hf_config, holders, without, rules)
+    yield from found if rules is not None else stacked(found, stacks_of(hf_config))
+
+
+def _streamed(
+    chunks: Sequence[torch.nn.Module],
+    hf_config: PretrainedConfig,
+    holders: "Holders | None",
+    without: Container[str],
+    rules: Iterable[Rule] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights as rules name them."""
     shape = shape_of(hf_config)
     slices = slices_of(chunks)
     holders = _holders(slices) if holders is None else holders
@@ -118,19 +143,21 @@ def exported_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all weights that are exported, in the order of `stream_hf_weights`."""
     shape = shape_of(hf_config)
-    return {
+    shapes = {
         name: sizes
         for rule in (family_of(hf_config).rules(shape) if rules is None else rules)
         for name, sizes in zip(
             rule.parts, part_shapes_of(rule, holders[rule.megatron][0], shape), strict=True
         )
     }
+    return shapes if rules is not None else stacked_shapes(shapes, stacks_of(hf_config))
 
 
 def whole_on_rank_0(
     chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders"
 ) -> dict[str, Tensor]:
-    """Return views of the weights of which rank 0 has all; the other ranks get nothing.
+    """Return views of the weights of which rank 0 has all, but not of several experts together; the other
+    ranks get nothing.
 
     Their elements are in the order of the Hugging Face tensor, whose shape they need not have. They are good
     as long as the parameters stay where they lie.
@@ -140,8 +167,11 @@ def whole_on_rank_0(
     shape = shape_of(hf_config)
     slices = slices_of(chunks)
     views: dict[str, Tensor] = {}
+    in_stacks = places_in(stacks_of(hf_config))
     for rule in family_of(hf_config).rules(shape):
         mine = slices.get(rule.megatron)
+        if rule.parts[0] in in_stacks:
+            continue
         if mine is not None and [holder.global_rank for holder in holders[rule.megatron]] == [0]:
             parts = rule.layout.split(mine.parameter, shape)
             rows = shape.vocab if rule in (EMBEDDING, OUTPUT) else None
@@ -316,16 +346,18 @@ def _of_any_rank(problems: list[str]) -> list[str]:
 
 
 def _problems(
-    slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State, wanted: Set[str]
-) -> Iterator[str]:
+    slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State, wanted: Set[str],
+    places: Places,
+) -> Iterator[str]:  # fmt: skip
     """Yield what does not fit; `wanted` are the names in `state` that the family does not leave out."""
+    expected_shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules:
-        if rule.megatron not in slices:
-            continue
-        expected_shapes = part_shapes_of(rule, slices[rule.megatron], shape)
-        for name, expected in zip(rule.parts, expected_shapes, strict=True):
-            yield from _misfit(state, name, expected)
-    known = {name for rule in rules for name in rule.parts}
+        if rule.megatron in slices:
+            sizes = part_shapes_of(rule, slices[rule.megatron], shape)
+            expected_shapes |= dict(zip(rule.parts, sizes, strict=True))
+    for name, expected in in_files(expected_shapes, places).items():
+        yield from _misfit(state, name, expected)
+    known = {file_name(name, places) for rule in rules for name in rule.parts}
     yield from (f"unexpected {name}" for name in sorted(wanted - known) if not _ignored(name, shape))
 
 

@@ -26,6 +26,7 @@ from learner.backends.megatron.core import (
     ProcessGroupCollection,
     SelfAttention,
     TransformerConfig,
+    make_sharded_tensors_for_checkpoint,
     tensor_parallel,
 )
 from learner.backends.megatron.model.context_attention import (
@@ -36,12 +37,14 @@ from learner.backends.megatron.model.context_attention import (
     context_layout,
     gathered,
 )
+from learner.backends.megatron.model.key_sets import KeySets, key_sets
 from learner.backends.megatron.model.qkv import HeadSettings, split_heads
 from learner.backends.megatron.model.ring_attention import attend_around
 from learner.backends.megatron.model.ring_layout import RingLayout
 from learner.backends.megatron.model.rope import Rope
+from learner.backends.megatron.model.sink_attention import attend_with_sinks
 from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
-from learner.backends.megatron.model.windows import refuse_shared_window
+from learner.backends.megatron.model.windows import refuse_shared_sinks, refuse_shared_window
 from learner.backends.packed_attention import (
     Bucket,
     bucket_by_length,
@@ -73,6 +76,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     parts: "tuple[tuple[int, PackedLayout], ...]" = ()
     """Numbers of tokens that lie end to end, each with what attention needs to know of them; empty where it
     is the same for all tokens."""
+    sets: KeySets | None = None
+    """The sequences as runs, where layers have sinks; `None` if they have none, or ranks share sequences."""
     tree: TreeLayout | None = None
     """Segments that each query sees, where sequences share them; `None` if they share nothing."""
     experts: Tensor | None = None
@@ -81,8 +86,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
 
 
 def pack_layout(
-    batch: MicroBatch, ropes: Sequence[Rope], dtype: torch.dtype, context: ContextRanks = ALONE
-) -> PackedLayout:
+    batch: MicroBatch, ropes: Sequence[Rope], dtype: torch.dtype, context: ContextRanks = ALONE, *,
+    sinks: bool = False,
+) -> PackedLayout:  # fmt: skip
     """Precompute what attention needs, once per micro-batch.
 
     Args:
@@ -90,6 +96,7 @@ def pack_layout(
         ropes: angles of the positions, by their numbers in the layers.
         dtype: dtype of the queries and keys.
         context: the ranks that share the tokens.
+        sinks: says whether layers have sinks.
     """
     tree, bounds = batch.tree, batch.cu_seqlens
     if tree is not None:
@@ -98,11 +105,11 @@ def pack_layout(
             bounds.device
         )
     elif batch.cut is None:
-        layout = _sequences_layout(bounds, batch.lengths, dtype, context)
+        layout = _sequences_layout(bounds, batch.lengths, dtype, context, sinks=sinks)
     else:
         layout = _of_lengths(bounds, batch.cut + batch.whole)
         layout.parts = tuple(
-            (sum(lengths) // ranks.ranks, _sequences_layout(bounds, lengths, dtype, ranks))
+            (sum(lengths) // ranks.ranks, _sequences_layout(bounds, lengths, dtype, ranks, sinks=sinks))
             for lengths, ranks in ((batch.cut, context), (batch.whole, ALONE))
             if lengths
         )
@@ -122,7 +129,7 @@ def _of_lengths(bounds: Tensor, lengths: Sequence[int]) -> PackedLayout:
 
 
 def _sequences_layout(
-    bounds: Tensor, lengths: Sequence[int], dtype: torch.dtype, context: ContextRanks
+    bounds: Tensor, lengths: Sequence[int], dtype: torch.dtype, context: ContextRanks, *, sinks: bool
 ) -> PackedLayout:
     """Lay out sequences that are cut over these ranks, or whole ones; only for these `bounds` count."""
     layout, device = _of_lengths(bounds, lengths), bounds.device
@@ -132,6 +139,8 @@ def _sequences_layout(
         layout.ring = RingLayout(lengths, ranks=ranks, rank=rank, device=device)
     elif ranks > 1:
         layout.context = context_layout(lengths, ranks=ranks, rank=rank, by_length=by_length).to(device)
+    elif sinks:
+        layout.sets = key_sets(lengths, lengths, causal=True).to(device)
     elif len(set(lengths)) == 1:
         layout.buckets = (Bucket(len(lengths), lengths[0]),)
     elif by_length:
@@ -207,13 +216,22 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         *,
         pg_collection: ProcessGroupCollection,
         window: int | None = None,
+        sinks: bool = False,
         **_: Any,
     ) -> None:
-        """Let each query see the last `window` tokens, its own included; None is all before it."""
+        """Let each query see the last `window` tokens, its own included; None is all before it. With `sinks`,
+        each head has one."""
         super().__init__(config=config)
         self.window = window
+        self.sinks: torch.nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(
+                self.sinks, is_parallel=True, dim=0, stride=1
+            )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.context_group = pg_collection.cp
+        self.context_group, self.tensor_group = pg_collection.cp, pg_collection.tp
 
     def forward(
         self,
@@ -227,7 +245,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
     ) -> Tensor:
         """Attend within each sequence: [T, heads, d], [T, groups, d] and [T, groups, v] to [T, heads, v].
 
-        Raises `ConfigError` for sequences that share a prefix and are longer than the window."""
+        Raises `ConfigError` for sequences that share a prefix and are longer than the window, or have
+        sinks."""
         layout, width = packed_seq_params, value.shape[-1]
         if layout.parts:
             sizes = [tokens for tokens, _ in layout.parts]
@@ -237,6 +256,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
                 for each, (_, part) in zip(heads, layout.parts, strict=True)
             ])  # fmt: skip
         if layout.tree is not None:
+            refuse_shared_sinks(self.sinks is not None)
             refuse_shared_window(self.window, layout.max_seqlen_q)
         if layout.ring is not None:
             steps = layout.ring.steps(self.window)
@@ -253,7 +273,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
                 key, value = (x[layout.tree.line] for x in (key, value))
             return attend_along_paths(query, key, value, layout.tree, scale=self.scale)
         if layout.context is not None:
-            return attend_to_gathered(query, key, value, layout.context, scale=self.scale, window=self.window)
+            return attend_to_gathered(
+                query, key, value, layout.context, scale=self.scale, window=self.window, sinks=self.sinks
+            )
+        if self.sinks is not None:
+            assert layout.sets is not None  # made where the model has sinks
+            return attend_with_sinks(
+                query, key, value, self.sinks, layout.sets, scale=self.scale, window=self.window
+            )
         if layout.buckets:
             attend = partial(causal_attention, scale=self.scale, window=self.window)
             return bucketed_attention(query, key, value, layout.buckets, layout.slots, attend)
@@ -268,3 +295,17 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
             scale=self.scale,
             window=self.window,
         )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sinks as megatron-core shards them, each rank those of its heads."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+        return state

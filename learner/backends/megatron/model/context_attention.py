@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.core import tensor_parallel
+from learner.backends.megatron.model.key_sets import KeySets, key_sets
+from learner.backends.megatron.model.sink_attention import attend_with_sinks
 from learner.backends.packed_attention import causal_varlen_attention, seen_keys
 from learner.publication.transfer import to_device
 
@@ -45,10 +47,8 @@ class ContextLayout:
     """int64 [T], the inverse of `queries`."""
     keys: Tensor
     """int64, indices of the keys of every run in turn, in the ranks' gathered keys."""
-    cu_queries: Tensor
-    """int32 [runs + 1], where each run's queries start."""
-    cu_keys: Tensor
-    """int32 [runs + 1], where each run's keys start."""
+    sets: KeySets
+    """The runs, in the order of `queries` and `keys`."""
     by_length: bool
     """Says whether runs of one size are attended to together, since no kernel takes any lengths here."""
 
@@ -57,7 +57,7 @@ class ContextLayout:
         moved = {
             name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return ContextLayout(**{**vars(self), **moved})
+        return ContextLayout(**{**vars(self), **moved, "sets": self.sets.to(device)})
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ def context_layout(lengths: Sequence[int], *, ranks: int, rank: int, by_length: 
         queries=queries if by_length else None,
         back=queries.argsort() if by_length else None,
         keys=torch.cat([runs[i].keys for i in order]),
-        cu_queries=_starts([queries for queries, _ in sizes]),
-        cu_keys=_starts([keys for _, keys in sizes]),
+        sets=key_sets([queries for queries, _ in sizes], [keys for _, keys in sizes], causal=True),
         by_length=by_length,
     )
 
@@ -117,6 +116,7 @@ def attend_to_gathered(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally within each sequence, from this rank's queries to the keys of all ranks.
 
@@ -127,20 +127,25 @@ def attend_to_gathered(
         layout: made by `context_layout` for the same micro-batch.
         scale: factor of the scores.
         window: number of tokens that a query sees, its own the last of them; None is all before it.
+        sinks: [heads], logits (learner/backends/megatron/model/sink_attention.py).
 
     Returns [T, heads, d].
     """
     key, value = (x.index_select(0, layout.keys) for x in (key, value))
+    if sinks is not None:
+        ordered = query if layout.queries is None else query.index_select(0, layout.queries)
+        found = attend_with_sinks(ordered, key, value, sinks, layout.sets, scale=scale, window=window)
+        return found if layout.back is None else found.index_select(0, layout.back)
     if layout.by_length:
         return _attend_by_length(query, key, value, layout, scale, window)
     return causal_varlen_attention(
         query,
         key,
         value,
-        layout.cu_queries,
-        layout.cu_keys,
-        max(queries for _, queries, _ in layout.runs),
-        max(keys for _, _, keys in layout.runs),
+        layout.sets.cu_queries,
+        layout.sets.cu_keys,
+        max(layout.sets.query_sizes),
+        max(layout.sets.key_sizes),
         scale=scale,
         window=window,
     )
@@ -188,7 +193,3 @@ def _gathered_chunk(i: int, ranks: int, chunk: int, tokens_per_rank: int, first_
     second = i >= ranks
     start = holder * tokens_per_rank + first_of_sequence + second * chunk
     return torch.arange(start, start + chunk)
-
-
-def _starts(sizes: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Attention of runs of queries to runs of keys with the logarithms of its sums, and the gradients of it.
+"""Attention of runs of queries to runs of keys by torch's kernels, with what they sum up to.
 
 Softmax over the union of sets of keys comes from softmax over each (arXiv:2112.05682): with the logarithm
 l_i of the sum of exponentials over set i and l = logaddexp of them, the output is the sum of
@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from learner.backends.packed_attention import seen_keys
 from learner.publication.transfer import to_device
 
 
@@ -21,7 +22,8 @@ class KeySets:
     """Runs of queries, each with its run of keys."""
 
     causal: bool
-    """Says that a run's queries are its keys, of which each sees itself and those before it."""
+    """Says that the last query of a run sees all its keys, and each query before it one key less; else all
+    see all."""
     query_sizes: tuple[int, ...]
     key_sizes: tuple[int, ...]
     cu_queries: Tensor
@@ -39,7 +41,7 @@ class KeySets:
 
 
 def key_sets(query_sizes: Sequence[int], key_sizes: Sequence[int], *, causal: bool) -> KeySets:
-    """Make the sets of runs of these sizes, on the host."""
+    """Return runs of these sizes, which lie end to end."""
     return KeySets(
         causal=causal,
         query_sizes=tuple(query_sizes),
@@ -58,14 +60,42 @@ def _starts(sizes: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the outputs [q, heads, d], and the logarithms of their softmax's sums, [q, heads].
 
-    The logarithms are float32, or float64 where the queries are. On CUDA queries have a dtype of 16 bits."""
-    return (_attend_cuda if query.is_cuda else _attend_cpu)(query, key, value, sets, scale)
+    A query sees the last `window` of the keys that it would see without. On CUDA the logarithms are float32;
+    on CPU they have the dtype in which the kernel computes."""
+    if not query.is_cuda:
+        found = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *run, 0.0, causal, attn_mask=mask, scale=scale
+            )
+            for run, (causal, mask) in zip(
+                _by_run(sets, (query,), (key, value)), _seen(sets, window, query), strict=True
+            )
+        ]
+        outputs, log_totals = zip(*found, strict=True)
+        return _joined(outputs), torch.cat([each[0].t() for each in log_totals])
+    output, log_total, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        sets.cu_queries,
+        sets.cu_keys,
+        max(sets.query_sizes),
+        max(sets.key_sizes),
+        0.0,
+        sets.causal and window is None,
+        False,
+        scale=scale,
+        **_sight(window),
+    )
+    return output, log_total.t().contiguous()
 
 
-def differentiate(
+def differentiate(  # noqa: PLR0913 - those of torch's kernels
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -74,6 +104,7 @@ def differentiate(
     log_total: Tensor,
     sets: KeySets,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value through these sets, from that of the whole output.
 
@@ -85,40 +116,10 @@ def differentiate(
         output: [q, heads, d], over all sets.
         log_total: [q, heads], over all sets.
         sets: those to differentiate through.
-        scale: factor of the scores."""
-    compute = _differentiate_cuda if query.is_cuda else _differentiate_cpu
-    return compute(grad, query, key, value, output, log_total, sets, scale)
-
-
-def _attend_cuda(
-    query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float
-) -> tuple[Tensor, Tensor]:
-    output, log_total, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        sets.cu_queries,
-        sets.cu_keys,
-        max(sets.query_sizes),
-        max(sets.key_sizes),
-        0.0,
-        sets.causal,
-        False,
-        scale=scale,
-    )
-    return output, log_total.t().contiguous()
-
-
-def _differentiate_cuda(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_total: Tensor,
-    sets: KeySets,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+        scale: factor of the scores.
+        window: as for `attend`."""
+    if not query.is_cuda:
+        return _differentiate_on_cpu(grad, query, key, value, output, log_total, sets, scale, window)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad,
@@ -132,27 +133,22 @@ def _differentiate_cuda(
         max(sets.query_sizes),
         max(sets.key_sizes),
         0.0,
-        sets.causal,
+        sets.causal and window is None,
         no_dropout,
         torch.empty(0, device=query.device),
         scale=scale,
+        **_sight(window),
     )
     return found
 
 
-def _attend_cpu(
-    query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Do what `_attend_cuda` does, run by run; the logarithms have the dtype in which the kernel computes."""
-    found = [
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*run, 0.0, sets.causal, scale=scale)
-        for run in zip(*_by_run(sets, (query,), (key, value)), strict=True)
-    ]
-    outputs, log_totals = zip(*found, strict=True)
-    return _joined(outputs), torch.cat([each[0].t() for each in log_totals])
+def _sight(window: int | None) -> dict[str, int]:
+    """Return how many keys a query sees to the left and to the right of that in its place, as kernels for
+    CUDA take it: for them a window is what makes attention causal, too."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _differentiate_cpu(
+def _differentiate_on_cpu(  # noqa: PLR0913 - those of torch's kernels
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -161,27 +157,46 @@ def _differentiate_cpu(
     log_total: Tensor,
     sets: KeySets,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `_differentiate_cuda` does, run by run."""
-    grads, queries, outputs, keys, values = _by_run(sets, (grad, query, output), (key, value))
+    """Do it run by run."""
+    runs = _by_run(sets, (grad, query, output), (key, value))
     log_totals = [each.t()[None] for each in torch.split(log_total, list(sets.query_sizes))]
     found = [
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *run, 0.0, sets.causal, scale=scale
+            of_output, q, k, v, out, total, 0.0, causal, attn_mask=mask, scale=scale
         )
-        for run in zip(grads, queries, keys, values, outputs, log_totals, strict=True)
+        for (of_output, q, out, k, v), total, (causal, mask) in zip(
+            runs, log_totals, _seen(sets, window, query), strict=True
+        )
     ]
     of_query, of_key, of_value = zip(*found, strict=True)
     return _joined(of_query), _joined(of_key), _joined(of_value)
 
 
-def _by_run(sets: KeySets, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut tensors [tokens, heads, d] into their runs, [1, heads, tokens, d] each."""
-    sizes = [sets.query_sizes] * len(of_queries) + [sets.key_sizes] * len(of_keys)
+def _seen(sets: KeySets, window: int | None, like: Tensor) -> list[tuple[bool, Tensor | None]]:
+    """Return for each run whether its kernel needs no more than a causal mask, and what it adds to scores."""
     return [
+        _seen_in_run(n, m, window, like) if sets.causal else (False, None)
+        for n, m in zip(sets.query_sizes, sets.key_sizes, strict=True)
+    ]
+
+
+def _seen_in_run(queries: int, keys: int, window: int | None, like: Tensor) -> tuple[bool, Tensor | None]:
+    if queries == keys and (window is None or window >= keys):
+        return True, None
+    seen = seen_keys(queries, keys, window, like.device)
+    return False, torch.zeros(queries, keys, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
+
+
+def _by_run(sets: KeySets, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Cut tensors [tokens, heads, d] into [1, heads, tokens, d] of each run, in the order of the tensors."""
+    sizes = [sets.query_sizes] * len(of_queries) + [sets.key_sizes] * len(of_keys)
+    by_tensor = [
         [run.transpose(0, 1)[None] for run in torch.split(tensor, list(size))]
         for tensor, size in zip((*of_queries, *of_keys), sizes, strict=True)
     ]
+    return [list(run) for run in zip(*by_tensor, strict=True)]
 
 
 def _joined(runs: Sequence[Tensor]) -> Tensor:

@@ -92,7 +92,9 @@ def _layer_spec(
         self_attention.module = LatentAttention
         self_attention.params["sizes"] = shape.latent
     attention = self_attention.submodules
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
+    attention.core_attention = ModuleSpec(
+        module=PackedAttention, params={"window": window, "sinks": family.sinks}
+    )
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

@@ -1,6 +1,7 @@
 """The one adapter from a transformers configuration to megatron-core's GPT model."""
 
 import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends.given_experts import refuse_other_experts
-from learner.backends.megatron.conversion.base import Experts
+from learner.backends.megatron.conversion.base import SILU, Experts, Gate
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import (
     GPTModel,
@@ -56,7 +57,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         )
         family, latent = family_of(hf_config), shape_of(hf_config).latent
         self.ropes = ropes_of(hf_config, config.kv_channels if latent is None else latent.rotated, device())
-        self.embedding_scale = family.embedding_scale
+        self.embedding_scale, self.sinks = family.embedding_scale, family.sinks
         self.real_vocab_size = hf_config.vocab_size
         _mark_cut_weights(self)
 
@@ -87,7 +88,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         tree = batch.tree
         context = self.pg_collection.cp
         ranks = ContextRanks(context.size(), context.rank(), ring=self.config.cp_comm_type == "p2p")
-        layout = pack_layout(batch, self.ropes, self.config.params_dtype, ranks)
+        layout = pack_layout(batch, self.ropes, self.config.params_dtype, ranks, sinks=self.sinks)
         layout.experts = self._given_experts(batch)
         tokens = batch.tokens if tree is None else batch.tokens[tree.source]
         embedded = self._embedded(tokens) if self.pre_process else None
@@ -151,6 +152,8 @@ def build_chunks(
     with every hyperparameter of `hf_config` that cannot be represented, or that `parallel` does not divide.
     """
     problems = unsupported(hf_config) or layout_problems(parallel, shape_of(hf_config))
+    if not problems and family_of(hf_config).sinks:
+        problems = list(_problems_of_sinks(dtype, parallel))
     if problems:
         raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
     config = _transformer_config(hf_config, dtype, parallel)
@@ -162,6 +165,16 @@ def build_chunks(
             kind(config, block_spec(config, hf_config, stage), hf_config, stage).to(device())
             for stage in (range(pieces) if pieces > 1 else [None])
         ]
+
+
+def _problems_of_sinks(dtype: torch.dtype, parallel: ParallelConfig) -> Iterator[str]:
+    if dtype == torch.float32 and device().type == "cuda":
+        yield "attention with sinks has no kernel for float32 on a GPU: set model.dtype=bfloat16"
+    if parallel.context > 1 and parallel.context_attention == "ring":
+        yield (
+            "learner.parallel.context_attention=ring does not have attention with sinks: set "
+            "context_attention=gather"
+        )
 
 
 def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyModel:
@@ -189,9 +202,7 @@ def _transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         layernorm_zero_centered_gamma=family.centred_norms,
-        gated_linear_unit=True,
-        activation_func=ACTIVATIONS[family.activation],
-        add_bias_linear=False,
+        add_bias_linear=family.biases,
         add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
@@ -200,18 +211,34 @@ def _transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        bias_activation_fusion=torch.cuda.is_available() and family.activation == "silu",
         bias_dropout_fusion=torch.cuda.is_available(),
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
         moe_layer_freq=list(experts.sparse_layers) if experts else [False] * hf_config.num_hidden_layers,
         **(_expert_settings(experts) if experts else {}),
+        **_gate_settings(family.gate),
         **_parallel_settings(parallel),
     )
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+def _swish(x: Tensor, gain: float) -> Tensor:
+    return x * torch.sigmoid(gain * x)
+
+
+def _gate_settings(gate: Gate) -> dict[str, Any]:
+    fused = torch.cuda.is_available() and gate == SILU
+    if gate.function == "gelu_tanh":
+        function: Callable[[Tensor], Tensor] = partial(F.gelu, approximate="tanh")
+    else:
+        function = F.silu if gate.gain == 1.0 else partial(_swish, gain=gate.gain)
+    return {
+        "gated_linear_unit": True,
+        "activation_func": function,
+        "bias_activation_fusion": fused,
+        "glu_linear_offset": gate.offset,
+        "activation_func_clamp_value": gate.limit,
+    }
 
 
 def _expert_settings(experts: Experts) -> dict[str, Any]:
@@ -277,6 +304,21 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
                 )
                 if getattr(module, "is_expert", False):
                     module.weight.allreduce = False
+                    if module.bias is not None:
+                        _mark_biased_expert(module)
+
+
+def _mark_biased_expert(layer: Any) -> None:
+    """Mark the bias of an expert's layer as that of an expert, whose tokens are this rank's alone.
+
+    Ranks do not share an expert that has biases, so that one which counts as divided is divided among one.
+    Otherwise the first tensor-parallel rank alone would add its gradient to the norm, and other ranks have
+    others. Nor does what the layer returns need a sum over ranks: megatron-core would make one, and then add
+    the bias in place, which autograd forbids."""
+    layer.bias.allreduce = layer.bias.sequence_parallel = False
+    if not getattr(layer.bias, "tensor_model_parallel", False):
+        tensor_parallel.layers.set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+    layer.explicit_expert_comm = True
 
 
 CUT_DIMENSIONS = (

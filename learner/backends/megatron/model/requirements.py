@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.base import Requirement
+from learner.backends.megatron.conversion.base import SILU, Requirement
 from learner.backends.megatron.conversion.families import FAMILIES, family_of, shape_of
 from learner.backends.megatron.model.rope import SCALED, rope_types, rotated_parts
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
@@ -26,7 +26,7 @@ def unsupported(hf_config: PretrainedConfig) -> list[str]:
 REQUIREMENTS: list[Requirement] = [
     (
         "hidden_act",
-        lambda act, c: act == "silu" or family_of(c).activation != "silu",
+        lambda act, c: act == "silu" or family_of(c).gate != SILU,
         "only silu is supported",
     ),
     (
@@ -61,7 +61,7 @@ REQUIREMENTS: list[Requirement] = [
         "quantization_config",
         lambda quantized, _: quantized is None,
         "load the unquantized model; fp8 with weight_block_size becomes bfloat16 by launch convert "
-        "hf-to-megatron, whose directory --model.path takes",
+        "hf-to-megatron, whose directory --model.path takes; launch convert dequantise reads other kinds",
     ),
     (
         "num_key_value_heads",

@@ -29,3 +29,12 @@ def refuse_shared_window(window: int | None, longest: int) -> None:
             f"learner.batch.share_prefixes=true: a sliding window of {window} tokens is not supported for "
             f"sequences of {longest}: set share_prefixes=false"
         )
+
+
+def refuse_shared_sinks(sinks: bool) -> None:
+    """Raise `ConfigError` where sequences share prefixes in a model whose attention has sinks."""
+    if sinks:
+        raise ConfigError(
+            "learner.batch.share_prefixes=true: attention with sinks is not supported for sequences that "
+            "share prefixes: set share_prefixes=false"
+        )

@@ -95,7 +95,7 @@ def test_a_checkpoint_of_a_training_run_becomes_a_model_directory(tmp_path, fami
     assert load_hf_config(tmp_path / "hf").dtype == dtype
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_training_starts_from_a_converted_directory(tmp_path, family):
     source = written(tmp_path / "hf", family)
     hf_to_megatron(source, tmp_path / "megatron")
@@ -142,7 +142,7 @@ def test_an_unknown_family_is_refused(tmp_path):
     source = written(tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    refused(source, tmp_path / "out", "model_type='gpt2' is unknown; known are deepseek_v3, glm4_moe, llama")
+    refused(source, tmp_path / "out", "model_type='gpt2' is unknown; known are deepseek_v3, gemma3_text, ")
 
 
 def test_a_hyperparameter_of_another_type_is_refused(tmp_path):

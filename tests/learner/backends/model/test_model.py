@@ -79,7 +79,7 @@ def test_gradients_through_the_router_equal_those_of_transformers(family, change
             if parameter.requires_grad:
                 parameter.copy_(parameter.grad)
     found = export_hf_weights([ours], reference.config)
-    routers = [name for name in found if name.endswith(".gate.weight")]
+    routers = [name for name in found if name.endswith((".gate.weight", ".router.weight"))]
     assert len(routers) == (1 if family in ("deepseek_v3", "glm4_moe") else 2)
     assert all(expected[name].abs().max() > 1e-3 for name in routers)
     for name in found.keys() & expected.keys():  # biases by which experts are chosen have none
@@ -212,6 +212,6 @@ def test_an_unknown_family_is_refused_with_those_known():
     config = tiny_config("llama")
     config.model_type = "mamba"
     with pytest.raises(
-        ConfigError, match="'mamba' is unknown; known are deepseek_v3, gemma3_text, glm4_moe, "
+        ConfigError, match="'mamba' is unknown; known are deepseek_v3, gemma3_text, glm4_moe, gpt_oss, "
     ):
         build_model(config, dtype=torch.float32)

@@ -1,0 +1,204 @@
+"""Files in which a layer's experts are one tensor, while each has its own name in a family's rules.
+
+gpt-oss has `experts.gate_up_proj`, [experts, inputs, outputs], whose even columns are the gate's and whose
+odd ones are up's. In rules the gate of expert 3 is `experts.3.gate_proj.weight`, [outputs, inputs], as other
+families have it in files. Here the one becomes the other, both for what is read and for what is exported.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.model_directories.lazy_weights import LazyWeights, Spec, State, part_of, spec_of
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of files with some of every expert of a layer."""
+
+    name: str
+    members: tuple[tuple[str, ...], ...]
+    """Names in rules by expert; one expert's have columns in turn."""
+
+    def shape(self, member: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the stack from that of a member."""
+        outputs, *inputs = member
+        return (len(self.members), *inputs, outputs * len(self.members[0]))
+
+    def member_shape(self, stack: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a member from that of the stack."""
+        _, *inputs, outputs = stack
+        return (outputs // len(self.members[0]), *inputs)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a member lies in its stack."""
+
+    stack: Stack
+    expert: int
+    column: int
+    """Number of its first column; its others follow at distances of as many as an expert has members."""
+
+    def of(self, expert: Tensor) -> Tensor:
+        """View the member in its expert's part of the stack."""
+        columns = expert[..., self.column :: len(self.stack.members[0])]
+        return columns.t()  # a bias stays as it is
+
+
+Places = Mapping[str, Place]
+
+
+def stacks_of(hf_config: PretrainedConfig) -> tuple[Stack, ...]:
+    """Return the stacks of a model; none in most families."""
+    family, shape = family_of(hf_config), shape_of(hf_config)
+    if shape.experts is None or not family.stacked:
+        return ()
+    sparse = [layer for layer, has in enumerate(shape.experts.sparse_layers) if has]
+    return tuple(
+        Stack(
+            f"model.layers.{layer}.{name}",
+            tuple(
+                tuple(f"model.layers.{layer}.{member.format(expert)}" for member in members)
+                for expert in range(shape.experts.count)
+            ),
+        )
+        for layer in sparse
+        for name, members in family.stacked.items()
+    )
+
+
+def places_in(stacks: Iterable[Stack]) -> dict[str, Place]:
+    """Return where each member lies, by its name in rules."""
+    return {
+        member: Place(stack, expert, column)
+        for stack in stacks
+        for expert, of_expert in enumerate(stack.members)
+        for column, member in enumerate(of_expert)
+    }
+
+
+def file_name(name: str, places: Places) -> str:
+    """Return the name in files of a tensor that rules name."""
+    return places[name].stack.name if name in places else name
+
+
+def in_files(shapes: Mapping[str, tuple[int, ...]], places: Places) -> dict[str, tuple[int, ...]]:
+    """Return shapes by the names of files; a stack is there if any of its members is."""
+    return {
+        file_name(name, places): places[name].stack.shape(shape) if name in places else shape
+        for name, shape in shapes.items()
+    }
+
+
+def unstacked(state: State, stacks: Sequence[Stack]) -> State:
+    """Return a state by the names of rules; `state` itself where there are no stacks."""
+    if not stacks:
+        return state
+    return state.members if isinstance(state, StackedWeights) else _Members(state, stacks)
+
+
+class _Members(LazyWeights):
+    """The weights of a state with the members of stacks in their place."""
+
+    def __init__(self, state: State, stacks: Sequence[Stack]) -> None:
+        self._state = state
+        found = {stack.name: stack for stack in stacks if stack.name in state}
+        self._places = places_in(found.values())
+        names = (
+            (member for of_expert in found[name].members for member in of_expert)
+            if name in found
+            else (name,)
+            for name in state
+        )
+        super().__init__(dict.fromkeys(name for several in names for name in several))
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places.get(name)
+        if place is None:
+            return self._state[name]
+        return place.of(part_of(self._state, place.stack.name, 0, place.expert, place.expert + 1)[0])
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype without reading the tensor, where the state can."""
+        place = self._places.get(name)
+        if place is None:
+            return spec_of(self._state, name)
+        shape, dtype = spec_of(self._state, place.stack.name)
+        return Spec(place.stack.member_shape(shape), dtype)
+
+    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop` along a dimension; of a member all are read."""
+        if name not in self._places:
+            return part_of(self._state, name, dimension, start, stop)
+        return self[name].narrow(dimension, start, stop - start)
+
+
+class StackedWeights(LazyWeights):
+    """Weights by the names of files, made of some by the names of rules."""
+
+    def __init__(self, members: LazyWeights, stacks: Sequence[Stack]) -> None:
+        self.members = members
+        self._stacks = {stack.name: stack for stack in stacks}
+        places = places_in(stacks)
+        super().__init__(dict.fromkeys(file_name(name, places) for name in members))
+
+    def __getitem__(self, name: str) -> Tensor:
+        stack = self._stacks.get(name)
+        if stack is None:
+            return self.members[name]
+        whole = torch.empty(*self.spec(name)[:1], dtype=self.spec(name).dtype)
+        for member, place in places_in([stack]).items():
+            place.of(whole[place.expert]).copy_(self.members[member])
+        return whole
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype without reading a tensor."""
+        stack = self._stacks.get(name)
+        if stack is None:
+            return self.members.spec(name)
+        shape, dtype = self.members.spec(stack.members[0][0])
+        return Spec(stack.shape(shape), dtype)
+
+
+def stacked(weights: Iterable[tuple[str, Tensor]], stacks: Sequence[Stack]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights by the names of files, each stack when its last member has come."""
+    places, left = places_in(stacks), {stack.name: _count(stack) for stack in stacks}
+    filling: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        place = places.get(name)
+        if place is None:
+            yield name, tensor
+            continue
+        stack = place.stack
+        if stack.name not in filling:
+            filling[stack.name] = tensor.new_empty(stack.shape(tensor.shape))
+        place.of(filling[stack.name][place.expert]).copy_(tensor)
+        left[stack.name] -= 1
+        if not left[stack.name]:
+            yield stack.name, filling.pop(stack.name)
+
+
+def stacked_shapes(
+    shapes: Mapping[str, tuple[int, ...]], stacks: Sequence[Stack]
+) -> dict[str, tuple[int, ...]]:
+    """Return shapes by the names of files, in the order of `stacked`."""
+    places, left = places_in(stacks), {stack.name: _count(stack) for stack in stacks}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        place = places.get(name)
+        if place is None:
+            found[name] = shape
+            continue
+        left[place.stack.name] -= 1
+        if not left[place.stack.name]:
+            found[place.stack.name] = place.stack.shape(shape)
+    return found
+
+
+def _count(stack: Stack) -> int:
+    return len(stack.members) * len(stack.members[0])
