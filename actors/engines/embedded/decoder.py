@@ -1,4 +1,5 @@
-"""Continuous batching over a transformers model without windows: admit, decode one token each, repeat."""
+"""Continuous batching over a transformers model whose layers see all tokens or a window of them: admit,
+decode one token each, repeat."""
 
 import inspect
 import itertools
@@ -13,6 +14,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.embedded.fused_experts import fuse_experts
 from actors.engines.embedded.kv_cache import FULL_ATTENTION, Rows, SlotCache
+from actors.engines.embedded.masks import SLIDING, DecodeMasks
 from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
 from actors.engines.embedded.vision import VisionPrefill
@@ -52,6 +54,12 @@ class BatchedDecoder:
         text = model.config.get_text_config()
         self._cache_argument = cache_argument(model)
         self._kinds = _layer_kinds(text, self._cache_argument)
+        self._masks = DecodeMasks(text)
+        if exact and self._masks.have_windows:
+            raise EngineError(
+                f"model.numerics=exact: this model, a {text.model_type}, has sliding windows, which exact "
+                "arithmetic does not have: set model.numerics=fast"
+            )
         self.context_length: int = text.max_position_embeddings
         self.vocab_size: int = text.vocab_size
         self.policy_version = -1
@@ -275,13 +283,10 @@ class BatchedDecoder:
         positions = self._tensor(self._rows.lengths - 1)
         width = int(self._rows.lengths.max())
         self._cache.aim(positions, width)
-        future = torch.arange(width, device=positions.device) > positions[:, None]
-        mask = torch.zeros(future.shape, dtype=self.model.dtype, device=positions.device)
-        mask.masked_fill_(future, float("-inf"))
         logits: Tensor = self.model(
             input_ids=self._tensor(self._rows.last_tokens())[:, None],
             position_ids=self._tensor(self._rows.positions)[:, None],
-            attention_mask=mask[:, None, None],
+            attention_mask=self._masks.of(positions, width, self.model.dtype),
             use_cache=True,
             **{self._cache_argument: self._cache},
         ).logits
@@ -369,18 +374,17 @@ def _prompt_length(request: GenerationRequest) -> int:
 
 
 def _layer_kinds(config: PretrainedConfig, cache_argument: str) -> list[str]:
-    """Return what each layer of a model mixes tokens by. Raises `EngineError` for what is not served."""
+    """Return what the cache keeps of each layer: a window is one of the masks alone. Raises `EngineError` for what is not served."""
     kinds = list(getattr(config, "layer_types", None) or [FULL_ATTENTION] * config.num_hidden_layers)
-    window = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)
     states = WITH_STATES.get(config.model_type, FULL_ATTENTION)
-    if window or not {FULL_ATTENTION, states}.issuperset(kinds):
-        found = f"a sliding window of {window}" if window else ", ".join(sorted(set(kinds)))
+    if not {FULL_ATTENTION, SLIDING, states}.issuperset(kinds):
+        found = ", ".join(sorted(set(kinds) - {FULL_ATTENTION, SLIDING}))
         raise EngineError(
-            f"the embedded engine serves full attention, and linear attention of {', '.join(WITH_STATES)}; "
-            f"this model has {found}: use sglang"
+            "the embedded engine serves full attention, sliding windows, and linear attention of "
+            f"{', '.join(WITH_STATES)}; this model has {found}: use sglang"
         )
     if states in set(kinds) - {FULL_ATTENTION} and cache_argument != "cache":
         raise EngineError(
             f"the embedded engine serves {states} by transformers 5.24 and later: upgrade it, or use sglang"
         )
-    return kinds
+    return [FULL_ATTENTION if kind == SLIDING else kind for kind in kinds]

@@ -3,13 +3,26 @@
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from actors.engines.embedded.decoder import BatchedDecoder, cache_argument, prepare_weights
 from bus.errors import EngineError
 from tests.actors.tiny import CONTEXT, VOCAB, other_model, recomputed, request, tiny_model
 
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15, 16], [17, 18], [3, 4, 5])
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 
 def decoder_of(model, *, slots=16, prefill_tokens=4096) -> BatchedDecoder:
@@ -251,10 +264,35 @@ def test_prepared_weights_are_copies(model):
     assert prepared["model.norm.weight"].tolist() == [2.0] * 32
 
 
-def test_models_with_a_sliding_window_are_refused():
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, use_sliding_window=True, sliding_window=8, max_window_layers=0,
-    )  # fmt: skip
-    with pytest.raises(EngineError, match="this model has sliding_attention: use sglang"):
-        decoder_of(Qwen2ForCausalLM(config))
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MistralConfig(**SIZES, sliding_window=6),
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        Gemma3TextConfig(**SIZES, sliding_window=6, sliding_window_pattern=2, query_pre_attn_scalar=20),
+        GptOssConfig(**SIZES, sliding_window=6, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_sliding_windows_and_sinks_are_those_of_the_model(kind, attention):
+    if kind.model_type == "gpt_oss":
+        attention = "eager"  # transformers has no other on CPU
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind, attn_implementation=attention).eval()
+    decoder = decoder_of(model)
+    decoder.submit([request(str(n), prompt, new=20 + n) for n, prompt in enumerate(PROMPTS)])
+    finished = finish(decoder)
+    for n, prompt in enumerate(PROMPTS):
+        expected = recomputed(model, prompt, finished[str(n)])
+        np.testing.assert_allclose(finished[str(n)].logprobs, expected, atol=1e-5)
+
+
+def test_layers_that_see_tokens_in_another_way_are_refused():
+    config = Qwen2Config(**SIZES)
+    model = Qwen2ForCausalLM(config)
+    config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(
+        EngineError, match=r"sliding windows, and .*; this model has chunked_attention: use sglang"
+    ):
+        decoder_of(model)

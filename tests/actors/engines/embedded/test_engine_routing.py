@@ -23,6 +23,7 @@ PROMPTS = ([3, 4, 5, 6, 7, 8, 9], [12], [13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9])
         ("mixtral", {}),
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
+        ("gpt_oss", {}),
         ("qwen2_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
     ],
 )
