@@ -33,7 +33,7 @@ class EmbeddedEngineConfig(Config):
     """Type of weights, activations and KV cache; log-probs are always float32."""
 
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Implementation of attention in transformers."""
+    """Implementation of attention in transformers; models without `sdpa`, such as gpt-oss, have `eager`."""
 
     prefill_tokens: int = Field(4096, ge=1)
     """Most prompt tokens, with padding, computed between two decode steps; a longer prompt goes alone."""

@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     PretrainedConfig,
     Qwen3NextConfig,
 )
@@ -47,8 +48,15 @@ MODELS = {
         num_experts=8, shared_expert_intermediate_size=48, linear_num_key_heads=2, linear_num_value_heads=4,
         linear_key_head_dim=16, linear_value_head_dim=16,
     ),
+    "gpt-oss": GptOssConfig(
+        **SIZES, num_key_value_heads=2, head_dim=16, num_local_experts=8, sliding_window=6,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    ),
 }  # fmt: skip
-BACKENDS = {"glm": "megatron", "deepseek": "megatron", "qwen3_next": "fsdp"}
+BACKENDS = {"glm": "megatron", "deepseek": "megatron", "gpt-oss": "megatron", "qwen3_next": "fsdp"}
 
 
 def written(config: PretrainedConfig, directory: Path) -> Path:

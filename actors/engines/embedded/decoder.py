@@ -374,11 +374,13 @@ def _prompt_length(request: GenerationRequest) -> int:
 
 
 def _layer_kinds(config: PretrainedConfig, cache_argument: str) -> list[str]:
-    """Return what the cache keeps of each layer: a window is one of the masks alone. Raises `EngineError` for what is not served."""
+    """Return what the cache keeps of each layer; a window is a matter of masks alone.
+
+    Raises `EngineError` for what is not served."""
     kinds = list(getattr(config, "layer_types", None) or [FULL_ATTENTION] * config.num_hidden_layers)
     states = WITH_STATES.get(config.model_type, FULL_ATTENTION)
     if not {FULL_ATTENTION, SLIDING, states}.issuperset(kinds):
-        found = ", ".join(sorted(set(kinds) - {FULL_ATTENTION, SLIDING}))
+        found = ", ".join(sorted(set(kinds)))
         raise EngineError(
             "the embedded engine serves full attention, sliding windows, and linear attention of "
             f"{', '.join(WITH_STATES)}; this model has {found}: use sglang"

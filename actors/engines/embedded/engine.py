@@ -80,8 +80,10 @@ class EmbeddedEngine:
             )
         images = ImageReader.of(model_dir)
         kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+        options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
         attention = EXACT if exact else config.attention
-        options = {"dtype": getattr(torch, config.dtype), "attn_implementation": attention}
+        if attention != "sdpa":  # which transformers takes by itself wherever a model has it
+            options["attn_implementation"] = attention
         with _BUILDING, long_work("loading the model of the engine"):
             if has_weights:
                 model = kind.from_pretrained(model_dir, trust_remote_code=False, **options)

@@ -293,6 +293,7 @@ def test_layers_that_see_tokens_in_another_way_are_refused():
     model = Qwen2ForCausalLM(config)
     config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(
-        EngineError, match=r"sliding windows, and .*; this model has chunked_attention: use sglang"
+        EngineError,
+        match=r"sliding windows, and .*; this model has chunked_attention, full_attention: use sglang",
     ):
         decoder_of(model)

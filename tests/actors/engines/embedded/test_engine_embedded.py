@@ -12,6 +12,7 @@ from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from bus.errors import EngineError
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
+from tests.learner.tiny import tiny_config
 
 PROMPT = [3, 4, 5, 6, 7]
 LONG = 240
@@ -240,3 +241,11 @@ def test_a_loop_that_ends_without_close_ends_the_thread():
     engine._commands.put(lambda: None)
     engine._thread.join(20)
     assert not engine._thread.is_alive()
+
+
+def test_a_model_without_sdpa_has_eager_attention(tmp_path):
+    for family, attention in (("gpt_oss", "eager"), ("gemma3_text", "sdpa")):
+        config = tiny_config(family)
+        config.save_pretrained(tmp_path / family)
+        engine = EmbeddedEngine.from_directory(tmp_path / family, EmbeddedEngineConfig())
+        assert engine._decoder.model.config._attn_implementation == attention
