@@ -80,7 +80,7 @@ def quantise(
 
 @convert.command(usage="Usage: launch convert dequantise SOURCE TARGET [OPTIONS]")
 def dequantise(source: Path, target: Path, *, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
-    """Write a Hugging Face directory in fp8 or int4 as one in bfloat16 or float32.
+    """Write a Hugging Face directory in fp8, int4 or MXFP4 as one in bfloat16 or float32.
 
     The command reads and writes tensor by tensor, so the model may be larger than memory.
 

@@ -1,4 +1,5 @@
-"""`launch convert quantise` and `dequantise`: model directories in fp8 and back, tensor by tensor."""
+"""`launch convert quantise` and `dequantise`: model directories in fp8 or int4 and back, and out of MXFP4,
+tensor by tensor."""
 
 import json
 import shutil
@@ -9,6 +10,7 @@ import torch
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from learner.model_directories import mxfp4_weights
 from learner.model_directories.int4_weights import FromInt4Weights, group_size
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import (
@@ -18,6 +20,7 @@ from learner.model_directories.model_directory import (
     HFWeights,
     save_weights,
 )
+from learner.model_directories.mxfp4_weights import FromMxfp4Weights
 from learner.model_directories.quantised_weights import DequantisedWeights, QuantisedWeights, blocks_of
 from learner.model_directories.written_directory import (
     Converted,
@@ -53,7 +56,7 @@ def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BY
 def dequantise(
     source: Path, target: Path, dtype: torch.dtype, *, shard_bytes: int = SHARD_BYTES
 ) -> Converted:
-    """Write a Hugging Face directory in fp8 or int4 as one with those weights in `dtype`.
+    """Write a Hugging Face directory in fp8, int4 or MXFP4 as one with those weights in `dtype`.
 
     Raises `ConfigError` for a model that is quantised otherwise or not at all, `StorageError` for weights or
     scales that are damaged; then, and after any other failure, there is no `target`."""
@@ -99,6 +102,8 @@ def _config(source: Path) -> dict[str, Json]:
 def _undone(source: Path, found: Json, dtype: torch.dtype, threads: Executor) -> LazyWeights:
     """Return the weights of a directory with this `quantization_config` as they were before."""
     stored = HFWeights(source, STORED_DTYPES)
+    if isinstance(found, dict) and found.get("quant_method") == mxfp4_weights.METHOD:
+        return FromMxfp4Weights(stored, dtype)
     if not isinstance(found, dict) or found.get("quant_method") != METHOD:
         return DequantisedWeights(stored, _blocks(source, found), dtype, threads)
     size = group_size(found)
@@ -116,6 +121,7 @@ def _blocks(source: Path, found: Json) -> Blocks | None:
     if not isinstance(found, dict) or method != "fp8":
         how = f"by {method!r}" if method else "by nothing that it names"
         raise ConfigError(
-            f"{source} is quantised {how} in its {CONFIG}: 'fp8' and '{METHOD}' can be converted"
+            f"{source} is quantised {how} in its {CONFIG}: 'fp8', '{mxfp4_weights.METHOD}' and '{METHOD}' "
+            "can be converted"
         )
     return blocks_of(source / CONFIG, found.get("weight_block_size"))
