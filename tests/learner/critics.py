@@ -12,8 +12,8 @@ from learner.config.critic import CriticConfig
 from tests.learner.tiny import hf_state, tiny_model
 
 CLASSES = {
-    "deepseek_v3": "DeepseekV3ForTokenClassification", "llama": "LlamaForTokenClassification",
-    "qwen3": "Qwen3ForTokenClassification",
+    "deepseek_v3": "DeepseekV3ForTokenClassification", "gpt_oss": "GptOssForTokenClassification",
+    "llama": "LlamaForTokenClassification", "qwen3": "Qwen3ForTokenClassification",
 }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
     codes, scales = torch.ones(96, 64).to(E4M3), torch.ones(1, 1)
     nan = torch.full((96, 64), torch.nan).to(E4M3)
     for number, (quantisation, tensors, error, why) in enumerate([
-        ({"quant_method": "awq"}, {UP: scales}, ConfigError, "is quantised by 'awq' in.*: 'fp8', 'mxfp4' and"),
+        ({"quant_method": "awq"}, {UP: scales}, ConfigError, "by 'awq' in.*: 'fp8', 'mxfp4' and"),
         ({}, {UP: codes}, ConfigError, f"{UP} is in fp8.*has no scales"),
         ({}, {UP: nan, f"{UP}_scale": scales}, StorageError, f"{UP} has values that are not finite"),
         (

@@ -90,6 +90,7 @@ def reference_update(critic, optimizer, samples, config: CriticConfig, lr: float
         ("qwen3", {"tied": True}, "adamw"),
         ("llama", {"hidden_size": 32, "num_hidden_layers": 1}, "adamw"),
         ("deepseek_v3", {}, "adamw"),
+        ("gpt_oss", {}, "adamw"),
         pytest.param("qwen3", {}, "muon", marks=pytest.mark.slow),
     ],
 )

@@ -158,3 +158,13 @@ def test_shared_prefixes_are_refused():
     [batch] = pack([samples[1], *samples], 1000, share_prefixes=True)
     with pytest.raises(ConfigError, match="share_prefixes=true: attention with sinks"):
         build_model(config, dtype=torch.float32).logits(batch)
+
+
+@torch.no_grad()
+def test_in_bfloat16_logits_are_near_those_of_transformers():
+    reference = tiny_model("gpt_oss").bfloat16()
+    samples = random_samples(LENGTHS)
+    [batch] = pack(samples, 1000)
+    expected = reference_logits(reference, samples)
+    found = built_from(reference, dtype=torch.bfloat16).logits(batch)
+    assert (found - expected).float().abs().mean() < 0.03 * expected.float().abs().mean()
