@@ -10,8 +10,7 @@ from bus.errors import ConfigError
 from learner.backends.base import Backend, CriticSource
 from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of
-from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
+from learner.backends.megatron.conversion.torch_dist import is_checkpoint, model_in
 from learner.backends.megatron.model.windows import (
     refuse_shared_sinks,
     refuse_shared_window,
@@ -151,8 +150,4 @@ def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> State | 
         from learner.backends.fsdp.checkpoint_weights import CheckpointWeights  # like the trainer above
 
         return CheckpointWeights(directory, hf_config)
-    family = family_of(hf_config)
-    shape = family.shape(hf_config)
-    weights = MegatronWeights(directory, list(family.rules(shape)), shape)
-    stacks = stacks_of(hf_config)
-    return StackedWeights(weights, stacks) if stacks else weights
+    return model_in(directory, hf_config)

@@ -70,6 +70,29 @@ class SomeWeights(LazyWeights):
         """Return the elements from `start` to `stop` along a dimension, as the state does."""
         return part_of(self._state, name, dimension, start, stop)
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype of each, unread where the state can."""
+        return {name: self.spec(name).dtype for name in self}
+
+
+class JoinedWeights(LazyWeights):
+    """The weights of one, and those of another that it lacks."""
+
+    def __init__(self, first: LazyWeights, second: LazyWeights) -> None:
+        self._of = dict.fromkeys(first, first) | {name: second for name in second if name not in first}
+        super().__init__(self._of)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._of[name][name]
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype without reading the tensor."""
+        return self._of[name].spec(name)
+
+    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop` along a dimension, as the one that has it does."""
+        return self._of[name].part(name, dimension, start, stop)
+
 
 def spec_of(state: State, name: str) -> Spec:
     """Return shape and dtype of one tensor, unread where that is possible."""

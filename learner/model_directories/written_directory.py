@@ -22,13 +22,13 @@ class Converted:
     directory: Path
     tensors: int
     size_bytes: int
-    left_out: int = 0
-    """Tensors of the source that are no part of what is trained."""
+    beside: int = 0
+    """Tensors among them that are no part of what is trained."""
 
     def __str__(self) -> str:
-        without = f", {self.left_out} of heads for several next tokens left out" if self.left_out else ""
+        heads = f", {self.beside} of them of heads for several next tokens" if self.beside else ""
         written = f"{self.tensors} tensors, {self.size_bytes / 1e9:.3f} GB, verified"
-        return f"wrote {self.directory}: {written}{without}"
+        return f"wrote {self.directory}: {written}{heads}"
 
 
 class Digesting(LazyWeights):

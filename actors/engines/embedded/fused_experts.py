@@ -1,8 +1,10 @@
-"""Experts as published, one tensor each, become the fused tensors that transformers computes with."""
+"""Weights as published become those that transformers computes with: experts, one tensor each, become fused
+tensors, and heads for several next tokens are left out."""
 
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +13,20 @@ from bus.errors import EngineError
 _ONE = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 """Qwen's and Mixtral's words."""
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def without_heads_behind(state: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+    """Leave out heads for several next tokens: layers behind the model's, which transformers lacks."""
+    heads, layers = getattr(config, "num_nextn_predict_layers", None), config.num_hidden_layers
+
+    def is_behind(name: str) -> bool:
+        place = _LAYER.match(name)
+        return place is not None and layers <= int(place[1]) < layers + heads
+
+    return {name: each for name, each in state.items() if not is_behind(name)} if heads else state
 
 
 def fuse_experts(

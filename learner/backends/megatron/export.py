@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -17,13 +19,18 @@ from learner.backends.megatron.conversion.weights import (
     whole_on_rank_0,
 )
 from learner.backends.megatron.model.model import PolicyModel
+from learner.model_directories.lazy_weights import SomeWeights
 
 
 class WeightExport:
     """Gathers weights at rank 0. The parameters must be settled (`Trainer.settle_parameters`) before."""
 
-    def __init__(self, chunks: Sequence[PolicyModel], hf_config: PretrainedConfig) -> None:
+    def __init__(
+        self, chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, beside: SomeWeights
+    ) -> None:
+        """Export `beside` with the model's weights, as it is, read anew each time."""
         self._chunks = chunks
+        self._beside = beside
         self._hf_config = hf_config
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._known_holders: Holders | None = None
@@ -34,6 +41,11 @@ class WeightExport:
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
         yield from stream_hf_weights(self._chunks, self._hf_config, self._holders())
+        yield from self._others()
+
+    def _others(self) -> Iterator[tuple[str, Tensor]]:
+        if dist.get_rank() == 0:
+            yield from self._beside.items()
 
     def copies(self) -> dict[str, Tensor]:
         """Copies of all weights on rank 0; nothing on the others."""
@@ -49,8 +61,13 @@ class WeightExport:
             rest = partial(stream_hf_weights, self._chunks, self._hf_config, holders, without=here)
             if len(here) == len(shapes):
                 rest = partial(iter, ())  # nobody sends any
-            exported = Exported(shapes, here, rest, float32_weights(self._hf_config))
-            self._exported, self._addresses = exported, addresses
+            self._addresses = addresses
+            self._exported = Exported(
+                shapes | {name: self._beside.spec(name).shape for name in self._beside},
+                here,
+                lambda: chain(rest(), self._others()),
+                float32_weights(self._hf_config) | self._beside.dtypes(),
+            )
         return self._exported
 
     def _holders(self) -> Holders:

@@ -23,6 +23,7 @@ from learner.backends.megatron.conversion.weights import (
     find_holders,
     global_name,
     stream_hf_weights,
+    weights_beside,
 )
 from learner.backends.megatron.model.adapter import (
     CHANGE,
@@ -70,7 +71,8 @@ class ChunkAdapters:
         linear = [rule for rule in rules if LINEAR.search(rule.megatron) and not EXPERT.search(rule.megatron)]
         places = places_in(stacks_of(hf_config))
         names = dict.fromkeys(file_name(part, places) for rule in rules for part in rule.parts)
-        self._base = SomeWeights(base, names)
+        self._beside = weights_beside(hf_config, base)
+        self._base = SomeWeights(base, [*names, *self._beside])
         self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
         modules = targeted(config, [module for rule in linear for module in _modules(rule)])
         self._targets = dict.fromkeys(modules)
@@ -177,7 +179,7 @@ class ChunkAdapters:
     def described(self) -> Adapters:
         """Return what others than this backend need of them."""
         streamed = partial(self._streamed, torch.float32)
-        exact = float32_weights(self._hf_config)
+        exact = float32_weights(self._hf_config) | self._beside.dtypes()
         return Adapters(self.config, self._base, exact, [*self._targets], streamed)
 
     def saved(self) -> dict[str, JsonValue]:

@@ -26,7 +26,7 @@ from learner.backends.megatron.checkpoint.state import (
 )
 from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.conversion.base import is_adapter
-from learner.backends.megatron.conversion.weights import load_hf_weights
+from learner.backends.megatron.conversion.weights import load_hf_weights, weights_beside
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
 from learner.backends.megatron.ddp import data_parallel
@@ -95,7 +95,7 @@ class Trainer:
         else:
             chosen = f"learner.lora.targets={list(lora.targets)}"
             refuse_idle_ranks(self.chunks, chosen, "name targets that every stage has")
-        self._export = WeightExport(self.chunks, hf_config)
+        self._export = WeightExport(self.chunks, hf_config, weights_beside(hf_config, state))
         self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""

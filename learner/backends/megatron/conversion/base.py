@@ -179,6 +179,11 @@ FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), SAME
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), SAME)
 
 
+def as_it_came(name: str) -> Rule:
+    """Make the rule of a tensor that is no part of the model, and is kept under its Hugging Face name."""
+    return Rule(name, (name,), SAME)
+
+
 def is_adapter(name: str) -> bool:
     """Tell whether a parameter of megatron-core's model is an adapter's, by its name."""
     return f"{ADAPTER}." in name
@@ -283,8 +288,8 @@ class Family:
     qk_norm: bool = False
     rotated_parts: tuple[float, ...] = (1.0,)
     """Shares of a head, from its beginning, that the rotary embedding may rotate."""
-    left_out: Callable[[str], bool] = lambda name: False
-    """Tells names of files that are no part of what is trained, and are not exported."""
+    beside: Callable[[str], bool] = lambda name: False
+    """Tells names of files that are no part of what is trained, and are exported as they came."""
 
     def shape(self, hf_config: PretrainedConfig) -> Shape:
         """Read the shape from a transformers configuration."""

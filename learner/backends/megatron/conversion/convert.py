@@ -9,11 +9,17 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
-from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
+from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape, as_it_came
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.published import load_published
-from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of, unstacked
-from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
+from learner.backends.megatron.conversion.stacks import stacks_of, unstacked
+from learner.backends.megatron.conversion.torch_dist import (
+    MegatronWeights,
+    is_checkpoint,
+    model_in,
+    write_tensors,
+)
+from learner.backends.megatron.conversion.weights import weights_beside
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
 from learner.checkpoint.manifest import (
@@ -25,13 +31,14 @@ from learner.checkpoint.manifest import (
     refuse_other_model,
     write_manifest,
 )
-from learner.model_directories.lazy_weights import LazyWeights, Spec, main_dtype
+from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, Spec, main_dtype
 from learner.model_directories.model_directory import (
     SHARD_BYTES,
     HFWeights,
     copy_tokenizer,
     has_tokenizer,
     load_hf_config,
+    load_hf_directory,
     load_tokenizer,
     refuse_other_vocabulary,
     save_hf_directory,
@@ -62,8 +69,10 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
         refuse_other_vocabulary(hf_config, load_tokenizer(source), source)
     _refuse_misfits(source, hf_config, state)
     shape = shape_of(hf_config)
-    rules = {rule.megatron: rule for rule in family_of(hf_config).rules(shape)}
     seen = Digesting(_by_rule(state, hf_config))
+    beside = list(filter(family_of(hf_config).beside, state))
+    every_rule = [*family_of(hf_config).rules(shape), *map(as_it_came, beside)]
+    rules = {rule.megatron: rule for rule in every_rule}
     specs = {name: _whole(rule, shape, seen) for name, rule in rules.items()}
 
     def make(name: str) -> Tensor:
@@ -77,10 +86,9 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
         hf_config.save_pretrained(temporary)
         copy_tokenizer(source, temporary)
-        size_bytes = verified_size(MegatronWeights(temporary, list(rules.values()), shape), seen.digests)
+        size_bytes = verified_size(MegatronWeights(temporary, every_rule, shape), seen.digests)
         write_manifest(temporary, model=fingerprint(hf_config), training=None, extra={}, digests={})
-    left_out = sum(map(family_of(hf_config).left_out, state))
-    return Converted(target, len(seen.digests), size_bytes, left_out)
+    return Converted(target, len(seen.digests), size_bytes, len(beside))
 
 
 def megatron_to_hf(
@@ -91,8 +99,8 @@ def megatron_to_hf(
     Args:
         source: a checkpoint, or a directory of several, of which the newest is taken.
         target: must not exist yet.
-        model: Hugging Face directory whose configuration and tokenizer go along; without it those that
-            lie in `source`.
+        model: directory whose configuration and tokenizer go along, and heads for several next tokens if it
+            has weights; without it the configuration and the tokenizer that lie in `source`.
         shard_bytes: largest size of one file of weights.
 
     Raises `StorageError` for a damaged checkpoint, `ConfigError` for a configuration or a tokenizer that is
@@ -110,15 +118,24 @@ def megatron_to_hf(
     if tokenizer_dir is not None:
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
-    shape = shape_of(hf_config)
-    weights = MegatronWeights(source, list(family_of(hf_config).rules(shape)), shape)
-    seen = Digesting(StackedWeights(weights, stacks_of(hf_config)))
+    weights = model_in(source, hf_config)
+    if model is not None and getattr(hf_config, "num_nextn_predict_layers", None):
+        weights = _with_heads_of(model, hf_config, weights)
+    seen = Digesting(weights)
     hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
     with filling(target) as temporary:
         with seen.shown(f"converting {source}"):
             save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
         size_bytes = verified_size(HFWeights(temporary), seen.digests)
-    return Converted(target, len(seen.digests), size_bytes)
+    return Converted(target, len(seen.digests), size_bytes, sum(map(family_of(hf_config).beside, seen)))
+
+
+def _with_heads_of(model: Path, hf_config: PretrainedConfig, weights: LazyWeights) -> LazyWeights:
+    """Return the weights, and heads for several next tokens from a model directory: the checkpoints of a run
+    have none, since they would be the same in all."""
+    if not is_checkpoint(model) and not any(model.glob("*.safetensors")):
+        return weights
+    return JoinedWeights(weights, weights_beside(hf_config, load_hf_directory(model)[1]))
 
 
 def _by_rule(state: LazyWeights, hf_config: PretrainedConfig) -> LazyWeights:
@@ -151,14 +168,14 @@ def _refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeight
         expected = {name: size for name, size in expected.items() if name not in OUTPUT.parts}
     problems = [f"missing {name} {list(size)}" for name, size in expected.items() if name not in state]
     ignored = (*OUTPUT.parts,) if hf_config.tie_word_embeddings else ()
-    left_out = family_of(hf_config).left_out
+    beside = family_of(hf_config).beside
     problems += [
         f"unexpected {name}"
         for name in state
         if name not in expected
         and name not in ignored
         and not name.endswith("rotary_emb.inv_freq")
-        and not left_out(name)
+        and not beside(name)
     ]
     problems += [
         f"{name} is {list(state.spec(name).shape)}, not {list(size)}"

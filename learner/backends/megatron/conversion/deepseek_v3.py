@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and Kimi-K2, without their heads for several next tokens."""
+"""DeepSeek-V3 and R1, and Kimi-K2, whose heads for several next tokens are kept as they come."""
 
 import math
 import re
@@ -148,5 +148,5 @@ def deepseek_v3(hf_config: PretrainedConfig) -> Family:
                 "must be qk_rope_head_dim, or left out",
             ),
         ),
-        left_out=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
+        beside=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
     )

@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6, without their heads for several next tokens."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6, whose heads for several next tokens are kept as they come."""
 
 import math
 from collections.abc import Sequence
@@ -99,5 +99,5 @@ def glm4_moe(hf_config: PretrainedConfig) -> Family:
         qkv_bias=hf_config.attention_bias,
         qk_norm=hf_config.use_qk_norm,
         rotated_parts=(0.5, 1.0),
-        left_out=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
+        beside=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
     )

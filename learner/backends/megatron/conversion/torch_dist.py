@@ -18,10 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from transformers import PretrainedConfig
 
 from bus.errors import StorageError
 from learner.backends.lora import refuse_adapters_alone
-from learner.backends.megatron.conversion.base import Rule, Shape, is_adapter
+from learner.backends.megatron.conversion.base import Rule, Shape, as_it_came, is_adapter
+from learner.backends.megatron.conversion.families import family_of
+from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 
 TENSORS = "__0_0.distcp"
@@ -60,12 +63,19 @@ def place_of(megatron: str) -> Place:
 class MegatronWeights(LazyWeights):
     """The model in a checkpoint, by Hugging Face names and in their layout."""
 
-    def __init__(self, directory: Path, rules: Sequence[Rule], shape: Shape) -> None:
-        """Read the metadata. Raises `StorageError` when it is unreadable or lacks a tensor, and `ConfigError`
-        where there are adapters alone."""
+    def __init__(
+        self,
+        directory: Path,
+        rules: Sequence[Rule],
+        shape: Shape,
+        beside: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """Read the metadata, which may have tensors `beside` the model. Raises `StorageError` when it is
+        unreadable or lacks a tensor, and `ConfigError` where there are adapters alone."""
         self._directory = directory
         self._shape = shape
         self._metadata = _read_metadata(directory)
+        rules = [*rules, *map(as_it_came, filter(beside, self._metadata.state_dict_metadata))]
         self._rule_of = {part: (rule, n) for rule in rules for n, part in enumerate(rule.parts)}
         super().__init__(self._rule_of)
         self._last: tuple[Rule, Sequence[Tensor]] | None = None
@@ -126,6 +136,15 @@ class MegatronWeights(LazyWeights):
                 return tensor
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             raise StorageError(f"cannot read {key} in {file}: {error}") from error
+
+
+def model_in(directory: Path, hf_config: PretrainedConfig) -> LazyWeights:
+    """Return the weights in a checkpoint by their names in files; raises as `MegatronWeights` does."""
+    family = family_of(hf_config)
+    shape = family.shape(hf_config)
+    weights = MegatronWeights(directory, list(family.rules(shape)), shape, family.beside)
+    stacks = stacks_of(hf_config)
+    return StackedWeights(weights, stacks) if stacks else weights
 
 
 def _counts_tokens(rule: Rule) -> bool:

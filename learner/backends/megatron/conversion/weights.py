@@ -39,7 +39,7 @@ from learner.backends.megatron.conversion.stacks import (
     unstacked,
 )
 from learner.backends.megatron.core import parallel_state
-from learner.model_directories.lazy_weights import State, part_of, spec_of
+from learner.model_directories.lazy_weights import SomeWeights, State, part_of, spec_of
 from learner.world.process_group import device, gathered
 
 log = structlog.get_logger()
@@ -58,10 +58,10 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     rules = list(family.rules(shape))
     slices = slices_of(chunks)
     stacks = stacks_of(hf_config)
-    wanted = {name for name in state if not family.left_out(name)}
+    wanted = {name for name in state if not family.beside(name)}
     if len(wanted) < len(state) and dist.get_rank() == 0:
-        why = "heads for several next tokens are neither trained nor exported"
-        log.info("weights_left_out", tensors=len(state) - len(wanted), why=why)
+        why = "heads for several next tokens are not trained, and are exported as they came"
+        log.info("weights_not_trained", tensors=len(state) - len(wanted), why=why)
     places = places_in(stacks)
     problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted, places)))
     if problems:
@@ -75,6 +75,12 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
         for rule in tracked(rules, "loading the weights"):
             if mine := slices.get(rule.megatron):
                 mine.parameter.copy_(slice_of(rule, mine, state, shape))
+
+
+def weights_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
+    """Return those that are no part of what is trained."""
+    beside = family_of(hf_config).beside
+    return SomeWeights(state, [name for name in state if beside(name)])
 
 
 def _tell_rounded_routers(rules: Sequence[Rule], state: State, dtype: torch.dtype) -> None:
@@ -349,7 +355,7 @@ def _problems(
     slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State, wanted: Set[str],
     places: Places,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield what does not fit; `wanted` are the names in `state` that the family does not leave out."""
+    """Yield what does not fit; `wanted` are the names in `state` of what the family trains."""
     expected_shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if rule.megatron in slices:

@@ -106,7 +106,7 @@ def test_names_and_bits_of_weights_are_those_of_transformers(query_rank):
     assert all(tensor.equal(state[name]) for name, tensor in exported.items())
 
 
-def test_heads_for_several_next_tokens_are_left_out():
+def test_heads_for_several_next_tokens_are_no_part_of_the_model():
     reference = tiny_model("deepseek_v3", num_mtp_layers=1)
     state = hf_state(reference)
     more = {
@@ -115,7 +115,7 @@ def test_heads_for_several_next_tokens_are_left_out():
     }
     with capture_logs() as said:
         built = built_from(reference, {**state, **more})
-    assert [(each["event"], each["tensors"]) for each in said] == [("weights_left_out", 2)]
+    assert [(each["event"], each["tensors"]) for each in said] == [("weights_not_trained", 2)]
     assert export_hf_weights([built], reference.config).keys() == state.keys()
     with pytest.raises(ConfigError, match=r"unexpected model\.layers\.3\.mlp\.gate\.weight"):
         built_from(reference, {**state, "model.layers.3.mlp.gate.weight": torch.zeros(8, 64)})
@@ -140,8 +140,8 @@ def test_the_published_configuration_is_taken():
     assert layout_problems(layout, shape_of(config)) == []
     family = family_of(config)
     assert family.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
-    assert family.left_out("model.layers.61.shared_head.norm.weight")
-    assert not family.left_out("model.layers.60.mlp.gate.weight")
+    assert family.beside("model.layers.61.shared_head.norm.weight")
+    assert not family.beside("model.layers.60.mlp.gate.weight")
     names = [part for rule in family.rules(family.shape(config)) for part in rule.parts]
     assert len(names) == 3 + 61 * 9 + 3 * 3 + 58 * (2 + 3 + 3 * 256)
 

@@ -31,7 +31,7 @@ def test_logits_are_those_of_transformers_as_the_configuration_says(changes):
     assert difference.abs().max() < 1e-5
 
 
-def test_heads_for_several_next_tokens_are_left_out():
+def test_heads_for_several_next_tokens_are_no_part_of_the_model():
     reference = tiny_model("glm4_moe", num_mtp_layers=1)
     state = hf_state(reference)
     more = {
