@@ -123,6 +123,8 @@ CASES = {
     "pp2 vpp2 deepseek": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, DEEPSEEK),
     "dp2 gemma overlapped": Case(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, GEMMA),
     "tp2 sp gemma": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}, GEMMA),
+    "cp2 ring short whole gemma": Case(2, RING | {"context_min_tokens": 18}, GEMMA),
+    "cp2 short whole gpt-oss": Case(2, {"context": 2, "context_min_tokens": 18}, GPT_OSS),
     "cp2 gemma": Case(2, {"context": 2, "recompute": "selective"}, GEMMA),
     "pp2 vpp2 gemma": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, GEMMA),
     "dp2 gpt-oss overlapped": Case(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, GPT_OSS),

@@ -60,8 +60,8 @@ def test_whole_sequences_need_nothing_of_other_ranks(ring):
     def parts(lengths):
         [whole] = pack(random_samples(lengths), 1000)
         share = share_of_rank(whole, ranks=2, rank=0, min_tokens=20)
-        layout = pack_layout(share, rope, torch.float32, ranks)
-        assert len(layout.rotation[0]) == len(share.tokens)
+        layout = pack_layout(share, [rope], torch.float32, ranks)
+        assert len(layout.rotations[0][0]) == len(share.tokens)
         return [(n, part.context is not None, part.ring is not None) for n, part in layout.parts]
 
     assert parts([9, 9, 8, 8]) == [(17, False, False)]

@@ -11,7 +11,7 @@ from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
 from learner.backends.megatron.frozen_weights import freeze_others
 from learner.backends.megatron.layout import layout_problems
-from learner.backends.megatron.model.model import build_model
+from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.windows import windows_of
 from learner.backends.trainable import TrainableWeights
@@ -148,6 +148,12 @@ def test_ranks_that_share_an_expert_are_refused():
     shared = ParallelConfig(tensor=2, sequence=True, expert_tensor=2)
     [problem] = layout_problems(shared, shape_of(tiny_config("gpt_oss")))
     assert problem.startswith("expert_tensor=2: ranks that share an expert would each add its bias")
+
+
+def test_keys_that_pass_by_are_refused():
+    ring = ParallelConfig(context=2, context_attention="ring")
+    with pytest.raises(ConfigError, match="context_attention=ring does not have attention with sinks"):
+        build_chunks(tiny_config("gpt_oss"), dtype=torch.float32, parallel=ring)
 
 
 def test_shared_prefixes_are_refused():
