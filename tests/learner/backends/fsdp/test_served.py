@@ -9,7 +9,6 @@ import pytest
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
-from bus.errors import EngineError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, micro_batch_of, pack
@@ -19,8 +18,9 @@ from tests.learner.tiny import TIS, hf_state, random_samples
 ENGINE = EmbeddedEngineConfig(dtype="float32")
 
 
-async def test_the_engine_gives_published_weights_the_learners_logprobs(tmp_path: Path):
-    model = family_model("llama with scaled rope")
+@pytest.mark.parametrize("family", ["llama with scaled rope", "gemma3", "gpt_oss"])
+async def test_the_engine_gives_published_weights_the_learners_logprobs(tmp_path: Path, family: str):
+    model = family_model(family)
     trainer = FsdpTrainer(model.config, hf_state(model), OptimizerConfig(lr=1e-2))
     [sample] = random_samples([40])
     trainer.train_step(pack([sample], 100), TIS, policy_version=0)
@@ -67,10 +67,3 @@ async def test_tokens_that_the_engine_samples_have_the_learners_logprobs_also_wh
     [[learned, _]] = trainer.logprobs([micro_batch_of(samples)])
     served = np.concatenate([answer.logprobs for answer in answers])
     assert np.abs(served - learned.numpy()[~np.isnan(learned.numpy())]).max() < 3e-5
-
-
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_the_engine_refuses_sliding_windows_by_name(tmp_path: Path, family: str):
-    family_model(family).config.save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="sliding"):
-        EmbeddedEngine.from_directory(tmp_path, ENGINE.model_copy(update={"attention": "eager"}))
