@@ -37,5 +37,8 @@ def _problems(config: "RunConfig") -> Iterator[str]:
             f"learner.publication.quantisation={learner.publication.quantisation}: set it to none, or "
             "learner.quantisation_aware to true, with which the learner computes with the same weights"
         )
-    if learner.backend != "fsdp":
-        yield f"learner.backend={learner.backend}: its kernels are not the engine's; set it to fsdp"
+    for name in ("tensor", "pipeline", "virtual_pipeline", "context"):
+        if (ranks := getattr(learner.parallel, name)) > 1:
+            yield f"learner.parallel.{name}={ranks}: ranks would share sums; set it to 1"
+    if learner.batch.share_prefixes:
+        yield "learner.batch.share_prefixes=true: its attention adds up otherwise; set it to false"

@@ -71,8 +71,8 @@ class ModelConfig(Config):
 
     numerics: Literal["fast", "exact"] = "fast"
     """Arithmetic of learner and engines. With `exact` both compute the log-prob of a token to the same bit,
-    whatever else is in the batch, at several times the cost. It takes a dense model in float32, the embedded
-    engine and `learner.backend=fsdp`."""
+    whatever else is in the batch, at two to three times the cost. It takes a dense model in float32 and the
+    embedded engine."""
 
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in Hugging Face names: these weights stay as they are."""

@@ -98,26 +98,36 @@ def make_exact(
     depend on the rest of a batch."""
     refuse_other_arithmetic(model.device)
     config = model.config.get_text_config()
-    refuse_vocabulary(config.vocab_size)
-    if config.max_position_embeddings > MOST_KEYS:
-        raise ConfigError(
-            f"model.numerics=exact attends to at most {MOST_KEYS} tokens, the model's context is "
-            f"{config.max_position_embeddings} (max_position_embeddings): set model.numerics=fast"
-        )
+    refuse_sizes(config.vocab_size, config.max_position_embeddings)
     exact = ExactFunctions(keeps_weights=keeps_weights)
     for module in model.modules():
         if not list(module.children()):
             module.forward = _under(exact, module.forward)
+    refuse_other_operations(forward, type(model).__name__)
+    exact.forget_weights()
+    return exact
+
+
+def refuse_sizes(vocabulary: int, context: int) -> None:
+    """Raise `ConfigError` for more tokens than sums take."""
+    refuse_vocabulary(vocabulary)
+    if context > MOST_KEYS:
+        raise ConfigError(
+            f"model.numerics=exact attends to at most {MOST_KEYS} tokens, the model's context is {context} "
+            "(max_position_embeddings): set model.numerics=fast"
+        )
+
+
+def refuse_other_operations(forward: Callable[[], object], name: str) -> None:
+    """Raise `ConfigError` for operations of a pass that may depend on the rest of a batch."""
     with torch.no_grad(), _Audit() as audit:
         forward()
-    exact.forget_weights()
     if audit.others:
         raise ConfigError(
-            f"model.numerics=exact does not know {', '.join(sorted(audit.others))}, which "
-            f"{type(model).__name__} computes: the result may depend on the other tokens of a batch; set "
-            "model.numerics=fast, or train a dense model such as Qwen3 or Llama"
+            f"model.numerics=exact does not know {', '.join(sorted(audit.others))}, which {name} computes: "
+            "the result may depend on the other tokens of a batch; set model.numerics=fast, or train a dense "
+            "model such as Qwen3 or Llama"
         )
-    return exact
 
 
 def _under(mode: TorchFunctionMode, forward: Callable[..., Any]) -> Callable[..., Any]:

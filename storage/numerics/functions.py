@@ -109,16 +109,20 @@ def rsqrt(x: Tensor) -> Tensor:
     return with_gradient(elementary.reciprocal_sqrt, torch.rsqrt, x)  # type: ignore[no-any-return]
 
 
+def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of angles, without gradient."""
+    with exactly():
+        return elementary.cos_sin(x)
+
+
 def cos(x: Tensor) -> Tensor:
     """Return the cosine of angles."""
-    with exactly():
-        return elementary.cos_sin(x)[0]
+    return cos_sin(x)[0]
 
 
 def sin(x: Tensor) -> Tensor:
     """Return the sine of angles."""
-    with exactly():
-        return elementary.cos_sin(x)[1]
+    return cos_sin(x)[1]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:

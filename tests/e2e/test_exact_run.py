@@ -20,7 +20,7 @@ from tests.e2e.commands import Command, assert_whole
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 STEPS, TEMPERATURE = 6, 0.8
 SMALL = (
-    "--preset", "sort", "--model.numerics", "exact", "--learner.backend", "fsdp", "--warmup.steps", "10",
+    "--preset", "sort", "--model.numerics", "exact", "--warmup.steps", "10",
     "--warmup.batch-size", "8", "--warmup.threads", "1", "--sampling.temperature", str(TEMPERATURE),
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
     "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
@@ -46,8 +46,9 @@ def assert_engines_agreed(directory: Path) -> None:
     assert {each["engine/probe_nats"] for each in found} == {0.0}
 
 
-def test_a_synchronous_run_logs_a_mismatch_of_exactly_zero_at_each_step(tmp_path: Path):
-    records = run_for(tmp_path, STEPS, "--admission.max-staleness", "0")
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_synchronous_run_logs_a_mismatch_of_exactly_zero_at_each_step(tmp_path: Path, backend: str):
+    records = run_for(tmp_path, STEPS, "--admission.max-staleness", "0", "--learner.backend", backend)
     directory = tmp_path / "runs/sort"
     assert_whole(directory, STEPS, 4, 4)
     steps = [each for each in records if each.get("train/stage") == "rl"]
@@ -58,7 +59,7 @@ def test_a_synchronous_run_logs_a_mismatch_of_exactly_zero_at_each_step(tmp_path
 
 
 def replayed(trajectories: list[Trajectory], model: Path, version: int, snapshot: Path) -> np.ndarray:
-    """Differences of the tokens of a version from what the learner makes of them with its weights."""
+    """Differences of the tokens of a version from what the other backend makes of them with its weights."""
     learner = FsdpTrainer(
         AutoConfig.from_pretrained(model), load_file(snapshot), OptimizerConfig(), exact=True
     )

@@ -10,7 +10,7 @@ from learner.settings import used_diagnostics
 
 EXACT = {
     "model": {"dtype": "float32", "numerics": "exact"},
-    "learner": {"backend": "fsdp", "publish_dtype": "float32"},
+    "learner": {"publish_dtype": "float32"},
 }
 
 
@@ -39,6 +39,8 @@ def test_all_settings_that_do_not_are_named_at_once():
 @pytest.mark.parametrize(
     ("other", "said"),
     [
+        ({"learner": {"parallel": {"tensor": 2}, "world": {"processes": 2}}}, r"parallel\.tensor=2: ranks"),
+        ({"learner": {"batch": {"share_prefixes": True}}}, "share_prefixes=true: its attention"),
         ({"actors": {"engine": {"type": "sglang"}}}, r"actors\.engine\.type=sglang: its kernels"),
         (
             {"learner": {"publication": {"quantisation": "fp8_block"}}},

@@ -36,6 +36,7 @@ from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
+from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
@@ -77,12 +78,16 @@ class Trainer:
         """Build the model and load `state`, by Hugging Face names; `parallel` is what `init_world` got.
 
         With `critic` it has a critic beside it. With `lora`, adapters are trained, and `trainable` counts for
-        nothing. Raises `ConfigError` for a model that cannot be trained.
+        nothing; with `exact`, log-probs are those of the embedded engine to the bit. Raises `ConfigError` for
+        a model that cannot be trained.
         """
         self.hf_config = hf_config
         self.dtype = dtype
         self.parallel = parallel
         self.chunks: list[PolicyModel] = build_chunks(hf_config, dtype=dtype, parallel=parallel)
+        if exact:
+            [whole] = self.chunks  # the configuration refuses parts of a model
+            make_exact(whole)
         load_hf_weights(self.chunks, hf_config, state)
         self.trainable = trainable
         self.lora = ChunkAdapters(self.chunks, hf_config, lora, state) if lora.exists else None

@@ -16,6 +16,7 @@ from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
 from actors.weights.torch_tensors import torch_tensors
 from learner.backends.base import Backend
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.megatron.trainer import Trainer
 from learner.backends.output import policy_output
 from learner.backends.quantised.rounding import Rounding
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
@@ -37,7 +38,7 @@ from tests.learner.exact import (
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
-BACKENDS = {"fsdp": FsdpTrainer}
+BACKENDS = {"fsdp": FsdpTrainer, "megatron": Trainer}
 
 
 def learner_of(backend: str, family: str, state: Mapping[str, Tensor] | None = None, **settings: object):

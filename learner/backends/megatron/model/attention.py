@@ -11,7 +11,7 @@ after another, and attends from its own queries.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,6 +152,8 @@ def _sequences_layout(
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
     """Megatron-core's layer, with queries, keys and values made in one pass instead of a dozen."""
 
+    split_heads = staticmethod(split_heads)
+
     def __init__(self, *args: Any, rope: int = 0, **kwargs: Any) -> None:
         """`rope` is the number of this layer's rotary embedding."""
         super().__init__(*args, **kwargs)
@@ -165,7 +167,7 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
         if self.config.num_query_groups < self.world_size:
             mixed = self._of_shared_group(mixed)
         normed = self.config.qk_layernorm
-        query, key, value = split_heads(
+        query, key, value = self.split_heads(
             mixed,
             self.q_layernorm.factors if normed else None,
             self.k_layernorm.factors if normed else None,
@@ -223,6 +225,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         each head has one."""
         super().__init__(config=config)
         self.window = window
+        self.attend: Callable[..., Tensor] | None = None
+        """Causal attention in the place of the ordinary one."""
         self.sinks: torch.nn.Parameter | None = None
         if sinks:
             heads = config.num_attention_heads // pg_collection.tp.size()
@@ -282,7 +286,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
                 query, key, value, self.sinks, layout.sets, scale=self.scale, window=self.window
             )
         if layout.buckets:
-            attend = partial(causal_attention, scale=self.scale, window=self.window)
+            attend = self.attend or partial(causal_attention, window=self.window)
+            attend = partial(attend, scale=self.scale)
             return bucketed_attention(query, key, value, layout.buckets, layout.slots, attend)
         return causal_varlen_attention(
             query,

@@ -59,6 +59,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         self.ropes = ropes_of(hf_config, config.kv_channels if latent is None else latent.rotated, device())
         self.embedding_scale, self.sinks = family.embedding_scale, family.sinks
         self.real_vocab_size = hf_config.vocab_size
+        self.is_exact = False
+        """Whether it computes in exact arithmetic (exact.py)."""
         _mark_cut_weights(self)
 
     def forward(
@@ -68,23 +70,24 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
         `batch` is this rank's share (learner/backends/megatron/sharding.py).
         """
-        hidden = self._hidden(batch)
+        hidden = self.hidden(batch)
         if not self.post_process:
             return hidden
         first_label, weight = self._head_weight()
         return policy_output(
             self._of_all_tokens(hidden), weight, batch, token_loss, top,
             first_label=first_label, largest_part=self.output_layer.output_size_per_partition,
-            group=self.pg_collection.tp,
+            group=self.pg_collection.tp, exact=self.is_exact,
         )  # fmt: skip
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the [T, V] logits of every position, for evaluation and tests; of a whole model only."""
         _, weight = self._head_weight()
-        hidden = self._of_all_tokens(self._hidden(batch))
+        hidden = self._of_all_tokens(self.hidden(batch))
         return F.linear(hidden if batch.tree is None else hidden[batch.tree.computed], weight)
 
-    def _hidden(self, batch: MicroBatch) -> Tensor:
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Return the hidden states of the computed tokens behind the last layer of this stage, [T, 1, H]."""
         tree = batch.tree
         context = self.pg_collection.cp
         ranks = ContextRanks(context.size(), context.rank(), ring=self.config.cp_comm_type == "p2p")

@@ -55,7 +55,7 @@ class _SplitHeads(torch.autograd.Function):
         """Keep nothing but the input."""
         ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin)
         ctx.settings = settings
-        heads = _by_group(mixed, settings)
+        heads = heads_by_group(mixed, settings)
         forward = kernels.split_heads if mixed.is_cuda else _split
         query, key = forward(heads, query_weight, key_weight, cos, sin, settings.eps)
         return query, key, heads[:, :, -1]
@@ -64,13 +64,14 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Write the gradients of all three into one tensor."""
         mixed, query_weight, key_weight, cos, sin = ctx.saved_tensors
-        heads = _by_group(mixed, ctx.settings)
+        heads = heads_by_group(mixed, ctx.settings)
         backward = kernels.join_heads if mixed.is_cuda else _join
         grad, *of_weights = backward(heads, query_weight, key_weight, cos, sin, ctx.settings.eps, *grads)
         return grad.view_as(mixed), *of_weights, None, None, None
 
 
-def _by_group(mixed: Tensor, settings: HeadSettings) -> Tensor:
+def heads_by_group(mixed: Tensor, settings: HeadSettings) -> Tensor:
+    """Return [T, groups, heads / groups + 2, d]: each group's queries, its key and its value."""
     return mixed.view(len(mixed), settings.groups, -1, settings.width)
 
 
@@ -84,7 +85,7 @@ def _split(
 ) -> list[Tensor]:
     """Return queries and keys [T, heads, d] of `heads` [T, groups, heads / groups + 2, d]."""
     result = []
-    for place, weight in _queries_and_keys(heads, query_weight, key_weight):
+    for place, weight in queries_and_keys(heads, query_weight, key_weight):
         x = _wide(heads[:, :, place])
         if weight is not None:
             x = (x * _scale(x, eps)).mul_(_wide(weight))
@@ -108,7 +109,7 @@ def _join(
     joined = torch.empty_like(heads)
     joined[:, :, -1] = grads[2]
     of_weights: list[Tensor | None] = []
-    parts = _queries_and_keys(heads, query_weight, key_weight)
+    parts = queries_and_keys(heads, query_weight, key_weight)
     for (place, weight), grad in zip(parts, grads[:2], strict=True):
         into = joined[:, :, place]
         grad = _rotated(_wide(grad.reshape(into.shape)), cos, -sin)
@@ -126,7 +127,7 @@ def _join(
     return joined, of_weights[0], of_weights[1]
 
 
-def _queries_and_keys(
+def queries_and_keys(
     heads: Tensor, query_weight: Tensor | None, key_weight: Tensor | None
 ) -> tuple[tuple[slice, Tensor | None], tuple[slice, Tensor | None]]:
     """Return their places among the heads of a group, and the weights of their norms."""

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from storage.numerics.functions import cos_sin
+
 SCALED = ("linear", "llama3", "yarn")
 """Kinds of scaling whose angles are the same in every sequence."""
 
@@ -20,11 +22,14 @@ class Rope(NamedTuple):
     """float32 [d / 2], radians per position."""
     factor: float = 1.0
     """Factor of the rotated queries and keys (arXiv:2309.00071, section 3.4)."""
+    exact: bool = False
+    """Whether cosine and sine are those of exact arithmetic."""
 
     def rotation(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine for `split_heads`, twice [T, 1, d], of tokens at these positions [T]."""
         angles = torch.outer(position_ids.float(), self.frequencies)[:, None]
-        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = cos_sin(angles) if self.exact else (angles.cos(), angles.sin())
+        cos, sin = cos * self.factor, sin * self.factor
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 

@@ -59,7 +59,7 @@ class ValueModel(PolicyModel):
         """Return the values, float32 [N]; a pipeline stage before the last returns hidden states instead.
 
         There is no loss that could be computed with it, and no token."""
-        hidden = self._hidden(batch)
+        hidden = self.hidden(batch)
         if not self.post_process:
             return hidden
         return (self.value_head(self._of_every_token(hidden).index_select(0, batch.predicting)),)
