@@ -18,7 +18,7 @@ from actors.engine_report import EngineReport
 from actors.engine_start import Startable, started
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds, refuse_untried_images
-from actors.engines.config import EngineConfig
+from actors.engines.config import EngineConfig, refuse_inexact
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
@@ -94,6 +94,7 @@ async def run_actors(
     await follow_pace(bus)
     warn_of_cut_off_sampling(settings.sampling)
     refuse_untold_masks(settings.sampling, settings.actors.engine)
+    refuse_inexact(settings.actors.engine, exact=settings.exact)
     if isinstance(environment, ClientsEnvironment):
         environment.token = settings.gateway_token
     keep = load_filter(settings.actors.group_filter, settings.actors.group_limits)

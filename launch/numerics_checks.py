@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from actors.engines.config import EmbeddedEngineConfig
+from actors.engines.config import inexact
 from bus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,18 +18,13 @@ def check_numerics(config: "RunConfig") -> None:
 
 
 def _problems(config: "RunConfig") -> Iterator[str]:
-    engine, learner = config.actors.engine, config.learner
+    learner = config.learner
     if config.model.dtype != "float32":
         yield f"model.dtype={config.model.dtype}: set it to float32"
     if learner.publish_dtype != "float32":
         yield f"learner.publish_dtype={learner.publish_dtype}: engines would get rounded weights; set float32"
-    if not isinstance(engine, EmbeddedEngineConfig):
-        yield (
-            f"actors.engine.type={engine.type}: its kernels are not the learner's; set it to embedded (with "
-            "server.enable_deterministic_inference SGLang repeats itself, but not the learner)"
-        )
-    elif engine.dtype != "float32":
-        yield f"actors.engine.dtype={engine.dtype}: set it to float32"
+    if problem := inexact(config.actors.engine):
+        yield problem
     if learner.lora.exists:
         yield f"learner.lora.rank={learner.lora.rank}: engines merge what the learner adds; set it to 0"
     if learner.publication.quantisation != "none" and not learner.quantisation_aware:

@@ -317,3 +317,21 @@ def refuse_running(url: str, which: str, *, setting: str) -> None:
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
+
+
+def inexact(engine: EngineConfig) -> str:
+    """Return why an engine cannot compute in exact arithmetic (model.numerics); empty if it can."""
+    if not isinstance(engine, EmbeddedEngineConfig):
+        return (
+            f"actors.engine.type={engine.type}: its kernels are not the learner's; set it to embedded (with "
+            "server.enable_deterministic_inference SGLang repeats itself, but not the learner)"
+        )
+    if engine.dtype != "float32":
+        return f"actors.engine.dtype={engine.dtype}: set it to float32"
+    return ""
+
+
+def refuse_inexact(engine: EngineConfig, *, exact: bool) -> None:
+    """Raise `ConfigError` for an actor's engine that cannot compute as an `exact` run's learner does."""
+    if exact and (problem := inexact(engine)):
+        raise ConfigError(f"this actor's settings do not go with the run's model.numerics=exact: {problem}")

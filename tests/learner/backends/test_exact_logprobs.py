@@ -24,6 +24,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.publication.host_copy import host_tensors
+from learner.scoring.logprobs import score
 from storage.disk.checkpoints import latest
 from storage.weights.quantisation import FORMATS
 from storage.weights.quantised_tensors import quantised
@@ -169,8 +170,9 @@ def test_it_trains_as_ordinary_arithmetic_does(backend):
         assert (exact.export()[name] - weight).abs().max() < 1e-4, name
 
 
-def test_two_threads_give_the_same_bits():
-    learner = learner_of("fsdp", "qwen3")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_threads_give_the_same_bits(backend):
+    learner = learner_of(backend, "qwen3")
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
     torch.set_num_threads(2)
@@ -178,5 +180,19 @@ def test_two_threads_give_the_same_bits():
         sampled = finished(decoder, random_requests(9, seed=7))
     finally:
         torch.set_num_threads(1)
+    assert sampled
     assert not differences(learner, sampled, 0, 400).any()
-    assert np.isfinite(np.concatenate([generation.logprobs for _, generation in sampled])).all()
+
+
+def logprobs_on_each_rank(backend: str) -> np.ndarray:
+    """Log-probs of the same samples on every rank."""
+    found = score(learner_of(backend, "llama"), random_samples([30, 9, 21, 4]), tokens_per_micro_batch=40)
+    return np.concatenate([each.logprobs for each in found])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_that_share_weights_give_the_same_bits(worlds, backend):
+    alone = logprobs_on_each_rank(backend)
+    for shared in worlds.run(2, logprobs_on_each_rank, backend):
+        assert np.array_equal(alone, shared, equal_nan=True)

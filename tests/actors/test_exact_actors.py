@@ -1,0 +1,38 @@
+"""An actor whose own settings do not go with the run's exact arithmetic."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from actors.config import ActorsConfig, SamplingConfig
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
+from actors.environments.base import Environment
+from actors.service import ActorSettings, run_actors
+from bus.connection import Bus
+from bus.errors import ConfigError
+
+pytestmark = pytest.mark.nats
+
+
+class Idle(Environment):
+    async def run(self, task, policy):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (EmbeddedEngineConfig(dtype="bfloat16"), r"numerics=exact: actors\.engine\.dtype=bfloat16"),
+        (SglangEngineConfig(url="http://127.0.0.1:1"), r"numerics=exact: actors\.engine\.type=sglang"),
+    ],
+)
+async def test_an_actor_of_another_engine_than_the_runs_does_not_start(
+    bus: Bus, tmp_path: Path, engine, said
+):
+    settings = ActorSettings(
+        actors=ActorsConfig(engine=engine), sampling=SamplingConfig(), shards=1, max_staleness=4,
+        logs=tmp_path, exact=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=said):
+        await run_actors(bus, settings, Idle(), asyncio.Event())
