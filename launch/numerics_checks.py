@@ -32,6 +32,8 @@ def _problems(config: "RunConfig") -> Iterator[str]:
             f"learner.publication.quantisation={learner.publication.quantisation}: set it to none, or "
             "learner.quantisation_aware to true, with which the learner computes with the same weights"
         )
+    if learner.fp8_matmul:
+        yield "learner.fp8_matmul=true: its products are rounded to fp8; set it to false"
     for name in ("tensor", "pipeline", "virtual_pipeline", "context"):
         if (ranks := getattr(learner.parallel, name)) > 1:
             yield f"learner.parallel.{name}={ranks}: ranks would share sums; set it to 1"

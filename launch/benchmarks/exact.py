@@ -20,8 +20,9 @@ from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from launch.benchmarks.embedded_engine import Workload as Prompts
 from launch.benchmarks.embedded_engine import chat_workload, demo_workload
-from launch.benchmarks.learner import OPTIMIZER, OVER_TOKENS, small
-from launch.benchmarks.learner import Workload as Batches
+from launch.benchmarks.learner import OPTIMIZER, OVER_TOKENS
+from launch.benchmarks.learner_workloads import Workload as Batches
+from launch.benchmarks.learner_workloads import small
 from learner.backends.base import Backend
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.backend import BackendName

@@ -97,7 +97,12 @@ def make_exact(
     Raises `ConfigError` for machines whose arithmetic is another, and for models with operations that may
     depend on the rest of a batch."""
     refuse_other_arithmetic(model.device)
-    config = model.config.get_text_config()
+    config = model.config
+    if config.get_text_config() is not config:
+        raise ConfigError(
+            f"model.numerics=exact is for text alone, and a {config.model_type} has other parts: set "
+            "model.numerics=fast"
+        )
     refuse_sizes(config.vocab_size, config.max_position_embeddings)
     exact = ExactFunctions(keeps_weights=keeps_weights)
     for module in model.modules():

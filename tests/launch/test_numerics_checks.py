@@ -41,6 +41,7 @@ def test_all_settings_that_do_not_are_named_at_once():
     [
         ({"learner": {"parallel": {"tensor": 2}, "world": {"processes": 2}}}, r"parallel\.tensor=2: ranks"),
         ({"learner": {"batch": {"share_prefixes": True}}}, "share_prefixes=true: its attention"),
+        ({"learner": {"fp8_matmul": True}}, "fp8_matmul=true: its products"),
         ({"actors": {"engine": {"type": "sglang"}}}, r"actors\.engine\.type=sglang: its kernels"),
         (
             {"learner": {"publication": {"quantisation": "fp8_block"}}},

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from bus.errors import ConfigError
 from storage.numerics import functions
@@ -18,6 +23,10 @@ def attend(module, query, key, value, attention_mask, *, scaling, **_):
 
 
 AttentionInterface.register(KIND, attend)
+TEXT = {
+    "vocab_size": 58, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
 TOKENS = torch.randint(0, 58, (3, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -54,3 +63,14 @@ def test_more_context_or_vocabulary_than_sums_take_is_refused():
         exact_model("llama", max_position_embeddings=131072)
     with pytest.raises(ConfigError, match=r"at most 262144 probabilities.*has 262145 tokens"):
         exact_model("llama", vocab_size=262145, hidden_size=8, num_attention_heads=2)
+
+
+def test_a_model_of_images_is_refused():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1, "out_hidden_size": 32}
+    config = Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        vision_config=sizes,
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    with pytest.raises(ConfigError, match=r"for text alone, and a qwen2_5_vl has other parts"):
+        make_exact(model, lambda: None)
