@@ -5,6 +5,7 @@ import torch
 
 from actors.engines.embedded.decoder import prepare_weights
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from tests.learner.exact import decoder_of, differences, finished, random_requests, trained_sample
@@ -17,9 +18,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
-def test_a_learner_on_a_gpu_and_an_engine_on_a_cpu_agree_to_the_bit(family):
+@pytest.mark.parametrize("backend", [FsdpTrainer, Trainer])
+def test_a_learner_on_a_gpu_and_an_engine_on_a_cpu_agree_to_the_bit(backend, family):
     model = tiny_model(family)
-    learner = FsdpTrainer(model.config, hf_state(model), OptimizerConfig(lr=1e-2), exact=True)
+    learner = backend(model.config, hf_state(model), OptimizerConfig(lr=1e-2), exact=True)
     decoder = decoder_of(model.config)
     for version in range(3):
         state = {name: tensor.cpu() for name, tensor in learner.export().items()}
