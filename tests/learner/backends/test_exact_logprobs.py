@@ -99,9 +99,10 @@ def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_co
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "int4"])
-def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_bit(name):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_bit(backend, name):
     model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32)
-    learner = FsdpTrainer(model.config, hf_state(model), OPTIMIZER, exact=True)
+    learner = BACKENDS[backend](model.config, hf_state(model), OPTIMIZER, exact=True)
     decoder = decoder_of(learner.hf_config)
     for version, aware in enumerate((False, True, True)):
         if aware:
