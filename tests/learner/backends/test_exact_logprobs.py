@@ -14,6 +14,7 @@ from torch import Tensor
 
 from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
 from actors.weights.torch_tensors import torch_tensors
+from bus.errors import ConfigError
 from learner.backends.base import Backend
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
@@ -197,3 +198,9 @@ def test_ranks_that_share_weights_give_the_same_bits(worlds, backend):
     alone = logprobs_on_each_rank(backend)
     for shared in worlds.run(2, logprobs_on_each_rank, backend):
         assert np.array_equal(alone, shared, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_with_another_activation_is_refused(backend):
+    with pytest.raises(ConfigError, match=r"exact (does not know .*gelu|does not have)|sliding window"):
+        learner_of(backend, "gemma3_text")
