@@ -7,6 +7,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
+from learner.config.learner import LearnerConfig
 from learner.data.demonstrations import Demonstrations
 from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import (
@@ -17,6 +18,8 @@ from learner.model_directories.model_directory import (
 from learner.scratch_model import ensure_model_directory
 from learner.settings import LearnerSettings
 from storage.disk.atomic_files import one_at_a_time
+from storage.images.chat import ImageChat
+from storage.images.reader import ImageReader
 from storage.prompts.generators import load_demonstrations
 
 
@@ -29,6 +32,8 @@ class Initial:
     """Weights by Hugging Face name."""
     demonstrations: Demonstrations | None
     """Says what the warm-up trains on, if the run has one."""
+    images: ImageReader | None = None
+    """Images of a vision-language model."""
 
 
 def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
@@ -43,7 +48,19 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     hf_config, state = load_hf_directory(settings.model_directory)
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
-    return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
+    images = ImageChat.of(settings.model_directory, tokenizer)
+    refuse_unseen(settings.learner, images is not None)
+    shown = _demonstrations(settings, demonstrations, tokenizer, hf_config, images)
+    return Initial(hf_config, state, shown, None if images is None else images.reader)
+
+
+def refuse_unseen(learner: LearnerConfig, has_images: bool) -> None:
+    """Raise `ConfigError` for teachers behind servers, which are sent tokens alone."""
+    if has_images and learner.served_teachers:
+        raise ConfigError(
+            f"learner.teachers {', '.join(learner.served_teachers)}: a teacher behind a server is not sent "
+            "images, and the model is a vision-language model: give it as a directory (path), or leave it out"
+        )
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -58,6 +75,7 @@ def _demonstrations(
     path: Path | None,
     tokenizer: PreTrainedTokenizerBase,
     hf_config: PretrainedConfig,
+    images: ImageChat | None,
 ) -> Demonstrations | None:
     if settings.warmup.steps == 0:
         return None
@@ -66,6 +84,7 @@ def _demonstrations(
     return Demonstrations(
         load_demonstrations(path),
         tokenizer,
-        context=hf_config.max_position_embeddings,
+        context=hf_config.get_text_config().max_position_embeddings,
         seed=settings.seed,
+        images=images,
     )

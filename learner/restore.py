@@ -53,6 +53,7 @@ def restore_backend(
         critic_source(settings, initial),
         backend=settings.learner.backend,
         lora=settings.learner.lora,
+        images=initial.images,
     )
     rounding = rounding_of(settings.learner, settings.model, initial.state)
     if rounding is not None:

@@ -15,6 +15,7 @@ from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.operations.run_stop import going_on
 from launch.process.hub_revision import pinned
 from launch.process.model_directory import model_directory, model_here, refuse_full_context
+from launch.process.vision_checks import refuse_unfit_vision
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
@@ -54,6 +55,7 @@ def _check_model(config: RunConfig) -> None:
         run = RunDirectory(config.directory, config.run)
         model_directory(pinned(config.model.path, run), setting=f"{where}model.path")
     refuse_full_context(config)
+    refuse_unfit_vision(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)
 

@@ -29,6 +29,7 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.model_directories.lazy_weights import State, spec_of
 from learner.publication.dtypes import exact_dtypes
 from learner.world.process_group import init_process_group
+from storage.images.reader import ImageReader
 from storage.weights.quantisation import FORMATS, is_quantised
 
 
@@ -43,7 +44,7 @@ BACKENDS: dict[BackendName, Callable[[], Callable[..., Backend]]] = {
     "fsdp": _fsdp,
 }
 """Each returns a class, imported where it trains and nowhere else, which takes (hf_config, state, optimizer,
-dtype=, parallel=, trainable=, critic=, lora=, exact=)."""
+dtype=, parallel=, trainable=, critic=, lora=, exact=), and images= if it trains on images."""
 
 
 def init_world(
@@ -101,13 +102,20 @@ def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) ->
         )
 
 
-def build_backend(
+def build_backend(  # noqa: PLR0913  # what every backend is given, and the images
     model: ModelConfig, hf_config: PretrainedConfig, state: State, optimizer: OptimizerConfig,
     parallel: ParallelConfig, critic: CriticSource | None = None, *, backend: BackendName = "megatron",
-    lora: LoraConfig = NO_LORA,
+    lora: LoraConfig = NO_LORA, images: ImageReader | None = None,
 ) -> Backend:  # fmt: skip
     """Return the backend with a model that has the weights `state`, in the world that `init_world`
-    divided; with `critic`, it has a critic, and with `lora` it trains adapters."""
+    divided; with `critic`, it has a critic, and with `lora` it trains adapters. `images` are those of a
+    vision-language model. Raises `ConfigError` for a backend that does not train one."""
+    if images is not None and backend != "fsdp":
+        raise ConfigError(
+            f"learner.backend={backend} trains text models alone, and the model, a {hf_config.model_type}, "
+            'is a vision-language model: set learner.backend = "fsdp" (docs/vision.md)'
+        )
+    shown = {} if images is None else {"images": images}
     return BACKENDS[backend]()(
         hf_config,
         state,
@@ -118,6 +126,7 @@ def build_backend(
         critic=critic,
         lora=lora,
         exact=model.numerics == "exact",
+        **shown,
     )
 
 

@@ -33,8 +33,10 @@ def forward_flops(config: PretrainedConfig, length: int) -> float:
     """Return the FLOPs of one forward pass over a sequence; training takes three times that.
 
     It counts matrix products (two operations a multiply-add) and causal attention, and understands grouped
-    queries, latent attention and mixtures of experts by the names that Hugging Face configurations use.
+    queries, latent attention and mixtures of experts by the names that Hugging Face configurations use. A
+    vision tower is not counted.
     """
+    config = config.get_text_config()
     layers = _read(config, "num_hidden_layers")
     linear: int = layers * _attention_parameters(config) + _mlp_parameters(config)
     linear += _read(config, "hidden_size") * _read(config, "vocab_size")

@@ -140,6 +140,7 @@ def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None)
         group=trajectory.lease_id,
         kept=trajectory.kept_sets,
         experts=experts,
+        images=trajectory.images,
         source=str(trajectory.metadata.get(SOURCE, "")),
         name=trajectory.trajectory_id,
     )

@@ -8,10 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from bus.images import PlacedImage
 from bus.messages import Prompt
 from learner.config.learner import BatchConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.packing import MicroBatch, Sample, pack
+from storage.images.chat import ImageChat, inlined
+from storage.images.encoded import ImageError
 
 
 class Demonstrations:
@@ -24,11 +27,13 @@ class Demonstrations:
         *,
         context: int,
         seed: int,
+        images: ImageChat | None = None,
     ) -> None:
         self._rows = rows
         self._tokenizer = tokenizer
         self._context = context
         self._seed = seed
+        self._images = images
         self._order: tuple[int, NDArray[np.int64]] | None = None
         """Latest epoch, and its order."""
 
@@ -40,9 +45,10 @@ class Demonstrations:
         rows = [self._rows[self._index(start + n)] for n in range(share, warmup.batch_size, shares)]
         if not rows:
             return []
+        shown = [self._shown(prompt) for prompt, _ in rows]
         prompts = [
-            self._tokenizer.apply_chat_template(_chat(prompt), tokenize=False, add_generation_prompt=True)
-            for prompt, _ in rows
+            self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            for chat, _ in shown
         ]
         prompt_ids = self._tokenizer(prompts, add_special_tokens=False)["input_ids"]
         response_ids = self._tokenizer([response for _, response in rows], add_special_tokens=False)[
@@ -50,11 +56,18 @@ class Demonstrations:
         ]
         return pack(
             [
-                self._sample(p, [*r, self._tokenizer.eos_token_id])
-                for p, r in zip(prompt_ids, response_ids, strict=True)
+                self._sample(p, [*r, self._tokenizer.eos_token_id], images)
+                for p, r, (_, images) in zip(prompt_ids, response_ids, shown, strict=True)
             ],
             batch.tokens_per_micro_batch,
         )
+
+    def _shown(self, prompt: Prompt) -> tuple[list[Json], list[PlacedImage]]:
+        """Return the chat of a prompt, whose images have become text, and the images."""
+        try:
+            return inlined(_chat(prompt), self._images)
+        except ImageError as error:
+            raise ConfigError(f"a demonstration: {error}") from error
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._rows))
@@ -62,7 +75,10 @@ class Demonstrations:
             self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
         return int(self._order[1][offset])
 
-    def _sample(self, prompt: list[int], response: list[int]) -> Sample:
+    def _sample(self, prompt: list[int], response: list[int], shown: Sequence[PlacedImage]) -> Sample:
+        images: tuple[PlacedImage, ...] = ()
+        if self._images is not None:
+            prompt, images = self._images.expanded(prompt, shown)
         length = len(prompt) + len(response)
         if length > self._context:
             text = self._tokenizer.decode(prompt)
@@ -76,6 +92,7 @@ class Demonstrations:
             token_ids=np.array([*prompt, *response], dtype=np.int32),
             loss_mask=mask,
             streams={},
+            images=images,
         )
 
 

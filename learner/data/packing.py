@@ -10,6 +10,7 @@ import xxhash
 from torch import Tensor
 
 from bus.errors import ConfigError, TrainingError
+from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
 from learner.data.prefix_tree import (
     PrefixTree,
@@ -54,6 +55,8 @@ class Sample:
     learner's own router chooses for all of them."""
     experts_recorded: bool = True
     """Whether the trajectory names them. Those that a pass has chosen are not part of the batch's digest."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among its tokens, with their bytes."""
     source: str = ""
     """Name of the data that its prompt is of; empty where that is not known."""
     name: str = "a sample"
@@ -82,6 +85,8 @@ class Sample:
             digest.update(self.kept.token_ids.tobytes())
         if self.experts is not None and self.experts_recorded:
             digest.update(self.experts.tobytes())
+        for image in self.images:
+            digest.update(f"{image.digest} at {image.start}".encode())
         return digest.intdigest()
 
 
@@ -123,6 +128,8 @@ class MicroBatch:
     experts: Tensor | None = None
     """int16 [T, layers, experts per token] that each token goes to, `OWN_CHOICE` where the learner's own
     router chooses, as for the last token of a sequence; None where it chooses for all tokens."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the T tokens, in order."""
     denominator: float
     """Share of these sequences in what the sum of all token losses is divided by."""
     cut: tuple[int, ...] | None = None
@@ -138,6 +145,16 @@ class MicroBatch:
     def computed_tokens(self) -> int:
         """Return the number of tokens that go through the model."""
         return len(self.tokens if self.tree is None else self.tree.source)
+
+    @property
+    def images_apart(self) -> list[list[PlacedImage]]:
+        """Return the images of each sequence, in their places among its own tokens."""
+        ends = np.cumsum(self.lengths).tolist()
+        starts = [0, *ends[:-1]]
+        return [
+            [image.moved(-start) for image in self.images if start <= image.start < end]
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     @property
     def predicting(self) -> Tensor:
@@ -244,6 +261,7 @@ def micro_batch_of(samples: Sequence[Sample], paths: Sequence[SegmentPath] | Non
         teacher_token_ids=None if taught is None else taught[0],
         teacher_logprobs=None if taught is None else taught[1],
         experts=_experts(samples),
+        images=_images(samples, lengths),
         denominator=float(sum(_denominator(sample) for sample in samples)),
         tree=None if paths is None else prefix_tree(paths),
     )
@@ -282,6 +300,13 @@ def _experts(samples: Sequence[Sample]) -> Tensor | None:
             found[start : start + len(sample.experts)] = sample.experts
         start += len(sample.token_ids)
     return torch.from_numpy(found)
+
+
+def _images(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[PlacedImage, ...]:
+    """Return the images of all samples, in their places in the pack."""
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    moved = ((sample, start) for sample, start in zip(samples, starts, strict=True) if sample.images)
+    return tuple(image.moved(start) for sample, start in moved for image in sample.images)
 
 
 def _denominator(sample: Sample) -> float:

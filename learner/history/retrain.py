@@ -249,7 +249,7 @@ def _train(
         step=line.step,
         policy_version=line.policy_version - 1,
         baselines=progress.baselines,
-        answers=teachers_asked(groups, learner, vocab_size=backend.hf_config.vocab_size),
+        answers=teachers_asked(groups, learner, vocab_size=backend.hf_config.get_text_config().vocab_size),
     )
     progress.baselines = dict(batch.baselines)
     return RetrainedStep(

@@ -219,7 +219,7 @@ class Shadow:
             raise RuntimeError("nothing to train")
         self._doing = f"asking teachers about step {given.step}"
         asking = asyncio.create_task(
-            ask_teachers(groups, settings.learner, vocab_size=backend.hf_config.vocab_size)
+            ask_teachers(groups, settings.learner, vocab_size=backend.hf_config.get_text_config().vocab_size)
         )
         if not await ended_before(self._stop, asking):
             asking.cancel()

@@ -100,7 +100,7 @@ class Rank:
             raise
         if self._peers is None or not self._peers.is_first:
             return groups, NO_ANSWERS
-        learner, vocab_size = self._settings.learner, self.hf_config.vocab_size
+        learner, vocab_size = self._settings.learner, self.hf_config.get_text_config().vocab_size
         self._asking.add(step)
         try:
             return groups, await ask_teachers(groups, learner, vocab_size=vocab_size)

@@ -18,9 +18,9 @@ def reference_optimizer(model, config):
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def reference_step(model, optimizer, samples, *, loss, lr, factor=1.0):
+def reference_step(model, optimizer, samples, *, loss, lr, factor=1.0, logits_of=reference_logits):
     """The same update in plain torch, written from the formulas; of `factor` times the mean over tokens."""
-    logits = reference_logits(model, samples)
+    logits = logits_of(model, samples)
     total, count, start = 0.0, 0, 0
     for sample in samples:
         end = start + len(sample.token_ids)

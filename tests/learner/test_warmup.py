@@ -1,6 +1,7 @@
 from itertools import pairwise
 
 import pytest
+from transformers import AutoTokenizer
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
@@ -8,6 +9,8 @@ from learner.config.learner import BatchConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.demonstrations import Demonstrations
 from learner.scratch_model import character_tokenizer
+from storage.images.chat import ImageChat
+from tests.pictures import image_part, picture, vision_directory
 
 ROWS = [(Prompt(content=f"sort {n:03d}"), "".join(sorted(f"{n:03d}"))) for n in range(10)]
 
@@ -50,3 +53,20 @@ def test_a_position_gives_the_same_batch_whenever_it_is_asked_for():
 def test_a_demonstration_beyond_the_context_is_refused_with_its_text():
     with pytest.raises(ConfigError, match=r"has \d+ tokens, the model's context is 8.*sort"):
         demonstrations(context=8).step(0, WarmupConfig(batch_size=1), BatchConfig())
+
+
+def test_a_demonstration_with_an_image_is_packed_with_it_and_trains_nothing_of_it(tmp_path):
+    model = vision_directory(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chat = [{"role": "user", "content": [image_part(picture(16, 24)), {"type": "text", "text": "?"}]}]
+    rows = [(Prompt(content=chat), "3"), (Prompt(content="?"), "4")]
+    images = ImageChat.of(model, tokenizer)
+    made = Demonstrations(rows, tokenizer, context=64, seed=0, images=images)
+    [batch] = made.step(0, WarmupConfig(batch_size=2), BatchConfig())
+    [image] = batch.images
+    assert set(batch.tokens[image.start : image.stop].tolist()) == {images.reader.token_ids[1]}
+    assert image.stop - image.start == 6
+    assert tokenizer.decode(batch.labels[batch.loss_mask]) in ("3<|end|>4<|end|>", "4<|end|>3<|end|>")
+    without = Demonstrations(rows, tokenizer, context=64, seed=0)
+    with pytest.raises(ConfigError, match="a demonstration: it shows an image, and the model reads nothing"):
+        without.step(0, WarmupConfig(batch_size=2), BatchConfig())

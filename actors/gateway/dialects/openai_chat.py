@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from actors.environments.base import ChatMessage
+from actors.environments.base import JSON, ChatMessage
 from actors.gateway.dialects.base import (
     MOST_STOPS,
     Body,
@@ -33,9 +33,17 @@ class _Call(Body):
     function: _Function
 
 
+class _Image(Body):
+    url: str
+
+
+class _ChatPart(Part):
+    image_url: _Image | None = None
+
+
 class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[_ChatPart] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -113,9 +121,21 @@ def declared(tool: _Tool) -> Tool:
     return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
 
 
+def _content(content: str | list[_ChatPart] | None) -> JSON:
+    """Return a message's content, as parts where it shows images. Raises `RefusedError`."""
+    if not isinstance(content, list) or all(part.image_url is None for part in content):
+        return text_of(content)
+    return [
+        {"type": "text", "text": text_of([part])}
+        if part.image_url is None
+        else {"type": "image_url", "image_url": {"url": part.image_url.url}}
+        for part in content
+    ]
+
+
 def _message(given: _Message) -> ChatMessage:
     role = "system" if given.role == "developer" else given.role
-    message: Shown = {"role": role, "content": text_of(given.content)}
+    message: Shown = {"role": role, "content": _content(given.content)}
     if (reasoning := given.reasoning_content or given.reasoning) is not None:
         message["reasoning_content"] = reasoning
     if given.tool_calls:

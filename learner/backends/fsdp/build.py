@@ -2,15 +2,22 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.attention import PACKED
 from learner.backends.fsdp.recurrent_layers import RECURRENT, begin_anew
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
+from storage.images.reader import FAMILIES
 
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 OUTPUT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
@@ -27,9 +34,11 @@ def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrained
     config = copy.deepcopy(hf_config)
     try:
         with no_init_weights(), device:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=PACKED
-            ).eval()
+            model = (
+                _kind(config)
+                .from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
+                .eval()
+            )
     except (ValueError, KeyError, ImportError) as error:
         raise ConfigError(refusal([str(error)])) from error
     model.tie_weights()  # skipped along with the initialisation
@@ -41,6 +50,22 @@ def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrained
     return model
 
 
+def _kind(hf_config: PretrainedConfig) -> Any:
+    return AutoModelForImageTextToText if is_vision_model(hf_config) else AutoModelForCausalLM
+
+
+def is_vision_model(hf_config: PretrainedConfig) -> bool:
+    """Tell whether the model is of a vision-language family that can be trained."""
+    return hf_config.model_type in FAMILIES
+
+
+def attention_of(hf_config: PretrainedConfig) -> str | dict[str, str]:
+    """Return the attention that the parts of a model compute: ours in what reads packs of tokens.
+
+    A vision tower divides its patches by image itself, and calls torch's attention for each."""
+    return {"text_config": PACKED, "vision_config": "sdpa"} if is_vision_model(hf_config) else PACKED
+
+
 def refusal(problems: list[str]) -> str:
     """Return the message of an error that lists problems of a model."""
     listed = "\n".join(f"- {problem}" for problem in problems)
@@ -48,23 +73,27 @@ def refusal(problems: list[str]) -> str:
 
 
 def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
-    if hf_config.get_text_config() is not hf_config:
-        yield f"model_type={hf_config.model_type!r}: it has more than a text model; give the text model alone"
+    text = hf_config.get_text_config()
+    if text is not hf_config and not is_vision_model(hf_config):
+        yield (
+            f"model_type={hf_config.model_type!r}: it has more than a text model; give the text model alone, "
+            f"or one that is trained as a whole: {', '.join(FAMILIES)}"
+        )
     if hf_config.is_encoder_decoder:
         yield "is_encoder_decoder=True: only decoders are supported"
     if getattr(hf_config, "quantization_config", None) is not None:
         remedy = "`launch convert dequantise` makes one of fp8 or int4"
         yield f"quantization_config: load the unquantized model; {remedy}"
-    if getattr(hf_config, "output_router_logits", False):
+    if getattr(text, "output_router_logits", False):
         yield "output_router_logits=True adds a load-balancing loss, which is not trained on: set it to false"
     recurrent = RECURRENT.get(hf_config.model_type)
     known = LAYER_KINDS | ({recurrent.kind} if recurrent else set())
-    if kinds := sorted(set(getattr(hf_config, "layer_types", None) or ()) - known):
+    if kinds := sorted(set(getattr(text, "layer_types", None) or ()) - known):
         yield f"layer_types: {', '.join(kinds)} would mix the sequences of a pack"
-    if ropes := sorted(_rope_types(hf_config) & PACK_DEPENDENT_ROPES):
+    if ropes := sorted(_rope_types(text) & PACK_DEPENDENT_ROPES):
         yield f"rope_type={ropes[0]!r}: its angles would depend on the other sequences of a pack"
     for name, neutral in OUTPUT_CHANGES.items():
-        value = getattr(hf_config, name, neutral)
+        value = getattr(text, name, neutral)
         if value not in (None, neutral):
             yield f"{name}={value}: the fused output layer takes the logits as they are"
 

@@ -1,6 +1,8 @@
 """The hyperparameters of a model that decide which weights fit it."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import JsonValue
 from transformers import PretrainedConfig
@@ -15,10 +17,14 @@ OTHER_ENDINGS = ("_token_id", "dropout", "pdrop", "loss_coef")
 
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     """Return all hyperparameters of the family, as they read back from JSON."""
-    own = {
-        name: value
-        for name, value in hf_config.to_dict().items()
+    read_back: dict[str, JsonValue] = json.loads(json.dumps(_own(hf_config.to_dict()), default=str))
+    return read_back
+
+
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a configuration, and of the configurations of its parts."""
+    return {
+        name: _own(value) if name.endswith("_config") and isinstance(value, dict) else value
+        for name, value in values.items()
         if name not in GENERIC | OTHERS and not name.endswith(OTHER_ENDINGS)
     }
-    read_back: dict[str, JsonValue] = json.loads(json.dumps(own, default=str))
-    return read_back

@@ -1,5 +1,6 @@
 """A model of transformers whose output is the loss, sharded over all ranks by torch's FSDP2."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,26 +18,34 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from bus.images import PlacedImage
 from learner.backends.fsdp.attention import PackedSequences
+from learner.backends.fsdp.build import attention_of
 from learner.backends.fsdp.router_replay import RouterReplay
+from learner.backends.fsdp.vision import PackedVision
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.world.process_group import device
+from storage.images.reader import ImageReader
 from storage.numerics.exact_model import make_exact
 from storage.numerics.self_check import refuse_other_arithmetic
 
 
 class PackedModel(torch.nn.Module):
-    """A causal language model over packed sequences."""
+    """A causal language model over packed sequences, which may show images."""
 
-    def __init__(self, hf_model: PreTrainedModel, *, exact: bool = False) -> None:
-        """With `exact`, have the model compute in exact arithmetic (storage/numerics).
+    def __init__(
+        self, hf_model: PreTrainedModel, *, exact: bool = False, images: ImageReader | None = None
+    ) -> None:
+        """With `exact`, have the model compute in exact arithmetic (storage/numerics). `images` are those of a
+        vision-language model.
 
         Raises `ConfigError` for models that cannot."""
         super().__init__()
         self.hf = hf_model
         self.exact = exact
+        self.vision = None if images is None else PackedVision(hf_model, images)
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
         self.replay = RouterReplay(hf_model)
@@ -58,23 +67,29 @@ class PackedModel(torch.nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         self.replay.refuse_others(batch)
+        packed = PackedSequences.of(batch, self.windows, exact=self.exact)
+        if self.vision is not None:
+            return self.vision.hidden(batch, packed)
         output = self.hf.get_decoder()(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            packed=PackedSequences.of(batch, self.windows, exact=self.exact),
+            packed=packed,
         )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def _plain_logits(self, batch: MicroBatch) -> Tensor:
-        ours = self.hf.config._attn_implementation
         self.hf.set_attn_implementation("eager")
         try:
-            sequences = torch.split(batch.tokens, list(batch.lengths))
-            logits = [self.hf(input_ids=each[None], use_cache=False).logits[0] for each in sequences]
+            sequences = zip(torch.split(batch.tokens, list(batch.lengths)), batch.images_apart, strict=True)
+            inputs = [(each[None], self._plain_images(shown, len(each))) for each, shown in sequences]
+            logits = [self.hf(input_ids=each, use_cache=False, **shown).logits[0] for each, shown in inputs]
         finally:
-            self.hf.set_attn_implementation(ours)
+            self.hf.set_attn_implementation(attention_of(self.hf.config))
         return torch.cat(logits).float()
+
+    def _plain_images(self, images: Sequence[PlacedImage], length: int) -> Mapping[str, Tensor]:
+        return {} if self.vision is None else self.vision.plain_inputs(images, length, device())
 
 
 class ShardedModel(PackedModel, FSDPModule):
@@ -82,8 +97,9 @@ class ShardedModel(PackedModel, FSDPModule):
 
 
 def shard(
-    hf_model: PreTrainedModel, *, dtype: torch.dtype, offload: bool, recompute: bool, exact: bool = False
-) -> ShardedModel:
+    hf_model: PreTrainedModel, *, dtype: torch.dtype, offload: bool, recompute: bool, exact: bool = False,
+    images: ImageReader | None = None,
+) -> ShardedModel:  # fmt: skip
     """Divide the float32 parameters of a model, its main weights, among all ranks.
 
     Layers are gathered one at a time as `dtype`, in which they compute; the embedding, the output layer and
@@ -95,8 +111,9 @@ def shard(
         offload: the shards lie in the host's memory.
         recompute: the backward pass computes each layer again.
         exact: as `PackedModel` takes it.
+        images: those of a vision-language model.
     """
-    model = PackedModel(hf_model, exact=exact)
+    model = PackedModel(hf_model, exact=exact, images=images)
     place = device()
     mesh = init_device_mesh(place.type, (dist.get_world_size(),))
     offloading = CPUOffloadPolicy(pin_memory=place.type == "cuda") if offload else OffloadPolicy()

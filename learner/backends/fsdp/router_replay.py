@@ -75,7 +75,7 @@ class RouterReplay:
     def __init__(self, model: PreTrainedModel) -> None:
         """Have them take what a pack gives, also where layers are computed again; call this before layers
         are wrapped by others."""
-        config = model.config
+        config = model.config.get_text_config()
         self._layers: int = config.num_hidden_layers
         self._per_token: int = getattr(config, "num_experts_per_tok", 0)
         self.given: dict[int, GivenExperts] = {}

@@ -6,9 +6,11 @@ positions of another kind) shows here, before anything is trained.
 """
 
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -17,9 +19,14 @@ from learner.backends.fsdp.build import refusal
 from learner.backends.fsdp.model import ShardedModel
 from learner.data.packing import MicroBatch, Sample, micro_batch_of
 from learner.world.process_group import device
+from storage.images.reader import ImageReader
 
 LENGTHS = (11, 5, 8)
 """Tokens of the sequences that are compared."""
+IMAGE = (60, 90)
+"""Height and width, in pixels, of the image that a vision-language model is shown."""
+BEFORE_IMAGE = 4
+"""Tokens before the image."""
 LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Nats by which the log-probs may differ, since kernels add up in other orders."""
 
@@ -37,13 +44,16 @@ def refuse_other_results(model: ShardedModel, vocab_size: int, dtype: torch.dtyp
         )
         for length in LENGTHS
     ]
+    if model.vision is not None:
+        samples = [_without_images(sample, model.vision.reader) for sample in samples]
+        samples[0] = _showing(samples[0], model.vision.reader, draw)
     batch = micro_batch_of(samples).to(device())
     try:
         packed, _ = model(batch)
         [logits] = model(batch, plain=True)
     except (TypeError, AttributeError) as error:
         raise ConfigError(refusal([f"its forward pass does not take packed sequences: {error}"])) from error
-    if _has_windows(model.hf.config) and not model.windows:
+    if _has_windows(model.hf.config.get_text_config()) and not model.windows:
         what = "its sliding window is in transformers' mask alone, which a pack does without"
         raise ConfigError(refusal([what]))
     plain = torch.log_softmax(logits, -1).gather(-1, batch.labels[:, None])[:, 0]
@@ -69,6 +79,22 @@ def _refuse_other_routers(
     if not difference <= LARGEST_DIFFERENCE[dtype]:
         what = f"its routers weigh experts otherwise than router replay, by up to {difference:.3g} nats"
         raise ConfigError(refusal([what]))
+
+
+def _without_images(sample: Sample, reader: ImageReader) -> Sample:
+    """Return the sample without the token by which transformers itself finds images."""
+    return replace(sample, token_ids=np.where(sample.token_ids == reader.token_ids[1], 0, sample.token_ids))
+
+
+def _showing(sample: Sample, reader: ImageReader, draw: np.random.Generator) -> Sample:
+    """Return the sample with an image of noise after its first tokens."""
+    file = BytesIO()
+    Image.fromarray(draw.integers(0, 256, (*IMAGE, 3), np.uint8)).save(file, "PNG")
+    image = reader.read(file.getvalue()).moved(BEFORE_IMAGE)
+    tokens = np.insert(sample.token_ids, BEFORE_IMAGE, np.full(image.stop - image.start, reader.token_ids[1]))
+    mask = np.ones(len(tokens), bool)
+    mask[image.start : image.stop] = False
+    return replace(sample, token_ids=tokens.astype(np.int32), loss_mask=mask, images=(image,))
 
 
 def _has_windows(hf_config: PretrainedConfig) -> bool:

@@ -48,6 +48,7 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.model_directories.lazy_weights import SomeWeights, State
 from learner.world.process_group import device, most_over_ranks
+from storage.images.reader import ImageReader
 
 
 class FsdpTrainer:
@@ -56,7 +57,7 @@ class FsdpTrainer:
     critic: None = None
     """There is none: the configuration refuses objectives that want one."""
 
-    def __init__(  # noqa: PLR0913 - those of all backends
+    def __init__(  # noqa: PLR0913 - those of all backends, and the images
         self,
         hf_config: PretrainedConfig,
         state: State,
@@ -68,10 +69,11 @@ class FsdpTrainer:
         critic: CriticSource | None = None,
         lora: LoraConfig = NO_LORA,
         exact: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         """Build the model, load `state` by Hugging Face names, and prove that it computes what transformers
         does. With `lora`, adapters are trained and `trainable` counts for nothing; with `exact`, log-probs
-        are those of the embedded engine to the bit.
+        are those of the embedded engine to the bit. `images` are those of a vision-language model.
 
         Raises `ConfigError` for models, settings and weights that cannot be trained."""
         if critic is not None:
@@ -87,7 +89,7 @@ class FsdpTrainer:
             self._frozen_weights = self._freeze(hf_model, trainable)
         self.model = shard(
             hf_model, dtype=dtype, offload=bool(optimizer.offload), recompute=parallel.recompute == "full",
-            exact=exact,
+            exact=exact, images=images,
         )  # fmt: skip
         self._offloaded = bool(optimizer.offload)
         self._tensors = lasting_tensors(hf_model)
@@ -96,7 +98,7 @@ class FsdpTrainer:
             base = SomeWeights(state, self._names.files.keys())
             self._adapters = ModelAdapters(lora, adapted, base, self._tensors, dtype)
         load_weights(self._tensors, self._names, state)
-        refuse_other_results(self.model, hf_config.vocab_size, dtype)
+        refuse_other_results(self.model, hf_config.get_text_config().vocab_size, dtype)
         self._rounded: RoundedWeights | None = None
         self._copies = CopyBuffers()
         self._read: torch.cuda.Event | None = None

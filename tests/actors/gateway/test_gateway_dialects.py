@@ -127,6 +127,14 @@ def test_developer_messages_are_system_messages():
     assert ask(OPENAI_RESPONSES, input=messages).messages[0]["role"] == "system"
 
 
+def test_images_of_chat_completions_are_parts_of_their_message():
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}}
+    parts = [{"type": "text", "text": "how many?"}, shown]
+    [message] = ask(OPENAI_CHAT, messages=[{"role": "user", "content": parts}]).messages
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    assert message == {"role": "user", "content": [parts[0], image]}
+
+
 def test_what_is_asked_for_and_not_done_is_named():
     hello = [{"role": "user", "content": "hi"}]
     asked = ask(OPENAI_CHAT, messages=hello, tool_choice="required", frequency_penalty=0.5, seed=0, stop="x")

@@ -56,6 +56,18 @@ def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: P
             {"model": {"scratch": {"context": 64}}, "sampling": {"max_new_tokens": 64}},
             "leaves no room for a prompt",
         ),
+        (
+            {"model": {"scratch": {"context": 1024, "vision": {"layers": 1}}}},
+            'learner.backend=megatron trains text models alone: set it to "fsdp"',
+        ),
+        (
+            {
+                "model": {"scratch": {"context": 1024, "vision": {"layers": 1}}},
+                "learner": {"backend": "fsdp"},
+                "actors": {"engine": {"type": "sglang"}},
+            },
+            "actors.engine.type=sglang was not tried with images",
+        ),
     ],
 )
 async def test_what_a_start_refuses_a_dry_run_refuses(layer: dict, message: str, tmp_path: Path):

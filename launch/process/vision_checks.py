@@ -1,0 +1,54 @@
+"""Settings that a vision-language model needs, checked before anything is loaded."""
+
+import json
+from pathlib import Path
+
+from bus.errors import ConfigError
+from launch.config import RunConfig
+from launch.process.hub_revision import pinned
+from launch.process.model_directory import model_on_disk
+from storage.disk.run_directory import RunDirectory
+from storage.images.reader import FAMILIES
+
+
+def refuse_unfit_vision(config: RunConfig) -> None:
+    """Raise `ConfigError` for settings under which a vision-language model would not be trained on images.
+
+    A model on another host is not seen from here: learner and actors refuse it when they load it."""
+    if (model := _vision_model(config)) is None:
+        return
+    problems = []
+    if config.learner.backend != "fsdp":
+        problems.append(
+            f'learner.backend={config.learner.backend} trains text models alone: set it to "fsdp"'
+        )
+    if config.actors.engine.type != "embedded":
+        problems.append(
+            f'actors.engine.type={config.actors.engine.type} was not tried with images: set it to "embedded"'
+        )
+    if config.learner.served_teachers:
+        named = ", ".join(config.learner.served_teachers)
+        problems.append(f"learner.teachers {named}: one behind a server is not sent images: give it a path")
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")
+
+
+def _vision_model(config: RunConfig) -> str | None:
+    """Return the name of the run's model if it is known to see images."""
+    if config.model.path is None:
+        return (
+            "the scratch model with model.scratch.vision.layers"
+            if config.model.scratch.vision.layers
+            else None
+        )
+    directory = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    return str(config.model.path) if _model_type(directory) in FAMILIES else None
+
+
+def _model_type(directory: Path) -> object:
+    try:
+        found = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None
