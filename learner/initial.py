@@ -7,7 +7,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
-from learner.config.learner import LearnerConfig
 from learner.data.demonstrations import Demonstrations
 from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import (
@@ -49,18 +48,10 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
     images = ImageChat.of(settings.model_directory, tokenizer)
-    refuse_unseen(settings.learner, images is not None)
+    if images is not None and (problem := settings.learner.unseeing_teachers):
+        raise ConfigError(f"{settings.model_directory} is a vision-language model; {problem}")
     shown = _demonstrations(settings, demonstrations, tokenizer, hf_config, images)
     return Initial(hf_config, state, shown, None if images is None else images.reader)
-
-
-def refuse_unseen(learner: LearnerConfig, has_images: bool) -> None:
-    """Raise `ConfigError` for teachers behind servers, which are sent tokens alone."""
-    if has_images and learner.served_teachers:
-        raise ConfigError(
-            f"learner.teachers {', '.join(learner.served_teachers)}: a teacher behind a server is not sent "
-            "images, and the model is a vision-language model: give it as a directory (path), or leave it out"
-        )
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

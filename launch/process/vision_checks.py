@@ -26,9 +26,8 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         problems.append(
             f'actors.engine.type={config.actors.engine.type} was not tried with images: set it to "embedded"'
         )
-    if config.learner.served_teachers:
-        named = ", ".join(config.learner.served_teachers)
-        problems.append(f"learner.teachers {named}: one behind a server is not sent images: give it a path")
+    if (problem := config.learner.unseeing_teachers) is not None:
+        problems.append(problem)
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")

@@ -232,6 +232,14 @@ class LearnerConfig(Config):
         return {tag: teacher for tag, teacher in self.used_teachers.items() if teacher.url is not None}
 
     @property
+    def unseeing_teachers(self) -> str | None:
+        """Return what is wrong with these where prompts show images; None where there are none of them."""
+        if not (tags := self.served_teachers):
+            return None
+        named = ", ".join("learner." + tag.replace("teacher.", "teachers.") for tag in tags)
+        return f"{named}: a teacher behind a server is not sent images: give it as a directory (path)"
+
+    @property
     def used_correction(self) -> UsedCorrection:
         """Return the correction as configured, or the one that suits the loss."""
         if not isinstance(self.correction, AutoCorrection):

@@ -63,6 +63,13 @@ def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: P
         (
             {
                 "model": {"scratch": {"context": 1024, "vision": {"layers": 1}}},
+                "learner": {"backend": "fsdp", "teachers": {"big": {"url": "http://127.0.0.1:9"}}},
+            },
+            "learner.teachers.big: a teacher behind a server is not sent images",
+        ),
+        (
+            {
+                "model": {"scratch": {"context": 1024, "vision": {"layers": 1}}},
                 "learner": {"backend": "fsdp"},
                 "actors": {"engine": {"type": "sglang"}},
             },
