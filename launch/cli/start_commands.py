@@ -56,8 +56,8 @@ def local(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, product, python, retool, search, mcp, guess, nim,
-        duel, panel, agent, debate, load.
+        Settings that come with Sluice: sort, addition, count, product, python, retool, search, mcp, guess,
+        nim, duel, panel, agent, debate, load.
     config
         TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
     bus
@@ -109,8 +109,8 @@ def storage(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, product, python, retool, search, mcp, guess, nim,
-        duel, panel, agent, debate, load.
+        Settings that come with Sluice: sort, addition, count, product, python, retool, search, mcp, guess,
+        nim, duel, panel, agent, debate, load.
     config
         TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
     bus

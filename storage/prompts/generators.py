@@ -13,6 +13,7 @@ from bus.messages import Prompt
 from storage.disk.atomic_files import make_directory, write_file, write_json
 from storage.prompts import agent_demonstrations as agents
 from storage.prompts import lookup_tasks as lookups
+from storage.prompts import picture_tasks as pictures
 from storage.prompts import python_demonstrations as python
 from storage.prompts.dataset import prompt_content
 from storage.prompts.reasoning_gym_tasks import PREFIX, prompt_rows
@@ -32,7 +33,7 @@ HELDOUT_SEED = 12345
 class Task:
     """A family of numbered problems, from which files are drawn."""
 
-    problem: Callable[[int], tuple[str, str]]
+    problem: Callable[[int], tuple[str | list[Json], str]]
     """Function from a number to the prompt and label of that problem."""
     demonstration: Callable[[int, Random, bool], str | tuple[list[Json], str]]
     """Function from a number to a worked answer of that problem, right or plausibly wrong; in a task of
@@ -161,6 +162,7 @@ def _demonstration_rows(task: Task, held: frozenset[int], rng: Random) -> Iterat
         number = rng.randrange(task.problems)
         if number not in held:
             worked = task.demonstration(number, rng, rng.random() < task.wrong_share)
+            prompt: str | list[Json]
             prompt, response = (task.problem(number)[0], worked) if isinstance(worked, str) else worked
             yield {"prompt": prompt, "response": response}
             written += 1
@@ -266,6 +268,13 @@ TASKS = {
     ),
     "shop": Task(
         lookups.shop_problem, lookups.shop_demonstration, problems=lookups.SHOP_PROBLEMS, wrong_share=0.6
+    ),
+    "count": Task(
+        pictures.count_problem,
+        pictures.count_demonstration,
+        problems=pictures.COUNT_PROBLEMS,
+        wrong_share=0.5,
+        heldout=128,
     ),
     "debate": Task(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
+from storage.store.segments import Segment
 from tests.e2e.commands import ENVIRONMENT, Command, wait_for_step
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.nightly]
@@ -60,3 +62,21 @@ def test_a_debate_trains_all_debaters_over_two_rounds(tmp_path):
     shown = trained(tmp_path, "debate", 2, "--warmup.steps", "2")
     assert {t["agent"] for t in shown} == {f"debater-{n}" for n in (1, 2, 3)}
     assert max(len([part for part in t["parts"] if part["by"] == "policy"]) for t in shown) == 2
+
+
+def test_counting_trains_on_pictures_that_siblings_share(tmp_path):
+    trained(tmp_path, "count", 2, "--warmup.steps", "2")
+    pictures = trajectories = 0
+    for path in sorted((tmp_path / "count" / "replay").glob("*/segment_*")):
+        with closing(Segment(path)) as segment:
+            stored = [segment.trajectory(row) for row in range(segment.summary.trajectories)]
+            pictures += len(list(segment.images))
+        assert {len(one.images) for one in stored} == {1}
+        trajectories += len(stored)
+    assert 0 < pictures <= trajectories // 2
+    metrics = [json.loads(line) for line in (tmp_path / "count" / "metrics.jsonl").read_text().splitlines()]
+    differences = [
+        one["policy/mismatch_nats"] for one in metrics if one.get("policy/mismatch_nats") is not None
+    ]
+    assert differences
+    assert max(differences) < 1e-5
