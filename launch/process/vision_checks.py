@@ -26,6 +26,8 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         problems.append(
             f'actors.engine.type={config.actors.engine.type} was not tried with images: set it to "embedded"'
         )
+    if config.model.numerics == "exact":
+        problems.append("model.numerics=exact is for text models: set it to fast")
     if (problem := config.learner.unseeing_teachers) is not None:
         problems.append(problem)
     if problems:

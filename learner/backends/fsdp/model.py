@@ -38,8 +38,8 @@ class PackedModel(torch.nn.Module):
     def __init__(
         self, hf_model: PreTrainedModel, *, exact: bool = False, images: ImageReader | None = None
     ) -> None:
-        """With `exact`, have the model compute in exact arithmetic (storage/numerics). `images` are those of a
-        vision-language model.
+        """With `exact`, have the model compute in exact arithmetic (storage/numerics). `images` are those of
+        a vision-language model.
 
         Raises `ConfigError` for models that cannot."""
         super().__init__()

@@ -75,6 +75,18 @@ def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: P
             },
             "actors.engine.type=sglang was not tried with images",
         ),
+        (
+            {
+                "model": {
+                    "scratch": {"context": 1024, "vision": {"layers": 1}},
+                    "numerics": "exact",
+                    "dtype": "float32",
+                },
+                "learner": {"backend": "fsdp", "publish_dtype": "float32"},
+                "actors": {"engine": {"dtype": "float32"}},
+            },
+            "model.numerics=exact is for text models",
+        ),
     ],
 )
 async def test_what_a_start_refuses_a_dry_run_refuses(layer: dict, message: str, tmp_path: Path):

@@ -90,6 +90,11 @@ async def test_prompts_of_the_same_tokens_and_other_images_are_other_prompts(dir
         np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
 
 
+def test_exact_arithmetic_is_refused_for_images(directory):
+    with pytest.raises(ConfigError, match=r"model\.numerics=exact is for text models"):
+        EmbeddedEngine.from_directory(directory, CONFIG, exact=True)
+
+
 def test_an_engine_that_was_not_tried_with_images_is_refused_by_name(directory):
     with pytest.raises(ConfigError, match=r"actors.engine.type=sglang was not tried .*embedded"):
         refuse_untried_images(SglangEngineConfig(), directory)
