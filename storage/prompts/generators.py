@@ -274,7 +274,9 @@ TASKS = {
         pictures.count_demonstration,
         problems=pictures.COUNT_PROBLEMS,
         wrong_share=0.5,
+        prompts=6000,
         heldout=128,
+        demonstrations=160 * 64,  # those that the preset takes; pictures take longer to draw than texts
     ),
     "debate": Task(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

@@ -64,9 +64,17 @@ def test_a_debate_trains_all_debaters_over_two_rounds(tmp_path):
     assert max(len([part for part in t["parts"] if part["by"] == "policy"]) for t in shown) == 2
 
 
-def test_counting_trains_on_pictures_that_siblings_share(tmp_path):
-    trained(tmp_path, "count", 2, "--warmup.steps", "2")
-    pictures = trajectories = 0
+@pytest.mark.timeout(600)
+def test_counting_trains_on_pictures_that_siblings_share_and_trains_again_bit_for_bit(tmp_path):
+    small = ("--warmup.steps", "2", "--warmup.batch-size", "16", "--learner.steps", "2",
+             "--admission.groups-per-step", "2", "--admission.samples-per-prompt", "2",
+             "--evaluation.every-versions", "0", "--learner.target-accuracy", "none")  # fmt: skip
+    run = Command(tmp_path, "local", "--preset", "count", "--directory", str(tmp_path), *small)
+    try:
+        assert run.wait(280) == 0, run.said()
+    finally:
+        run.kill()
+    trajectories = pictures = 0
     for path in sorted((tmp_path / "count" / "replay").glob("*/segment_*")):
         with closing(Segment(path)) as segment:
             stored = [segment.trajectory(row) for row in range(segment.summary.trajectories)]
@@ -75,8 +83,12 @@ def test_counting_trains_on_pictures_that_siblings_share(tmp_path):
         trajectories += len(stored)
     assert 0 < pictures <= trajectories // 2
     metrics = [json.loads(line) for line in (tmp_path / "count" / "metrics.jsonl").read_text().splitlines()]
-    differences = [
-        one["policy/mismatch_nats"] for one in metrics if one.get("policy/mismatch_nats") is not None
-    ]
+    differences = [one["policy/mismatch_nats"] for one in metrics if "policy/mismatch_nats" in one]
     assert differences
     assert max(differences) < 1e-5
+    again = subprocess.run(
+        [sys.executable, "-m", "launch", "retrain", "--run", "count", "--directory", str(tmp_path), "--json"],
+        capture_output=True, text=True, timeout=280, env=ENVIRONMENT, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    report = json.loads(again.stdout)
+    assert (report["batches"], report["batches_equal"], report["weights_max_abs_diff"]) == (2, 2, 0)
