@@ -183,7 +183,9 @@ def test_without_flags_there_is_no_layer():
     assert flags(RunConfig()) == {}
 
 
-@pytest.mark.parametrize("name", ["sort", "addition", "product", "python", "retool", "search", "debate"])
+@pytest.mark.parametrize(
+    "name", ["sort", "addition", "product", "python", "retool", "search", "debate", "count"]
+)
 def test_presets_resolve(name: str):
     config = resolve(preset(name))
     assert (config.run, config.data.task) == (name, name)
@@ -327,7 +329,7 @@ def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):
 def test_an_unknown_preset_is_answered_with_the_nearest_and_all():
     with pytest.raises(
         ConfigError,
-        match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, agent, debate, .*, product, .*, sort",
+        match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, agent, count, .*, product, .*, sort",
     ):
         preset("sotr")
 
