@@ -115,8 +115,6 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
             f"learner.backend={backend} trains text models alone, and the model, a {hf_config.model_type}, "
             'is a vision-language model: set learner.backend = "fsdp" (docs/vision.md)'
         )
-    if images is not None and model.numerics == "exact":
-        raise ConfigError("model.numerics=exact is for text models, not for those that read images: set fast")
     shown = {} if images is None else {"images": images}
     return BACKENDS[backend]()(
         hf_config,

@@ -24,7 +24,7 @@ from actors.engines.base import Generation, GenerationRequest, InterruptedGenera
 from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
 from actors.engines.embedded.exact_attention import EXACT
-from bus.errors import ConfigError, EngineError, RequestRefusedError
+from bus.errors import EngineError, RequestRefusedError
 from bus.work_progress import long_work
 from storage.images.reader import ImageReader
 
@@ -79,8 +79,6 @@ class EmbeddedEngine:
                 f"{model_dir} has no safetensors file to serve as policy version {policy_version}"
             )
         images = ImageReader.of(model_dir)
-        if exact and images is not None:
-            raise ConfigError("model.numerics=exact is for text models, not for those that read images")
         kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
         attention = EXACT if exact else config.attention

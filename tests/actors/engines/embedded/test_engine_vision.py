@@ -91,7 +91,7 @@ async def test_prompts_of_the_same_tokens_and_other_images_are_other_prompts(dir
 
 
 def test_exact_arithmetic_is_refused_for_images(directory):
-    with pytest.raises(ConfigError, match=r"model\.numerics=exact is for text models"):
+    with pytest.raises(ConfigError, match=r"model\.numerics=exact is for text alone"):
         EmbeddedEngine.from_directory(directory, CONFIG, exact=True)
 
 

@@ -260,6 +260,11 @@ def test_a_pack_that_is_not_what_transformers_computes_is_refused(directory, mon
         trainer_of(directory)
 
 
+def test_exact_arithmetic_is_refused_for_images(directory):
+    with pytest.raises(ConfigError, match=r"model\.numerics=exact is for text alone"):
+        trainer_of(directory, exact=True)
+
+
 def test_megatron_refuses_a_vision_language_model_with_the_remedy(directory):
     hf_config, state = load_hf_directory(directory)
     with pytest.raises(
