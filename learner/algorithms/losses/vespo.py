@@ -3,6 +3,10 @@ from torch import Tensor
 
 from learner.algorithms.tokens import LARGEST_LOG_RATIO, LossTokens
 
+LARGEST_LOG_WEIGHT = 13.0
+"""Without a decay nothing else bounds weights. This one, times the lowest log-prob that is accepted (-1e30)
+and an advantage of hundreds, is still a number of float32."""
+
 
 def vespo_loss(
     tokens: LossTokens, *, power: float, decay: float, power_negative: float, decay_negative: float
@@ -27,4 +31,4 @@ def vespo_loss(
     negative = advantages < 0
     k, d = torch.where(negative, power_negative, power), torch.where(negative, decay_negative, decay)
     log_weight = k * log_ratio - d * log_ratio.expm1()  # expm1 is W - 1
-    return -log_weight.clamp(max=LARGEST_LOG_RATIO).exp() * advantages * tokens.logprobs, {}
+    return -log_weight.clamp(max=LARGEST_LOG_WEIGHT).exp() * advantages * tokens.logprobs, {}

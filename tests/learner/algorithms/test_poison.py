@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
@@ -94,7 +94,13 @@ def test_every_objective_is_finite_at_the_extremes():
         assert_finite(objective, name, now, streams)
 
 
+WITHOUT_DECAY = str(
+    {"loss": {"type": "vespo", "decay": 0.0, "power_negative": 0.0}, "rejection": {"type": "none"}}
+)
+
+
 @settings(max_examples=100)
+@example(WITHOUT_DECAY, [-1e30, -1e4, *10 * [-1e30]], [100.0, 0.0, 0.0], 6 * [0.0])
 @given(
     st.sampled_from(sorted(OBJECTIVES)),
     st.lists(st.sampled_from(EXTREMES) | st.floats(-1e4, 0.0, width=32), min_size=12, max_size=12),
