@@ -17,6 +17,7 @@ from launch.operations.waiting_reasons import of_role, waits_for_leases
 from launch.watch.episode_ends import ends_text, recent_ends
 from launch.watch.units import size
 from learner.range_warnings import ranges
+from learner.settings import used_diagnostics
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, integer, number
 
@@ -107,7 +108,8 @@ class StepAlerts:
             )
 
     def _out_of_range(self, config: RunConfig) -> Iterator[str]:
-        for name, (lowest, highest, meaning) in ranges(config.learner.diagnostics).items():
+        used = used_diagnostics(config.model, config.learner)
+        for name, (lowest, highest, meaning) in ranges(used).items():
             value = number(self._last, name)
             if value < lowest:
                 yield f"{name} is {value:.3g}, below {lowest:.3g}: {meaning}"

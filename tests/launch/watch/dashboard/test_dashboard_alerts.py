@@ -59,6 +59,17 @@ def test_figures_out_of_their_range_are_told_with_their_meaning():
     assert after({"policy/ess_fraction": 0.9, "policy/k3_nats": 0.1}) == []
 
 
+def test_any_mismatch_in_exact_arithmetic_is_told():
+    exact = validate({
+        "run": "test", "model": {"numerics": "exact", "dtype": "float32"},
+        "learner": {"backend": "fsdp", "publish_dtype": "float32"},
+    })  # fmt: skip
+    [said] = after({"policy/mismatch_nats": 1e-7}, config=exact)
+    assert said.startswith("policy/mismatch_nats is 1e-07, above 0: engine and learner disagree")
+    assert after({"policy/mismatch_nats": 0.0}, config=exact) == []
+    assert after({"policy/mismatch_nats": 1e-7}) == []
+
+
 def test_staleness_beyond_its_bound_is_told():
     assert after({"staleness/max_versions": 6}) == [
         "the last step trained on tokens that are 6 versions old, and admission.max_staleness is 4"
