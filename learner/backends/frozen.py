@@ -41,6 +41,8 @@ class FrozenPolicies:
         self._current: Weights | None = None
         self._lent: str | None = None
         """Tag of the policy whose weights the model has now."""
+        self._foreign: set[str] = set()
+        """Tags of policies that the run neither began with nor trained."""
 
     def __contains__(self, tag: str) -> bool:
         return tag in self._held
@@ -52,21 +54,26 @@ class FrozenPolicies:
 
     @property
     def lends_foreign(self) -> bool:
-        """Tell whether the model has weights now that were read from a directory."""
-        return self._lent in self.sources
+        """Tell whether the model has weights now that the run neither began with nor trained."""
+        return self._lent in self._foreign
 
     def hold(self, tag: str) -> None:
         """Hold the current policy under `tag`, instead of the one held there."""
         self._put(tag, self._live(), None)
 
-    def load(self, tag: str, hf_config: PretrainedConfig, state: State, source: Path) -> None:
+    def load(
+        self, tag: str, hf_config: PretrainedConfig, state: State, source: Path, *, is_initial: bool = False
+    ) -> None:
         """Read the policy of `tag` from weights by their Hugging Face names. Every rank calls this.
 
-        `source` is where to find them again. Raises `ConfigError` where they do not fit the model.
+        `source` is where to find them again; `is_initial` says that the run began with them. Raises
+        `ConfigError` where they do not fit the model.
         """
         with self._current_kept() as live:
             self._load(hf_config, state)
             self._put(tag, live, source)
+        if not is_initial:
+            self._foreign.add(tag)
 
     def restore(self, tag: str, weights: Weights) -> None:
         """Hold `weights` from a checkpoint under `tag`."""
@@ -112,6 +119,7 @@ class FrozenPolicies:
             self._held[tag] = _buffers_like(weights)
         _copy(weights, self._held[tag])
         self.sources.pop(tag, None)
+        self._foreign.discard(tag)
         if source is not None:
             self.sources[tag] = source
         if torch.cuda.is_available():

@@ -40,7 +40,7 @@ def hold_frozen_policies(
     if "reference" not in wanted or _is_held(frozen, reference, source):
         return
     if source is not None:
-        _load(backend, settings, "reference", source)
+        _load(backend, settings, "reference", source, is_initial=reference.path is None)
     elif stage == "rl" and step == 0:
         frozen.hold("reference")
     elif stage != "warmup":
@@ -68,7 +68,9 @@ def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | 
     return "reference" in frozen and frozen.sources["reference"] == source
 
 
-def _load(backend: Backend, settings: LearnerSettings, tag: str, directory: Path) -> None:
+def _load(
+    backend: Backend, settings: LearnerSettings, tag: str, directory: Path, *, is_initial: bool = False
+) -> None:
     hf_config, state = load_hf_directory(directory)
     if different := backend.other_hyperparameters(hf_config):
         raise ConfigError(
@@ -81,4 +83,4 @@ def _load(backend: Backend, settings: LearnerSettings, tag: str, directory: Path
             f"{settings.model_directory}: {len(other)} tokens have other ids, as {other[0]!r}; choose "
             "a model with the policy's tokenizer"
         )
-    backend.frozen.load(tag, hf_config, state, directory)
+    backend.frozen.load(tag, hf_config, state, directory, is_initial=is_initial)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from bus.errors import ConfigError
 from learner.backends.factory import build_backend
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.quantised.rounding import Rounding
 from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
@@ -24,14 +26,16 @@ from learner.config.loss import PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.warmup import WarmupConfig
+from learner.data.packing import pack
 from learner.history.retrain import retrain_steps
 from learner.initial import prepare
 from learner.model_directories.model_directory import save_hf_directory
 from learner.scoring.frozen_policies import hold_frozen_policies
 from storage.disk.checkpoints import latest as latest_checkpoint
 from storage.store.replay import ReplayStore
+from storage.weights.quantisation import FORMATS
 from tests.learner.mini_run import LEARNER, MiniRun, mini_run
-from tests.learner.tiny import hf_state, tiny_model
+from tests.learner.tiny import hf_state, random_samples, tiny_model
 from tests.storage.serving import SHARDS
 
 KL = {"reference": ReferenceConfig(kl_coef=0.5)}
@@ -186,6 +190,20 @@ def test_without_a_warm_up_the_initial_model_is_the_reference_and_needs_no_place
     with trainer.frozen.in_place("reference"):
         assert all(torch.equal(initial[name], weight) for name, weight in trainer.export().items())
     assert trainer.frozen.own == set()
+
+
+def test_the_initial_model_is_rounded_like_the_policy_and_one_of_a_named_directory_is_not(tmp_path):
+    trainer, settings = trainer_and_settings(tmp_path, **KL)
+    trainer.compute_with(Rounding(FORMATS["fp8_block"], torch.float32))
+    settings = replace(settings, warmup=WarmupConfig(steps=0))
+    batches = pack(random_samples([5, 9, 20]), 40)
+    rounded = trainer.logprobs(batches)[0].nan_to_num()
+    named = ReferenceConfig(kl_coef=0.5, path=shutil.copytree(settings.model_directory, tmp_path / "named"))
+    for reference, same in ((KL["reference"], True), (named, False), (KL["reference"], True)):
+        hold_frozen_policies(trainer, settings, LearnerConfig(reference=reference), stage="rl", step=0)
+        with trainer.frozen.in_place("reference"):
+            found = trainer.logprobs(batches)[0].nan_to_num()
+        assert torch.equal(found, rounded) == same
 
 
 def test_after_a_warm_up_the_reference_waits_for_its_end(tmp_path):
