@@ -163,6 +163,11 @@ def quantisation_config(found: Format, shapes: Shapes) -> dict[str, Json]:
         shapes: shapes of all weights by their Hugging Face name, before any is quantised.
     Raises `ConfigError` for weights that cannot be quantised so."""
     refuse_unsuitable(found, shapes)
+    if not any(is_quantised(name, shape) for name, shape in shapes.items()):
+        raise ConfigError(
+            f"{found.name} is for linear layers by the names of known families, as q_proj and up_proj, and "
+            f"this model has none, but {next(iter(shapes), 'nothing')} and others: it cannot be quantised"
+        )
     if isinstance(found, Int4Format):
         return _int4_config(shapes)
     config: dict[str, Json] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -203,10 +208,11 @@ def refuse_unsuitable(found: Format, shapes: Shapes) -> None:
     for name, shape in shapes.items():
         if len(shape) == 3 and "experts" in name:
             raise ConfigError(
-                f"{name} holds {shape[0]} experts in one tensor, and fp8 is for experts with a tensor each: "
-                "this model cannot be quantised"
+                f"{name} holds {shape[0]} experts in one tensor, and {found.name} is for experts with a "
+                "tensor each: this model cannot be quantised"
             )
         if isinstance(found, Int4Format) and is_quantised(name, shape) and shape[1] % GROUP:
             raise ConfigError(
-                f"{name} has {shape[1]} columns, which are no multiple of {GROUP}: int4 has groups of so many"
+                f"{name} has {shape[1]} columns, and int4 has a scale for each {GROUP} of them: this model "
+                "cannot be quantised so; choose fp8_block"
             )

@@ -214,9 +214,19 @@ def test_the_config_names_the_format_and_every_layer_that_stays():
     assert quantisation_config(TENSOR, shapes) == common | {"modules_to_not_convert": kept}
 
 
-def test_experts_in_one_tensor_are_refused():
-    with pytest.raises(ConfigError, match=r"gate_up_proj holds 8 experts in one tensor"):
-        quantisation_config(BLOCK, {"model.layers.0.mlp.experts.gate_up_proj": (8, 4, 4)})
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_cannot_be_quantised_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"gate_up_proj holds 8 experts in one tensor, and {name} is for"):
+        quantisation_config(FORMATS[name], {"model.layers.0.mlp.experts.gate_up_proj": (8, 4, 4)})
+    other = {"gpt_neox.layers.0.mlp.dense_h_to_4h.weight": (512, 128)}
+    with pytest.raises(ConfigError, match=rf"{name} is for .* has none, but gpt_neox.*: it cannot be quant"):
+        quantisation_config(FORMATS[name], other)
+    narrow = {"layers.0.up_proj.weight": (128, 96)}
+    if name == "int4":
+        with pytest.raises(ConfigError, match=r"up_proj.weight has 96 columns, .* each 128 .*fp8_block"):
+            quantisation_config(FORMATS[name], narrow)
+    else:
+        quantisation_config(FORMATS[name], narrow)
 
 
 def test_a_weight_and_its_scales_go_together_whichever_changed():
