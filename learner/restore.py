@@ -14,7 +14,6 @@ from learner.backends.factory import (
     refuse_router_replay,
     rounding_of,
 )
-from learner.backends.quantised.matmul import refuse_gpu
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig
 from learner.initial import Initial
@@ -59,7 +58,6 @@ def restore_backend(
     if rounding is not None:
         backend.compute_with(rounding)
     if settings.learner.fp8_matmul:
-        refuse_gpu("learner.fp8_matmul=true")
         backend.multiply_in_fp8()
     if checkpoint is not None:
         load_checkpoint(backend, checkpoint, verified=verified)

@@ -18,6 +18,7 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
+from learner.backends.quantised.matmul import refuse_gpu
 from learner.checkpoint.commit import read_extra
 from learner.checkpoint.newest import newest_whole
 from learner.initial import prepare
@@ -113,6 +114,8 @@ def build(
     )
     world = settings.learner.world
     init_world(settings.learner.parallel, world.collective_timeout_s, backend=settings.learner.backend)
+    if settings.learner.fp8_matmul:  # who looks back at the run does without, at the speed of float32
+        refuse_gpu("learner.fp8_matmul=true")
     refuse_unshared(settings.checkpoints)
     channel = Channel(stop)
     latest = newest_whole(settings.checkpoints)

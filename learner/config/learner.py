@@ -299,6 +299,11 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _products_in_fp8_are_of_whole_weights(self) -> Self:
+        if self.fp8_matmul and self.quantisation_aware:
+            raise ValueError(
+                "learner.fp8_matmul=true with learner.quantisation_aware=true: products in fp8 would round "
+                "the weights of engines once more, to those of no engine; set one of them to false"
+            )
         if self.fp8_matmul and self.lora.exists:
             raise ValueError(
                 f"learner.fp8_matmul=true with learner.lora.rank={self.lora.rank}: layers with adapters do "

@@ -32,7 +32,7 @@ _compiled_row_codes = torch.compile(row_codes, dynamic=True)
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return left @ right.T, [M, N], in the type of `left`, of [M, K] and [N, K] as codes."""
-    if not left.is_cuda:  # the same numbers, to see what they do to training
+    if not (left.is_cuda and _gpu_multiplies()):  # the same numbers, at the speed of float32
         (codes, scales), (others, other_scales) = row_codes(left), row_codes(right)
         return ((codes.float() @ others.float().t()) * scales * other_scales.t()).to(left.dtype)
     if not len(left):
@@ -48,14 +48,19 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     )
 
 
+def _gpu_multiplies() -> bool:
+    """Tell whether this process's GPU has products in fp8."""
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= NEEDED_CAPABILITY
+
+
 def refuse_gpu(setting: str) -> None:
     """Raise `ConfigError` where this process's device has no products in fp8; `setting` asked for them."""
     found = "no GPU that torch can use"
     if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if torch.version.hip is None and capability >= NEEDED_CAPABILITY:
+        if _gpu_multiplies():
             return
-        found = f"{torch.cuda.get_device_name()}, of compute capability {'.'.join(map(str, capability))}"
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        found = f"{torch.cuda.get_device_name()}, of compute capability {capability}"
     needed = ".".join(map(str, NEEDED_CAPABILITY))
     raise ConfigError(
         f"{setting} needs GPUs of compute capability {needed} or more, as H100, and this learner has "

@@ -1,19 +1,29 @@
 """Linear layers that multiply in fp8: what they compute, on a CPU with the numbers that a GPU has."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bus.errors import ConfigError
 from launch.config import resolve
+from learner import service
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.quantised.matmul import Fp8Linear, product, refuse_gpu
+from learner.backends.quantised.matmul import Fp8Linear, product
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.config.warmup import WarmupConfig
 from learner.data.packing import pack
+from learner.initial import prepare
+from learner.progress import Progress
+from learner.restore import restore_alone
+from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
@@ -104,6 +114,8 @@ def test_what_cannot_be_multiplied_in_fp8_is_refused_by_name(backend):
         ConfigError, match=r"fp8_matmul=true cannot multiply with .*mlp.*: multiples of 16 can"
     ):
         trainer.multiply_in_fp8()
+    with pytest.raises(ValidationError, match=r"with learner.quantisation_aware=true: .* to those of no eng"):
+        LearnerConfig(fp8_matmul=True, quantisation_aware=True, publication={"quantisation": "fp8_block"})
     with pytest.raises(ValidationError, match=r"fp8_matmul=true with learner.lora.rank=4: layers with"):
         LearnerConfig(fp8_matmul=True, lora={"rank": 4})
     with pytest.raises(ConfigError, match=r"fp8_matmul=true with model.dtype=float32: .* set model.dtype"):
@@ -111,7 +123,38 @@ def test_what_cannot_be_multiplied_in_fp8_is_refused_by_name(backend):
     resolve({"learner": {"fp8_matmul": True}, "model": {"dtype": "bfloat16"}})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_learner_without_such_a_gpu_is_refused():
+def test_a_model_without_layers_of_known_names_is_refused():
+    config = AutoConfig.for_model("gpt_neox", hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+                                  intermediate_size=128, vocab_size=60)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    trainer = FsdpTrainer(config, hf_state(model), OPTIMIZER)
+    with pytest.raises(ConfigError, match=r"fp8_matmul=true knows no layer of GPTNeoXForCausalLM, .* false"):
+        trainer.multiply_in_fp8()
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def settings_in_fp8(tmp_path):
+    run = MiniRun(None, tmp_path, None, tmp_path / "none")  # of which only the settings are asked for
+    return replace(run.settings(fp8_matmul=True), warmup=WarmupConfig(steps=0))
+
+
+@NO_GPU
+@pytest.mark.usefixtures("in_process")
+def test_a_learner_without_such_a_gpu_is_refused_before_its_model_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "restore_backend", None)
     with pytest.raises(ConfigError, match=r"true needs GPUs of compute capability 9.0 .* no GPU that torch"):
-        refuse_gpu("learner.fp8_matmul=true")
+        service.build(settings_in_fp8(tmp_path), None, None, None, asyncio.Event())
+
+
+@NO_GPU
+def test_who_looks_back_at_a_run_without_such_a_gpu_has_the_same_products(tmp_path):
+    settings = settings_in_fp8(tmp_path)
+    initial, batches = prepare(settings, None), pack(random_samples(LENGTHS), 40)
+    plain = replace(settings, learner=settings.learner.model_copy(update={"fp8_matmul": False}))
+    found, other = (
+        restore_alone(each, initial, None, Progress()).logprobs(batches)[0].nan_to_num()
+        for each in (settings, plain)
+    )
+    assert 1e-4 < (found - other).abs().max() < 1
