@@ -3,7 +3,11 @@
 Numbers are rounded to multiples of a unit, of a row or a column, in which they are integers. They are so
 small that float64, with its 53 bits, holds every product and every partial sum exactly. Whatever a matrix
 product does with its rows, blocks, threads and instructions, and on whatever processor, each entry has one
-value; it is rounded once to float32. That loses about the bits that sums in float32 lose by themselves.
+value; it is rounded once to float32.
+
+Factors have 24 and 23 bits where 64 products are added up, 21 and 20 where 4,096 are, and 18 or 19 in
+attention. Sums of 64 err as much as float32's, those of 4,096 six times and attention thirty times as much,
+which is 5e-6 of its values. In a row with an element 100 times the others these lose seven bits more.
 """
 
 import torch
