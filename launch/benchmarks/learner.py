@@ -67,9 +67,10 @@ LIMITS_CUDA: dict[str, Json] = {
     "latent_over_hf": 1.0,
     "adapters_over_weights": 1.1,
     "muon_over_adamw": 0.9,
-    "rounded_over_weights": 0.7,
-    "fp8_over_bfloat16": 0.9,
+    "rounded_over_weights": 0.85,
+    "fp8_over_bfloat16": 1.0,  # products in fp8 are there for nothing but speed
 }
+"""What users should be able to expect, whether it is reached or not: docs/performance.md has both."""
 
 
 Step = Callable[[], object]
