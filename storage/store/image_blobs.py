@@ -26,8 +26,12 @@ class ImageBlobs:
     """The images of one segment by digest, read when they are asked for."""
 
     def __init__(
-        self, data: NDArray[np.uint8] | CompressedArray = _NO_BYTES, table: NDArray[np.int64] = _NO_ROWS
+        self,
+        segment: Path,
+        data: NDArray[np.uint8] | CompressedArray = _NO_BYTES,
+        table: NDArray[np.int64] = _NO_ROWS,
     ) -> None:
+        self._segment = segment
         self._data = data
         begins = [0, *table[:-1, 2].tolist()]
         self._spans = {
@@ -39,21 +43,34 @@ class ImageBlobs:
         """Return the digests."""
         return iter(self._spans)
 
-    def bytes_of(self, digest: str, segment: Path) -> bytes:
-        """Return the bytes of an image. Raises `LostDataError` naming the segment that lacks them."""
+    def stored(self, digest: str) -> bytes:
+        """Return what lies here as the bytes of an image, which may have changed on the disk.
+
+        Raises `LostDataError` where it cannot be decompressed."""
         begin, end = self._spans.get(digest, (0, 0))
-        data: bytes = self._data[begin:end].tobytes()
-        if image_digest(data) != digest:
-            raise LostDataError(
-                f"{segment} is corrupt: image {digest} does not match its digest; restore it or move the "
-                "store away"
-            )
+        try:
+            data: bytes = self._data[begin:end].tobytes()
+        except RuntimeError as error:  # what zarr's codecs raise
+            raise LostDataError(self._changed(digest)) from error
         return data
 
-    def placed(self, images: Sequence[Sequence[Any]], segment: Path) -> tuple[PlacedImage, ...]:
+    def bytes_of(self, digest: str) -> bytes:
+        """Return the bytes of an image. Raises `LostDataError` where they are missing or changed."""
+        data = self.stored(digest)
+        if image_digest(data) != digest:
+            raise LostDataError(self._changed(digest))
+        return data
+
+    def placed(self, images: Sequence[Sequence[Any]]) -> tuple[PlacedImage, ...]:
         """Return the images of a record with their bytes; raises as `bytes_of`."""
         read = (PlacedImage(*image) for image in images)
-        return tuple(image._replace(data=self.bytes_of(image.digest, segment)) for image in read)
+        return tuple(image._replace(data=self.bytes_of(image.digest)) for image in read)
+
+    def _changed(self, digest: str) -> str:
+        return (
+            f"{self._segment} is corrupt: image {digest} does not match its digest; restore it or move the "
+            "store away"
+        )
 
 
 def blobs_of(trajectories: Sequence[Trajectory]) -> Mapping[str, NDArray[Any]]:
@@ -65,11 +82,16 @@ def blobs_of(trajectories: Sequence[Trajectory]) -> Mapping[str, NDArray[Any]]:
     return _arrays({image.digest: image.data for image in images if image.data})
 
 
-def joined_blobs(segments: Sequence[tuple[ImageBlobs, Path]]) -> Mapping[str, NDArray[Any]]:
-    """Return the arrays of the images of several segments, each image once."""
+def joined_blobs(segments: Sequence[ImageBlobs]) -> Mapping[str, NDArray[Any]]:
+    """Return the arrays of the images of several segments, each image once.
+
+    One that changed on the disk is taken from another segment that has it whole. Where none has, it stays as
+    it is, like all else that is merged: whoever reads it is told, and the store is tidied meanwhile."""
     found: dict[str, bytes] = {}
-    for blobs, path in segments:
-        found |= {digest: blobs.bytes_of(digest, path) for digest in blobs if digest not in found}
+    for blobs in segments:
+        for digest in blobs:
+            if digest not in found or image_digest(found[digest]) != digest:
+                found[digest] = blobs.stored(digest)
     return _arrays(found)
 
 

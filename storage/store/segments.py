@@ -148,7 +148,7 @@ def compress_segments(merged: Sequence[Path]) -> tuple[dict[str, Any], Content]:
             name: np.concatenate([segment.decoded(name) for segment in segments])
             for name in (*TOKEN_ARRAYS, "records")
         }
-        arrays |= joined_blobs([(one.images, one.path) for one in segments])
+        arrays |= joined_blobs([segment.images for segment in segments])
         rows = [segment.rows.copy() for segment in segments]
         summaries = [segment.summary for segment in segments]
     for column in (0, 1):
@@ -329,10 +329,10 @@ class Segment:
             self._rows = _rows(path, _array(entries, group, "rows"), self.summary)
             for name in (*TOKEN_ARRAYS, "records"):
                 self._arrays[name] = _array(entries, group, name)
-            self.images = ImageBlobs()
+            self.images = ImageBlobs(path)
             if any(name.startswith("image_rows/") for name in entries):
                 images, table = (_array(entries, group, name) for name in IMAGE_ARRAYS)
-                self.images = ImageBlobs(images, _decoded(table).reshape(-1, 3))
+                self.images = ImageBlobs(path, images, _decoded(table).reshape(-1, 3))
         self._tokens = tuple(self._arrays[name] for name in TOKEN_ARRAYS)
         self._records = self._arrays["records"]
         self._row_bytes = self._rows.data.cast("B")
@@ -381,7 +381,7 @@ class Segment:
         if values[_PARENT] is not None:
             values[_PARENT] = Parent(*values[_PARENT])
         if len(values) > _IMAGES:
-            values[_IMAGES] = self.images.placed(values[_IMAGES], self.path)
+            values[_IMAGES] = self.images.placed(values[_IMAGES])
         if len(values) < len(RECORD_FIELDS):  # the younger fields have defaults
             tokens: dict[str, Any] = dict(zip(TOKEN_ARRAYS, arrays, strict=True))
             return Trajectory(**dict(zip(RECORD_FIELDS, values, strict=False)), **tokens)
@@ -392,4 +392,4 @@ class Segment:
         self._arrays.clear()
         self._tokens = ()
         self._records = _NO_RECORDS
-        self.images = ImageBlobs()
+        self.images = ImageBlobs(self.path)

@@ -1,8 +1,10 @@
 """Images in segments: each once, whoever shows it, and read back with every trajectory that does."""
 
+import zipfile
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bus.codec import encode
@@ -24,6 +26,13 @@ PICTURE, OTHER = bytes(range(256)) * 8, bytes(reversed(range(256))) * 8
 def showing(lease_id: int, sample: int, *pictures: bytes) -> Trajectory:
     images = (PlacedImage(image_digest(data), 2 * n, 1, 2, data) for n, data in enumerate(pictures))
     return replace(make_trajectory(lease_id, sample, tokens=12), images=tuple(images))
+
+
+def changed(segment, before: bytes, after: bytes) -> None:
+    file = segment / FILE
+    content = file.read_bytes()
+    assert content.count(before) == 1
+    file.write_bytes(content.replace(before, after))
 
 
 def test_a_segment_holds_each_image_once_and_gives_it_to_all_that_show_it(tmp_path):
@@ -58,13 +67,41 @@ def test_a_segment_from_before_images_is_read_and_merged_with_one_that_has_them(
 
 def test_an_image_that_changed_on_the_disk_is_named(tmp_path):
     write_segment(tmp_path / "a", [showing(0, 0, PICTURE)])
-    file = tmp_path / "a" / FILE
-    file.write_bytes(file.read_bytes().replace(PICTURE, OTHER))
+    changed(tmp_path / "a", PICTURE, OTHER)
     with (
         closing(Segment(tmp_path / "a")) as segment,
         pytest.raises(LostDataError, match=f"image {image_digest(PICTURE)} does not match its digest"),
     ):
         segment.trajectory(0)
+
+
+def test_segments_with_an_image_that_changed_are_merged_and_only_who_shows_it_is_lost(tmp_path):
+    for n, name in enumerate("abc"):
+        write_segment(tmp_path / name, [showing(n, 0, OTHER if n == 0 else PICTURE)])
+    changed(tmp_path / "a", OTHER, OTHER[:-1] + b"?")
+    changed(tmp_path / "b", PICTURE, PICTURE[:-1] + b"?")  # c has it whole
+    merge_segments(tmp_path / "merged", [tmp_path / name for name in "abc"])
+    with closing(Segment(tmp_path / "merged")) as segment:
+        with pytest.raises(LostDataError, match=f"image {image_digest(OTHER)} does not match its digest"):
+            segment.trajectory(0)
+        assert [segment.trajectory(row).images[0].data for row in (1, 2)] == [PICTURE, PICTURE]
+
+
+def test_a_compressed_image_that_changed_on_the_disk_is_named_however_it_is_noticed(tmp_path):
+    picture = np.random.default_rng(0).integers(0, 4, 100_000, dtype=np.uint8).tobytes()
+    write_segment(tmp_path / "a", [showing(0, 0, picture)])
+    merge_segments(tmp_path / "merged", [tmp_path / "a"])
+    file = tmp_path / "merged" / FILE
+    content = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        entry = archive.getinfo("images/c/0")
+    for at in range(entry.header_offset + 100, entry.header_offset + entry.file_size, 4000):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        with (
+            closing(Segment(tmp_path / "merged")) as segment,
+            pytest.raises(LostDataError, match=f"merged is corrupt: image {image_digest(picture)}"),
+        ):
+            segment.trajectory(0)
 
 
 def test_an_image_without_its_bytes_is_not_stored(tmp_path):
