@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import TrainingError
-from learner.data.packing import OWN_CHOICE
 from learner.world.process_group import device
 
 
@@ -21,7 +20,8 @@ class GivenExperts:
 
     def __init__(self) -> None:
         self.experts: Tensor | None = None
-        """int [T, k], `OWN_CHOICE` where the router chooses; None where it does for all tokens."""
+        """int [T, k], `OWN_CHOICE` (learner/data/packing.py) where the router chooses; None where it does for
+        all tokens."""
         self.noted: list[Tensor] | None = None
         """int16 [T, k] of each pass, where its tokens went; None where nobody asks."""
         self.counts = torch.zeros(3, dtype=torch.int64, device=device())
@@ -39,7 +39,8 @@ class GivenExperts:
     def _given(self, given: Tensor, chosen: Tensor, count: int) -> Tensor:
         ascending = given.sort(dim=1).values
         # What an engine cannot have meant is left to the router: the dispatcher wants k different experts.
-        known = (ascending[:, 0] != OWN_CHOICE) & (ascending[:, -1] < count)
+        # Negative are `OWN_CHOICE`, and numbers of two bytes that int16 does not hold.
+        known = (ascending[:, 0] >= 0) & (ascending[:, -1] < count)
         known &= (ascending[:, 1:] != ascending[:, :-1]).all(dim=1)
         other = (ascending != chosen.sort(dim=1).values).any(dim=1)
         self.counts += torch.stack((torch.full_like(known, True).sum(), known.sum(), (known & other).sum()))

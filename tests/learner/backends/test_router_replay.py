@@ -145,16 +145,17 @@ def test_ranks_that_share_a_model_send_tokens_to_the_given_experts(worlds, layou
 
 
 def test_what_an_engine_cannot_have_meant_is_left_to_the_router():
-    scores = torch.tensor([[0.1, 0.5, 0.3, 0.2]] * 4)
+    scores = torch.tensor([[0.1, 0.5, 0.3, 0.2]] * 5)
     layer = RouterExperts()
-    layer.experts = torch.tensor([[3, 0], [2, 2], [1, 9], [OWN_CHOICE, OWN_CHOICE]])
+    beyond = int(np.uint16(40_000).astype(np.int16))  # a trajectory has uint16, a pack int16
+    layer.experts = torch.tensor([[3, 0], [2, 2], [1, 9], [OWN_CHOICE, OWN_CHOICE], [beyond, 0]])
     values, chosen = layer.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))
-    assert chosen.tolist() == [[3, 0], [1, 2], [1, 2], [1, 2]]
+    assert chosen.tolist() == [[3, 0], [1, 2], [1, 2], [1, 2], [1, 2]]
     assert values.tolist() == scores.gather(1, chosen).tolist()
-    assert layer.counts.tolist() == [4, 1, 1]
-    layer.experts = torch.tensor([[2, 1]] * 4)  # the same ones, in another order
+    assert layer.counts.tolist() == [5, 1, 1]
+    layer.experts = torch.tensor([[2, 1]] * 5)  # the same ones, in another order
     layer.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))
-    assert layer.counts.tolist() == [8, 5, 1]
+    assert layer.counts.tolist() == [10, 6, 1]
 
 
 def test_a_model_without_experts_is_refused_at_the_start():
