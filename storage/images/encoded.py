@@ -12,8 +12,10 @@ from PIL import Image, UnidentifiedImageError
 from bus.codec import Json
 from bus.errors import SluiceError
 
-FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg"}
-"""Formats that are taken, with their media types: what decodes to the same pixels everywhere."""
+FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg"}
+"""Formats that are taken, with their media types: what decodes to the same pixels everywhere.
+
+An MPO is a JPEG with more pictures behind the first, which phones write into files called .jpg."""
 KINDS = ("image", "image_url", "input_image")
 """Types of the parts of a message that are images."""
 REMEMBERED = 64
@@ -130,7 +132,7 @@ def checked(data: bytes) -> tuple[str, int, int]:
     """Return format, height and width of an image. Raises `ImageError` for what cannot be decoded."""
     try:
         with Image.open(BytesIO(data)) as image:
-            found, (width, height) = str(image.format), image.size
+            found, mode, (width, height) = str(image.format), image.mode, image.size
             image.load()
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageError(
@@ -138,4 +140,6 @@ def checked(data: bytes) -> tuple[str, int, int]:
         ) from error
     if found not in FORMATS:
         raise ImageError(f"an image is {found}: save it as PNG or JPEG")
+    if mode.startswith("I"):  # as 8 bits everything above 255 would be white
+        raise ImageError(f"an image has 16 bits a pixel of grey ({mode}): save it with 8")
     return found, height, width

@@ -42,7 +42,7 @@ class ImageReader:
         """The tokens before an image, for each merged patch of it, and behind it."""
         self._merge = int(self._processor.merge_size)
         self._read_once = lru_cache(REMEMBERED)(self._read)  # siblings show the same one
-        self._patches: OrderedDict[str, NDArray[np.float32]] = OrderedDict()
+        self._patches: OrderedDict[tuple[str, int, int], NDArray[np.float32]] = OrderedDict()
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
@@ -78,10 +78,11 @@ class ImageReader:
         """Return the patches of an image, [rows * columns * merged, values].
 
         Raises `ImageError` where this processor makes another number of tokens of it than it has."""
-        found = self._patches.pop(image.digest, None)
+        key = image.digest, image.rows, image.columns
+        found = self._patches.pop(key, None)
         if found is None:
             found = self._processed(image)
-        self._patches[image.digest] = found  # now the last to be forgotten
+        self._patches[key] = found  # now the last to be forgotten
         while (
             sum(each.nbytes for each in self._patches.values()) > REMEMBERED_BYTES and len(self._patches) > 1
         ):

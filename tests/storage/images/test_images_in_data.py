@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from bus.errors import ConfigError
 from storage.config import PromptKeys
@@ -32,6 +34,14 @@ def test_an_image_of_a_row_becomes_part_of_its_prompt(tmp_path, part):
     (tmp_path / "shapes" / "one.png").write_bytes(picture())
     [prompt] = load_prompts(rows(tmp_path / "a.jsonl", part), PromptKeys())
     assert prompt.content[0]["content"] == [image_part(picture()), {"type": "text", "text": "how many?"}]
+
+
+def test_a_photo_of_a_phone_with_pictures_behind_it_is_a_jpeg(tmp_path):
+    photo = Image.new("RGB", (24, 16))
+    photo.save(tmp_path / "photo.jpg", "MPO", save_all=True, append_images=[photo])
+    data = (tmp_path / "photo.jpg").read_bytes()
+    [prompt] = load_prompts(rows(tmp_path / "a.jsonl", {"type": "image", "image": "photo.jpg"}), PromptKeys())
+    assert prompt.content[0]["content"][0]["image_url"]["url"] == data_uri(data, "jpeg")
 
 
 def test_parts_without_an_image_take_those_of_the_column(tmp_path):
@@ -68,6 +78,7 @@ def test_parts_without_an_image_take_those_of_the_column(tmp_path):
         ),
         ({"type": "image", "image": "cut.png"}, {}, "no image that can be read .*: use PNG or JPEG"),
         ({"type": "image", "image": "a.gif"}, {}, "an image is GIF: save it as PNG or JPEG"),
+        ({"type": "image", "image": "deep.png"}, {}, "16 bits a pixel of grey .I;16.: save it with 8"),
         ({"type": "image"}, {}, "an image part without an image: give its path or a data URI, or a column"),
         (
             {"type": "image"},
@@ -82,6 +93,7 @@ def test_an_image_that_cannot_be_read_is_refused_with_its_row(tmp_path, part, co
     (tmp_path / "cut.png").write_bytes(picture()[:300])
     (tmp_path / "a.png").write_bytes(picture())
     (tmp_path / "a.gif").write_bytes(picture(kind="GIF"))
+    Image.fromarray(np.full((8, 8), 1000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(ConfigError, match=rf"a.jsonl, line 1: 'prompt': .*{complaint}"):
         load_prompts(rows(tmp_path / "a.jsonl", part, **columns), PromptKeys())
 
