@@ -59,9 +59,9 @@ class Evaluator:
         self.finish_within_s = InterruptionConfig().finish_within_s
         """Longest time that prompts which were begun may go on after the stop, where they may at all."""
         self.further = FurtherEngines()
+        """Policies that the run trains beside its own: each plays with its newest weights."""
         self.images: ImageChat | None = None
         """Images that the model reads, where it does."""
-        """Policies that the run trains beside its own: each plays with its newest weights."""
         self.endpoints: Mapping[str, Engine] = {}
         """Models behind endpoints by name, which answer data sets that ask for them."""
         self._bus = bus
