@@ -13,6 +13,7 @@ from bus.errors import BusError, StorageError
 from bus.requests import Located, LocateRequest
 from bus.trajectory import Trajectory
 from storage.client.addresses import directory_identity, host_identity
+from storage.store.image_blobs import KnownImages
 from storage.store.layout import MappedSegments, SegmentEntry
 from storage.store.segments import Segment, check_segment
 
@@ -85,11 +86,12 @@ class LocalReader:
             raise StorageError(f"{directory} is not the directory here that it is for its shard")
         found: dict[int, Trajectory] = {}
         rows = where.rows.tolist()
+        known: KnownImages = {}
         with self._mutex:
             for number, name in enumerate(where.segments):  # in turn, or one would evict another
                 segment = self._segment(directory, name)
                 for at in np.flatnonzero(where.segment_of == number).tolist():
-                    found[at] = segment.trajectory(rows[at], copied=True)
+                    found[at] = segment.trajectory(rows[at], copied=True, known=known)
         if {t.lease_id for t in found.values()} != leases:
             raise StorageError(f"{directory} holds other groups than its shard says")
         return [found[at] for at in range(len(rows))]

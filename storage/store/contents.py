@@ -8,6 +8,7 @@ from pathlib import Path
 from bus.trajectory import Trajectory
 from storage.store.complete_groups import CompleteGroups
 from storage.store.forgotten import Torn, complete_leases, find_rows, refuse_missing
+from storage.store.image_blobs import KnownImages
 from storage.store.index import RowIndex
 from storage.store.layout import Layout
 from storage.store.loading import Loaded
@@ -93,11 +94,12 @@ class StoreContents:
 
         They are read in the order in which they lie, so that each segment is opened once."""
         found: dict[int, Trajectory] = {}
+        known: KnownImages = {}
         held = range(0)  # rows of the segment that the last one lay in, where the next one mostly lies
         for row in sorted(rows):
             if row not in held:
                 segment, held = self.layout.segment_of(row)
-            trajectory = segment.trajectory(row - held.start)
+            trajectory = segment.trajectory(row - held.start, known=known)
             found[row] = self._rewarded(trajectory) if trajectory.reward_due else trajectory
         return [found[row] for row in rows]
 

@@ -18,6 +18,8 @@ from storage.store.compressed import CompressedArray
 
 IMAGE_ARRAYS = {"images": "uint8", "image_rows": "int64"}
 """Names and zarr data types of the arrays."""
+KnownImages = dict[str, bytes]
+"""Bytes of images that were read, by digest: trajectories that are read together share them."""
 _NO_BYTES = np.empty(0, np.uint8)
 _NO_ROWS = np.empty((0, 3), np.int64)
 
@@ -61,10 +63,14 @@ class ImageBlobs:
             raise LostDataError(self._changed(digest))
         return data
 
-    def placed(self, images: Sequence[Sequence[Any]]) -> tuple[PlacedImage, ...]:
-        """Return the images of a record with their bytes; raises as `bytes_of`."""
-        read = (PlacedImage(*image) for image in images)
-        return tuple(image._replace(data=self.bytes_of(image.digest)) for image in read)
+    def placed(self, images: Sequence[Sequence[Any]], known: KnownImages) -> tuple[PlacedImage, ...]:
+        """Return the images of a record with their bytes; raises as `bytes_of`.
+
+        Bytes of `known` images are not read again, and those that are read become known."""
+        placed = [PlacedImage(*image) for image in images]
+        for digest in {image.digest for image in placed} - known.keys():
+            known[digest] = self.bytes_of(digest)
+        return tuple(image._replace(data=known[image.digest]) for image in placed)
 
     def _changed(self, digest: str) -> str:
         return (

@@ -32,7 +32,7 @@ from bus.trajectory import Parent, Trajectory, Turn
 from storage.disk.atomic_files import Content, publish_files
 from storage.store.array_document import array_document
 from storage.store.compressed import CompressedArray, compressed_group, open_compressed
-from storage.store.image_blobs import IMAGE_ARRAYS, ImageBlobs, blobs_of, joined_blobs
+from storage.store.image_blobs import IMAGE_ARRAYS, ImageBlobs, KnownImages, blobs_of, joined_blobs
 from storage.store.index import Columns
 from storage.store.zipped import map_entries, zipped
 
@@ -354,9 +354,9 @@ class Segment:
         with _naming(self.path):
             return _decoded(self._arrays[name])
 
-    def trajectory(self, row: int, *, copied: bool = False) -> Trajectory:
+    def trajectory(self, row: int, *, copied: bool = False, known: KnownImages | None = None) -> Trajectory:
         """Return the row-th trajectory. Its arrays, views of the mapped files or copies, match their
-        checksum.
+        checksum. With `known`, it shares the bytes of its images with those that are read together with it.
 
         Raises `StorageError` when there is no such row, or its bytes changed."""
         if not 0 <= row < len(self._rows) - 1:
@@ -381,7 +381,7 @@ class Segment:
         if values[_PARENT] is not None:
             values[_PARENT] = Parent(*values[_PARENT])
         if len(values) > _IMAGES:
-            values[_IMAGES] = self.images.placed(values[_IMAGES])
+            values[_IMAGES] = self.images.placed(values[_IMAGES], {} if known is None else known)
         if len(values) < len(RECORD_FIELDS):  # the younger fields have defaults
             tokens: dict[str, Any] = dict(zip(TOKEN_ARRAYS, arrays, strict=True))
             return Trajectory(**dict(zip(RECORD_FIELDS, values, strict=False)), **tokens)

@@ -110,6 +110,13 @@ def test_an_image_without_its_bytes_is_not_stored(tmp_path):
         write_segment(tmp_path / "a", [replace(one, images=(one.images[0]._replace(data=b""),))])
 
 
+def test_trajectories_that_are_read_together_share_the_bytes_of_an_image(tmp_path):
+    with closing(ReplayStore.open(tmp_path / "replay")) as store:
+        store.append([showing(0, 0, PICTURE), showing(0, 1, OTHER, PICTURE)])
+        first, second = store.read([0])
+    assert first.images[0].data is second.images[1].data
+
+
 @pytest.mark.nats
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("read", ["auto", "bus"])
@@ -123,3 +130,4 @@ async def test_the_learner_reads_siblings_with_the_image_that_travelled_once(bus
             with closing(ReplayReader(bus, "a", read=read)) as reader:
                 [found] = await reader.fetch((GroupRef(lease_id=0, shard=0),))
     assert [encode(one) for one in found] == [encode(one) for one in siblings]
+    assert found[0].images[0].data is found[1].images[0].data
