@@ -3,6 +3,7 @@
 import base64
 import binascii
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -44,19 +45,39 @@ def image_of(part: Mapping[str, object]) -> bytes:
     )
 
 
-def embedded(content: list[Json], directory: Path, column: object = None) -> list[Json]:
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """The files of images that a data file names."""
+
+    directory: Path
+    """The directory of the data file, to which paths are relative."""
+    read: set[Path] = field(default_factory=set)
+    """Those that were read."""
+
+    def bytes_of(self, name: str) -> bytes:
+        """Read a file. Raises `ImageError`."""
+        path = self.directory / name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ImageError(f"the image {path} cannot be read ({error.strerror}): check the path") from error
+        self.read.add(path)
+        return data
+
+
+def embedded(content: list[Json], files: ImageFiles, column: object = None) -> list[Json]:
     """Return chat messages in which each image is a data URI.
 
     Args:
         content: the messages of a row of a data file.
-        directory: of the file; paths are relative to it.
+        files: of images, beside that file.
         column: images of the row, for parts that name none, in their order: paths, or bytes as Hugging Face
             datasets have them.
     Raises `ImageError`.
     """
     given = column if isinstance(column, list) else []
     left = iter(given)
-    found = [_embedded_message(message, directory, left) for message in content]
+    found = [_embedded_message(message, files, left) for message in content]
     unused = sum(1 for _ in left)
     if 0 < unused < len(given):  # a column that no part takes from may be about something else
         raise ImageError(
@@ -65,17 +86,16 @@ def embedded(content: list[Json], directory: Path, column: object = None) -> lis
     return found
 
 
-def _embedded_message(message: Json, directory: Path, left: Iterator[object]) -> Json:
+def _embedded_message(message: Json, files: ImageFiles, left: Iterator[object]) -> Json:
     if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
         return message
     shown = [
-        _uri_part(part, directory, left) if isinstance(part, dict) and is_image(part) else part
-        for part in parts
+        _uri_part(part, files, left) if isinstance(part, dict) and is_image(part) else part for part in parts
     ]
     return {**message, "content": shown}
 
 
-def _uri_part(part: Mapping[str, Json], directory: Path, left: Iterator[object]) -> Json:
+def _uri_part(part: Mapping[str, Json], files: ImageFiles, left: Iterator[object]) -> Json:
     source: object = _source(part)
     if source is None:
         source = next(left, None)
@@ -83,7 +103,7 @@ def _uri_part(part: Mapping[str, Json], directory: Path, left: Iterator[object])
             raise ImageError(
                 "an image part without an image: give its path or a data URI, or a column 'images'"
             )
-    data = _read(source, directory)
+    data = _read(source, files)
     kind = FORMATS[checked(data)[0]]
     return {
         "type": "image_url",
@@ -97,7 +117,7 @@ def _source(part: Mapping[str, object]) -> object:
     return found.get("url") if isinstance(found, Mapping) else found
 
 
-def _read(source: object, directory: Path) -> bytes:
+def _read(source: object, files: ImageFiles) -> bytes:
     if isinstance(source, Mapping):
         if isinstance(data := source.get("bytes"), bytes):
             return data
@@ -108,11 +128,7 @@ def _read(source: object, directory: Path) -> bytes:
         return _of_uri(source)
     if "://" in source:
         raise ImageError(f"the image {source[:80]!r} is not fetched: download it, and give its path")
-    path = directory / source
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ImageError(f"the image {path} cannot be read ({error.strerror}): check the path") from error
+    return files.bytes_of(source)
 
 
 @lru_cache(REMEMBERED)

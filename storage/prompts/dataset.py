@@ -8,7 +8,7 @@ from bus.errors import ConfigError
 from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.config import PromptKeys
-from storage.images.encoded import ImageError, embedded
+from storage.images.encoded import ImageError, ImageFiles, embedded
 from storage.prompts.rows import Row, missing_key, read_rows
 from storage.prompts.stored_prompts import StoredPrompts
 from storage.prompts.tool_schemas import tool_schemas
@@ -26,11 +26,13 @@ def load_prompts(path: Path, keys: PromptKeys) -> list[Prompt]:
     return list(each_prompt(path, keys))
 
 
-def each_prompt(path: Path, keys: PromptKeys) -> Iterator[Prompt]:
+def each_prompt(path: Path, keys: PromptKeys, images: set[Path] | None = None) -> Iterator[Prompt]:
     """Read the prompts of a .jsonl or .parquet file one by one, or of a slice of it: `file.jsonl@[a:b]`.
 
-    Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
-    return (_prompt(row, keys) for row in read_rows(path))
+    Files of images that are read for them are added to `images`. Raises `ConfigError` naming the line (from
+    1) or row (from 0), what is wrong with it and what to do."""
+    read = set() if images is None else images
+    return (_prompt(row, keys, read) for row in read_rows(path))
 
 
 def encoded_prompts(prompts: Sequence[Prompt], source: str) -> bytes:
@@ -57,10 +59,11 @@ def refuse_large(prompts: Iterable[Prompt], source: str, *, largest_message: int
             )
 
 
-def prompt_content(row: Row, key: str) -> str | list[Json]:
+def prompt_content(row: Row, key: str, images: set[Path] | None = None) -> str | list[Json]:
     """Return the text or chat messages under `key`, with images in them as data URIs.
 
-    Raises `ConfigError` for anything else, for nothing, and for images that cannot be read."""
+    Files of images that it reads are added to `images`. Raises `ConfigError` for anything else, for nothing,
+    and for images that cannot be read."""
     content = row.required(key)
     if isinstance(content, str):
         empty = not content.strip()
@@ -74,8 +77,9 @@ def prompt_content(row: Row, key: str) -> str | list[Json]:
         raise ConfigError(f"{row.where}: {key!r} is empty: fill it or remove the row")
     if isinstance(content, str):
         return content
+    files = ImageFiles(row.directory, set() if images is None else images)
     try:
-        return embedded(content, row.directory, row.values.get(IMAGES_COLUMN))
+        return embedded(content, files, row.values.get(IMAGES_COLUMN))
     except ImageError as error:
         raise ConfigError(f"{row.where}: {key!r}: {error}") from error
 
@@ -92,9 +96,9 @@ def _check_message(where: str, message: Json) -> None:
         raise ConfigError(f"{where}: its content is {kind_of(message['content'])}: make it a text")
 
 
-def _prompt(row: Row, keys: PromptKeys) -> Prompt:
+def _prompt(row: Row, keys: PromptKeys, images: set[Path]) -> Prompt:
     prompt = Prompt(
-        content=prompt_content(row, keys.prompt),
+        content=prompt_content(row, keys.prompt, images),
         label=_label(row, keys),
         metadata=_metadata(row, keys),
         tools=_tools(row, keys),

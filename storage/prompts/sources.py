@@ -29,26 +29,32 @@ MOST_BUCKETS = 100
 
 
 def load_sources(
-    configured: Sequence[SourceConfig], keys: PromptKeys, directory: Path
+    configured: Sequence[SourceConfig], keys: PromptKeys, directory: Path, images: set[Path] | None = None
 ) -> tuple[StoredPrompts, tuple[Source, ...]]:
     """Store the prompts of all sources in `directory`, one after the other; return each source's part too.
 
-    Raises `ConfigError` for whatever is wrong with the files, the fields or the weights."""
+    Files of images that are read for them are added to `images`. Raises `ConfigError` for whatever is wrong
+    with the files, the fields or the weights."""
     found: list[Source] = []
-    read = (prompt for one in configured for prompt in _read(one, keys, found, directory))
+    read = (prompt for one in configured for prompt in _read(one, keys, found, directory, images))
     stored = store_prompts(read, directory)
     shares([source.weight for source in found])  # or they are too many
     return stored, tuple(found)
 
 
 def _read(
-    configured: SourceConfig, keys: PromptKeys, found: list[Source], directory: Path
+    configured: SourceConfig,
+    keys: PromptKeys,
+    found: list[Source],
+    directory: Path,
+    images: set[Path] | None,
 ) -> Iterator[Prompt]:
     """Read a source, in the order of its buckets if it has some; note in `found` what was read.
 
     Buckets are files in `directory` meanwhile, in which no other process stores prompts: they are as large as
     the source, and the system's directory for temporary files may be memory."""
-    prompts = with_choices(each_prompt(configured.prompts, keys), configured.reward, configured.environment)
+    read = each_prompt(configured.prompts, keys, images)
+    prompts = with_choices(read, configured.reward, configured.environment)
     if configured.buckets is None:
         part = _Part()
         for prompt in prompts:

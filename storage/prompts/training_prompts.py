@@ -16,7 +16,7 @@ from storage.prompts.source_config import SourceConfig
 from storage.prompts.sources import load_sources
 from storage.prompts.stored_prompts import StoredPrompts, open_stored, stamp_of, store_prompts
 
-READING_VERSION = 1
+READING_VERSION = 2
 """Version of how files become prompts; raise it when the same files give others, or are refused."""
 
 
@@ -25,23 +25,27 @@ def training_prompts(
 ) -> tuple[StoredPrompts, tuple[Source, ...]]:
     """Return the prompts of a file or of several sources, stored in `directory`, and each source's part.
 
-    A file `prompts-read.json` there notes what was read and how the files looked, by size, times and inode:
-    where these are the same, nothing is read. Raises `ConfigError` for whatever is wrong with the files."""
+    A file `prompts-read.json` there notes what was read and how the files looked, those of images among them,
+    by size, times and inode: where these are the same, nothing is read. Raises `ConfigError` for whatever is
+    wrong with the files."""
     asked = _asked(where, keys)
     paths = [where] if isinstance(where, Path) else [one.prompts for one in where]
     files: dict[str, Json] = {
         str(file.resolve()): list(stamp_of(file)) for path in paths for file in files_of(path)
     }
+    images: set[Path] = set()
     noted = directory / "prompts-read.json"
     if (known := _known(noted, {"asked": asked, "files": files}, directory)) is not None:
         return known
     sources: tuple[Source, ...] = ()
     if isinstance(where, Path):
-        stored = store_prompts(each_prompt(where, keys), directory)
+        stored = store_prompts(each_prompt(where, keys, images), directory)
     else:
-        stored, sources = load_sources(where, keys, directory)
+        stored, sources = load_sources(where, keys, directory, images)
     parts: list[Json] = [asdict(one) for one in sources]
-    write_json(noted, {"asked": asked, "files": files, "digest": stored.digest, "sources": parts})
+    shown: dict[str, Json] = {str(file.resolve()): list(stamp_of(file)) for file in sorted(images)}
+    read: dict[str, Json] = {"asked": asked, "files": files, "images": shown}
+    write_json(noted, {**read, "digest": stored.digest, "sources": parts})
     return stored, sources
 
 
@@ -57,6 +61,8 @@ def _known(
     try:
         before = json.loads(noted.read_text())
         if {name: before[name] for name in now} != now:
+            return None
+        if any(list(stamp_of(Path(image))) != stamp for image, stamp in before["images"].items()):
             return None
         stored = open_stored(directory, before["digest"], source=str(noted))
         return stored, tuple(Source(**one) for one in before["sources"])

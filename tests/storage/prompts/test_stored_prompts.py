@@ -20,6 +20,7 @@ from storage.prompts.identity import digest_of
 from storage.prompts.source_config import SourceConfig
 from storage.prompts.stored_prompts import open_stored, store_prompts
 from storage.prompts.training_prompts import training_prompts
+from tests.pictures import image_part, picture
 
 KEYS = PromptKeys()
 PROMPTS = [Prompt(content=f"é {n}" * (1 + n % 3), label=str(n), metadata={"level": n % 3}) for n in range(40)]
@@ -127,6 +128,22 @@ def test_a_restart_reads_nothing_unless_a_file_or_what_is_asked_has_changed(tmp_
     copy.unlink()
     assert again()[39].label == "93"
     assert len(reads) == 4
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_restart_reads_again_where_the_file_of_an_image_has_changed(tmp_path, several):
+    part = {"type": "image", "image": "a.png"}
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": [part]}]}))
+    where = [SourceConfig(name="a", prompts=path)] if several else path
+
+    def shown(data: bytes):
+        (tmp_path / "a.png").write_bytes(data)
+        [prompt], _ = training_prompts(where, KEYS, tmp_path / "run")
+        return prompt.content[0]["content"]
+
+    for seed in range(2):
+        assert shown(picture(seed=seed)) == [image_part(picture(seed=seed))]
 
 
 def test_a_copy_without_a_fitting_index_is_read_once_and_must_be_the_same(tmp_path):
