@@ -1,12 +1,17 @@
 """Models whose layers keep a state, in the batched decoder: what it samples is what the model says."""
 
+import copy
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from transformers import DynamicCache
 
 from actors.engines.embedded import decoder as decoding
-from actors.engines.embedded.decoder import BatchedDecoder
+from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
+from actors.engines.pieces import joined, next_piece
 from bus.errors import EngineError
 from learner.backends.fsdp.recurrent_layers import RECURRENT
 from tests.actors.tiny import recomputed, request
@@ -73,14 +78,62 @@ def test_each_token_has_the_experts_that_its_own_pass_chose():
         np.testing.assert_array_equal(finished[str(n)].routed_experts, chosen_experts(model, whole)[:-1])
 
 
-def test_a_cache_that_was_freed_begins_with_new_states():
+def test_a_cache_that_was_freed_has_no_states_and_begins_anew():
     model = family_model("qwen3_next")
     decoder = decoder_of(model)
     for name in ("before", "after"):
         decoder.submit([request(name, PROMPTS[0], temperature=0.0)])
         [generation] = finish(decoder).values()
         np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPTS[0], generation), **CLOSE)
+        states = weakref.ref(decoder._cache.layers[0]._held["recurrent_states"])
         decoder.free_cache()
+        assert states() is None
+
+
+def test_a_request_that_is_aborted_goes_on_as_if_it_had_not_been():
+    decoder = decoder_of(family_model("qwen3_next"))
+    asked = [request(str(n), prompt, temperature=0.0) for n, prompt in enumerate(PROMPTS[:4])]
+    decoder.submit(asked)
+    undisturbed = finish(decoder)
+    decoder.submit(asked)
+    for _ in range(5):
+        assert not decoder.step()
+    begun = [decoder.abort(str(n))[0] for n in range(2)]  # rows behind them take their places
+    decoder.submit([next_piece(each, part, 12 - len(part.token_ids)) for each, part in begun])
+    finished = finish(decoder)
+    rest = [finished[f"{each.request_id}-{len(part.token_ids)}"] for each, part in begun]
+    found = [
+        *(joined([part, end]) for (_, part), end in zip(begun, rest, strict=True)),
+        finished["2"],
+        finished["3"],
+    ]
+    for n, generation in enumerate(found):
+        np.testing.assert_array_equal(generation.token_ids, undisturbed[str(n)].token_ids)
+        np.testing.assert_allclose(generation.logprobs, undisturbed[str(n)].logprobs, **CLOSE)
+
+
+@torch.inference_mode()
+def test_states_of_requests_in_flight_stay_as_the_old_weights_made_them():
+    model = family_model("qwen3_next")
+    old, new = copy.deepcopy(model), copy.deepcopy(model)
+    torch.manual_seed(1)
+    for parameter in new.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    decoder = decoder_of(model)
+    decoder.submit([request(str(n), prompt) for n, prompt in enumerate(PROMPTS[:3])])
+    for _ in range(4):
+        assert not decoder.step()
+    decoder.swap_weights(prepare_weights(model, new.state_dict(), complete=True), 1)
+    for name, generation in finish(decoder).items():
+        cache, tokens, expected = DynamicCache(config=model.config), PROMPTS[int(name)], []
+        before = np.count_nonzero(generation.policy_versions == 0)
+        assert 0 < before < 12
+        for n, sampled in enumerate(generation.token_ids.tolist()):
+            weights = old if n < before else new
+            logits = weights(input_ids=torch.tensor([tokens]), cache=cache, use_cache=True).logits[0, -1]
+            expected.append(logits.log_softmax(-1)[sampled].item())
+            tokens = [sampled]
+        np.testing.assert_allclose(generation.logprobs, expected, **CLOSE)
 
 
 def test_the_engine_serves_the_families_that_the_learner_trains():
