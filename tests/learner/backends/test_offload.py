@@ -1,6 +1,9 @@
 import errno
 import math
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from threading import Event
 
@@ -142,6 +145,34 @@ def test_in_files_the_state_changes_no_bit_of_the_weights(
         assert torch.equal(ours, theirs)
 
 
+class LastMoment:
+    """A transfer that happens when somebody waits for it first."""
+
+    def __init__(self, begin):
+        self.begin = begin
+
+    def wait(self):
+        if self.begin is not None:
+            self.begin().wait()
+            self.begin = None
+
+
+def test_no_bucket_is_computed_with_before_it_has_come_or_overwritten_before_it_has_left(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 20_000)
+    read, write = StateFile.read, StateFile.write
+    monkeypatch.setattr(StateFile, "read", lambda *at: LastMoment(lambda: read(*at)))
+    monkeypatch.setattr(StateFile, "write", lambda *at: LastMoment(lambda: write(*at)))
+    filed, resident = (
+        trainer_of(1.0, clip_grad=math.inf, directory=tmp_path),
+        trainer_of(0.0, clip_grad=math.inf),
+    )
+    assert [r.loss for r in train(filed, range(3))] == [r.loss for r in train(resident, range(3))]
+    for ours, theirs in zip(filed.export().values(), resident.export().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_the_file_holds_the_weights_and_moments_and_has_no_name(tmp_path):
     trainer = trainer_of(1.0, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -260,6 +291,59 @@ def test_a_disk_that_fails_or_hangs_ends_the_run_with_its_name(tmp_path, monkeyp
     monkeypatch.setattr(state_file, "TIMEOUT_S", 60.0)
     with pytest.raises(TrainingError, match=r"reading .* failed \(.*gone\): repair the disk"):
         train(trainer, range(1))
+
+
+@pytest.mark.slow
+def test_a_process_ends_although_a_read_hangs(tmp_path):
+    program = f"""
+import os, pathlib, threading, torch
+from learner.backends.megatron.optimizer import state_file
+os.preadv, state_file.TIMEOUT_S = lambda *_: threading.Event().wait(), 0.01
+state_file.StateFile(pathlib.Path({str(tmp_path)!r}), 8).read(torch.empty(8), 0).wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "the disk hangs or is too slow" in done.stderr
+
+
+def test_a_file_has_no_name_when_its_room_is_taken(tmp_path, monkeypatch):
+    named = []
+
+    def refuse(*_):
+        named.extend(tmp_path.iterdir())
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ConfigError, match="full"):
+        StateFile(tmp_path, 8)
+    assert named == []
+
+
+def test_a_file_that_nobody_has_any_more_is_closed_behind_what_is_being_written(tmp_path, monkeypatch):
+    def threads():
+        return [each for each in threading.enumerate() if each.name == "optimizer-state"]
+
+    before, write, go_on = threads(), os.pwritev, Event()
+    written = []
+
+    def write_later(*args):
+        assert go_on.wait(60)
+        written.append(write(*args))
+        return written[-1]
+
+    monkeypatch.setattr(os, "pwritev", write_later)
+    file = StateFile(tmp_path, 8)
+    mine = [each for each in threads() if each not in before]
+    transfer = file.write(torch.ones(8), 0)
+    del file
+    go_on.set()
+    transfer.wait()
+    for thread in mine:
+        thread.join(60)
+    assert written == [32]
+    assert not any(thread.is_alive() for thread in mine)
+    open_files = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not any(str(tmp_path) in str(each) for each in open_files)
 
 
 def test_a_directory_that_would_take_nothing_is_refused(tmp_path):

@@ -5,14 +5,18 @@ bytes in memory that is mapped to the file.
 """
 
 import errno
+import mmap
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,19 +38,27 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until all of them have arrived. Raises `TrainingError` if they cannot, or take too long."""
-        try:
-            for part in self._parts:
-                part.result(TIMEOUT_S)
-        except TimeoutError as error:
-            raise TrainingError(
-                f"{self._what} took more than {TIMEOUT_S:.0f} s: the disk hangs or is too slow; name a "
-                "faster one in optimizer.offload_directory, or none"
-            ) from error
-        except OSError as error:
-            raise TrainingError(
-                f"{self._what} failed ({error}): repair the disk or name another one in "
-                "optimizer.offload_directory; the run goes on from its latest checkpoint"
-            ) from error
+        for part in self._parts:
+            try:
+                failure = part.exception(TIMEOUT_S)
+            except TimeoutError as error:
+                raise TrainingError(
+                    f"{self._what} took more than {TIMEOUT_S:.0f} s: the disk hangs or is too slow; name a "
+                    "faster one in optimizer.offload_directory, or none"
+                ) from error
+            if isinstance(failure, OSError):
+                raise TrainingError(
+                    f"{self._what} failed ({failure}): repair the disk or name another one in "
+                    "optimizer.offload_directory; the run goes on from its latest checkpoint"
+                ) from failure
+            if failure is not None:
+                raise failure
+
+
+_Call = Callable[[int, list[memoryview], int], int]
+"""`os.preadv` or `os.pwritev`."""
+_Queue = SimpleQueue[Callable[[], None] | None]
+"""What the threads of a file are to do; None ends one of them."""
 
 
 class StateFile:
@@ -60,20 +72,21 @@ class StateFile:
             directory.mkdir(parents=True, exist_ok=True)
             _check_room(directory, size)  # before a part of it is taken from others in vain
             self._file, name = tempfile.mkstemp(dir=directory, prefix="optimizer-state-")
-            weakref.finalize(self, os.close, self._file)
-            try:
-                os.posix_fallocate(self._file, 0, size)
-                self.mapped = torch.from_file(name, shared=True, size=numbers, dtype=torch.float32)
-                """float32 [numbers], the content, read and written by way of the page cache."""
-            finally:
-                Path(name).unlink()
+            _at_its_end(self, os.close, self._file)
+            Path(name).unlink()  # before the room is taken, which a process that is killed would leave behind
+            os.posix_fallocate(self._file, 0, size)
+            self.mapped = torch.from_numpy(np.frombuffer(mmap.mmap(self._file, size), np.float32))
+            """float32 [numbers], the content, read and written by way of the page cache."""
         except OSError as error:
             raise ConfigError(
                 f"optimizer.offload_directory={directory} cannot take the {size / 1e9:.1f} GB of one "
                 f"rank's optimizer state ({error}): name a directory on another disk, or none"
             ) from error
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="optimizer-state")
-        weakref.finalize(self, self._threads.shutdown, wait=False)
+        self._queue: _Queue = SimpleQueue()
+        for _ in range(THREADS):
+            # At its end Python waits for the threads of a pool: for ever, where a disk hangs.
+            Thread(target=_work_off, args=(self._queue,), name="optimizer-state", daemon=True).start()
+            _at_its_end(self, self._queue.put, None)
 
     def read(self, into: Tensor, start: int) -> Transfer:
         """Begin to copy the numbers from `start` on into contiguous memory."""
@@ -83,20 +96,41 @@ class StateFile:
         """Begin to replace the numbers from `start` on; these must stay as they are until it has ended."""
         return self._transfer("writing", os.pwritev, numbers, start)
 
-    def _transfer(
-        self, what: str, call: Callable[[int, list[memoryview], int], int], memory: Tensor, start: int
-    ) -> Transfer:
+    def _transfer(self, what: str, call: _Call, memory: Tensor, start: int) -> Transfer:
         content, first = memory.numpy().data.cast("B"), 4 * start
         parts = [
-            self._threads.submit(_all_of, call, self._file, content[at : at + CHUNK_BYTES], first + at)
+            self._begin(call, content[at : at + CHUNK_BYTES], first + at)
             for at in range(0, len(content), CHUNK_BYTES)
         ]
         return Transfer(f"{what} {len(content) / 1e6:.1f} MB of optimizer state in {self._directory}", parts)
 
+    def _begin(self, call: _Call, content: memoryview, start: int) -> Future[None]:
+        done: Future[None] = Future()
 
-def _all_of(
-    call: Callable[[int, list[memoryview], int], int], file: int, content: memoryview, start: int
-) -> None:
+        def work() -> None:
+            try:
+                _all_of(call, self._file, content, start)  # `self` keeps the file open until then
+            except Exception as error:  # noqa: BLE001 - whoever waits raises it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._queue.put(work)
+        return done
+
+
+def _at_its_end(file: StateFile, call: Callable[..., object], *args: object) -> None:
+    """Call it when nobody has the file any more; when the process ends, the system does all of this."""
+    weakref.finalize(file, call, *args).atexit = False
+
+
+def _work_off(queue: _Queue) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        del work  # it keeps the file
+
+
+def _all_of(call: _Call, file: int, content: memoryview, start: int) -> None:
     while content:
         done = call(file, [content], start)
         if not done:
