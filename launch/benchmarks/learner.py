@@ -291,9 +291,11 @@ def released() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def seconds_of(step: Step) -> float:
-    """Measure a step: on CPU by the time of this process, whose one thread feels other work little."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+def seconds_of(step: Step, *, wall: bool = False) -> float:
+    """Measure a step: on CPU by the time of this process, whose one thread feels other work little.
+
+    A step that waits for other processes is measured by the `wall` clock there too."""
+    clock = time.perf_counter if wall or torch.cuda.is_available() else time.process_time
     _wait()
     began = clock()
     step()

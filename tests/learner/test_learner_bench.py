@@ -3,10 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, TrainingError
+from launch.benchmarks import learner_layouts
 from launch.benchmarks.learner import side_by_side
-from launch.benchmarks.learner_layouts import Layout, every
-from launch.benchmarks.learner_workloads import small, small_experts, small_latent, weights
+from launch.benchmarks.learner_layouts import Layout, every, layouts
+from launch.benchmarks.learner_workloads import Workload, qwen3, small, small_experts, small_latent, weights
+from learner.config.parallel import ParallelConfig
 
 
 def test_all_sides_train_and_are_compared():
@@ -36,23 +38,50 @@ def test_narrow_vectors_and_the_shared_expert_count_and_experts_that_are_not_cho
     assert weights(small_latent().model) == 12 * attention + dense + 11 * sparse + 151936 * 1024
 
 
-def layouts_of_two():
-    step = dataclasses.replace(small(), sequence=32, micro_batch=64, micro_batches=1, rounds=1)
-    known = {
-        "data": Layout(step, {}),
-        "fsdp": Layout(step, {}, "fsdp"),
-        "context": Layout(step, {"context": 2}),
-    }
-    return list(every(["context", "fsdp"], known))
+TINY_STEP = Workload(qwen3(32, 64, 2, 4, 2, 8, 128), torch.float32, 32, 64, 1, rounds=1)
+TINY_LAYOUTS = {
+    "data": Layout(TINY_STEP),
+    "fsdp": Layout(TINY_STEP, backend="fsdp"),
+    "context": Layout(TINY_STEP, ParallelConfig(context=2)),
+    "ring": Layout(TINY_STEP, ParallelConfig(context=2, context_attention="ring")),
+    "whole": Layout(TINY_STEP, ParallelConfig(context=2, context_min_tokens=64)),
+}
+
+
+def tiny_layouts(names):
+    return list(every(names, TINY_LAYOUTS))
 
 
 @pytest.mark.slow
-def test_layouts_of_two_ranks_are_measured(worlds):
-    for found in worlds.run(2, layouts_of_two):
-        assert [(each["layout"], each["ranks"]) for each in found] == [("context", 2), ("fsdp", 2)]
-        assert all(each["tokens_per_s"] > 0 for each in found)
+def test_layouts_of_two_ranks_train_on_the_same_and_are_measured(worlds):
+    chosen = ["whole", "ring", "context", "fsdp", "data"]
+    first, second = worlds.run(2, tiny_layouts, chosen)
+    assert first == second
+    assert [(each["layout"], each["ranks"]) for each in first] == [(name, 2) for name in chosen]
+    assert all(each["tokens_per_s"] > 0 for each in first)
+    assert [each["loss"] for each in first] == pytest.approx([first[0]["loss"]] * len(first), rel=1e-6)
+
+
+def test_a_layout_that_does_not_fit_ends_the_world_with_its_name(monkeypatch):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(learner_layouts, "measured", refuse)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    with pytest.raises(TrainingError, match=r"'ring' does not fit into the memory of rank 1 \(no room\)"):
+        next(every(["ring"], TINY_LAYOUTS))
+
+
+def test_layouts_are_of_several_ranks():
+    several = layouts(4)
+    assert (
+        several["context ring, short whole"].parallel.context_min_tokens > several["data"].workload.sequence
+    )
+    assert {layout.parallel.context for layout in several.values()} == {1, 4}
+    with pytest.raises(ConfigError, match="one rank shares a model with nobody"):
+        layouts(1)
 
 
 def test_a_layout_that_there_is_not_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"layouts \['tensr'\] are not among \['tensor'\]"):
-        next(every(["tensr"], {"tensor": Layout(small(), {"tensor": 2})}))
+        next(every(["tensr"], {"tensor": Layout(small(), ParallelConfig(tensor=2))}))
