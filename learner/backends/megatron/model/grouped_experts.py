@@ -15,6 +15,9 @@ from torch import Tensor
 
 from learner.backends.megatron.core import SequentialMLP, tensor_parallel, weighted_bias_swiglu_impl
 
+MULTIPLE = 8
+"""The kernel's rows begin at multiples of 16 bytes, so that widths in bfloat16 are multiples of this."""
+
 
 def has_kernel(tokens: Tensor) -> bool:
     """Tell whether torch has a kernel for grouped products of such tokens."""
@@ -52,7 +55,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         return grouped(hidden, ends, [each.linear_fc2.weight for each in self.local_experts]), None
 
     def _are_plain(self) -> bool:
-        """Tell whether an expert is gate, up and down projection of one rank, with SiLU and nothing else."""
+        """Tell whether an expert is gate, up and down projection of one rank, with SiLU and nothing else, of
+        widths that the kernel takes."""
         config = self.config
         if (
             self.in_fp8
@@ -63,7 +67,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
             return False
         linear = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
         return all(
-            type(each.linear_fc1) is linear[0] and type(each.linear_fc2) is linear[1]
+            type(each.linear_fc1) is linear[0]
+            and type(each.linear_fc2) is linear[1]
+            and not any(size % MULTIPLE for size in each.linear_fc2.weight.shape)
             for each in self.local_experts
         )
 

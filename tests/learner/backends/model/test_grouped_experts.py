@@ -58,6 +58,13 @@ def test_experts_that_multiply_in_fp8_are_not_computed_together(monkeypatch):
     assert built.logits(batch).isfinite().all()
 
 
+def test_experts_of_widths_that_the_kernel_does_not_take_are_not_computed_together(monkeypatch):
+    monkeypatch.setattr(grouped_experts, "has_kernel", lambda _: True)
+    built = built_from(tiny_model("qwen3_moe", **SIZES, moe_intermediate_size=20), dtype=torch.bfloat16)
+    [batch] = pack(random_samples([40, 60]), 1000)
+    assert built.logits(batch).isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1], [40, 60, 300]])
 def test_the_kernel_does_what_experts_do_one_after_another(monkeypatch, lengths):
