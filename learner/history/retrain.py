@@ -96,6 +96,7 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
     used = changed or settings.learner
     _refuse_other_adapters(settings.learner.lora, used.lora)
     _refuse_other_optimizer(settings.learner.optimizer.matrices, used.optimizer.matrices)
+    _refuse_other_computation(settings.learner, used)
     if reward is not None and isinstance(used.advantage, GDPOAdvantage):
         raise ConfigError(
             "other rewards have no effect with learner.advantage.type=gdpo, which takes the parts of the "
@@ -145,6 +146,23 @@ def _refuse_other_adapters(own: LoraConfig, wanted: LoraConfig) -> None:
             f"{', '.join(f'learner.lora.{name}={getattr(wanted, name)}' for name in names)}: the run was "
             f"trained with {', '.join(f'{name}={getattr(own, name)}' for name in names)}, and its steps are "
             "trained again from what it saved: leave learner.lora as it was, or start a run with the other"
+        )
+
+
+def _refuse_other_computation(own: LearnerConfig, wanted: LearnerConfig) -> None:
+    """Raise `ConfigError` for settings of the backend, which is built by those of the run."""
+    others = [
+        f"learner.{name}={str(getattr(wanted, name)).lower()}"
+        for name in ("backend", "quantisation_aware", "fp8_matmul")
+        if getattr(wanted, name) != getattr(own, name)
+    ]
+    quantisation = wanted.publication.quantisation
+    if wanted.quantisation_aware and quantisation != own.publication.quantisation:
+        others.append(f"learner.publication.quantisation={quantisation}")
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)}: steps are trained again by the backend as the run had it: leave it as it "
+            "was, or start a run with the other"
         )
 
 

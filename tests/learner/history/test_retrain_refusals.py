@@ -3,6 +3,7 @@ import pytest
 from bus.errors import ConfigError
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
+from learner.config.publication import PublicationConfig
 from learner.history.retrain import retrain_steps
 from tests.learner.world.test_prefetch import settings
 
@@ -21,4 +22,22 @@ def test_another_optimizer_than_the_runs_is_refused_by_name(tmp_path):
     with pytest.raises(
         ConfigError, match=r"learner\.optimizer\.matrices=muon: the run was trained with adamw"
     ):
+        next(retrain_steps(run, None, [], from_step=0, to_step=1, changed=changed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"backend": "fsdp"}, r"learner\.backend=fsdp: steps are trained again by the backend as"),
+        ({"fp8_matmul": True}, r"learner\.fp8_matmul=true: steps"),
+        (
+            {"quantisation_aware": True, "publication": PublicationConfig(quantisation="int4")},
+            r"learner\.quantisation_aware=true, learner\.publication\.quantisation=int4: steps",
+        ),
+    ],
+)
+def test_another_backend_or_precision_is_refused_before_anything_is_read(tmp_path, changes, said):
+    run = settings(tmp_path, 1)
+    changed = run.learner.model_copy(update=changes)
+    with pytest.raises(ConfigError, match=said):
         next(retrain_steps(run, None, [], from_step=0, to_step=1, changed=changed))
