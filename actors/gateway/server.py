@@ -204,7 +204,10 @@ class Gateway:
             reason = f"the body did not come within {self._config.body_timeout_s:g} s"
             raise RefusedError(408, "body_timeout", reason, retry=True) from error
         except web.HTTPRequestEntityTooLarge as error:
-            reason = f"the body has more than {self._config.most_body_bytes} bytes"
+            reason = (
+                f"the body has more than {self._config.most_body_bytes} bytes: send less, such as smaller "
+                "images, or raise actors.environment.gateway.most_body_bytes"
+            )
             raise RefusedError(413, "request_too_large", reason) from error
 
 

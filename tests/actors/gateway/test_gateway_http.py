@@ -102,6 +102,7 @@ async def test_large_body_is_refused():
     async with served(most_body_bytes=2048) as s:
         status, answer = await s.chat("x" * 4096)
         assert (status, answer["error"]["code"]) == (413, "request_too_large")
+        assert "raise actors.environment.gateway.most_body_bytes" in answer["error"]["message"]
         assert (await s.chat("hi"))[0] == 200
 
 
