@@ -98,6 +98,16 @@ def test_an_image_that_cannot_be_read_is_refused_with_its_row(tmp_path, part, co
         load_prompts(rows(tmp_path / "a.jsonl", part, **columns), PromptKeys())
 
 
+@pytest.mark.parametrize("prompt", ["<image>how many?", [{"role": "user", "content": "<image>how many?"}]])
+def test_an_image_that_a_text_wants_in_the_place_of_a_word_is_not_left_out_in_silence(tmp_path, prompt):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "images": ["a.png"]}))
+    with pytest.raises(ConfigError, match=r"line 1: 'prompt' has <image> in its text, .*make it a part"):
+        load_prompts(path, PromptKeys())
+    path.write_text(json.dumps({"prompt": prompt}))  # a prompt about HTML
+    assert load_prompts(path, PromptKeys())[0].content == prompt
+
+
 def test_prompts_are_as_long_as_the_tokens_of_their_images(tmp_path):
     model = vision_directory(tmp_path / "model")
     prompts = load_prompts(rows(tmp_path / "a.jsonl", image_part(picture(16, 24))), PromptKeys())
