@@ -25,6 +25,9 @@ from bus.trajectory import (
 )
 
 NOTHING = GroupStatus(group_size=0)
+MANY_IMAGES_BYTES = 64 << 20
+"""Bytes of images from which siblings are messages of their own, which repeat what they all show: storage
+refuses a message above 512 MiB (bus/message_parts.py)."""
 
 
 @dataclass
@@ -193,7 +196,7 @@ class Group:
         sent.
 
         The whole group is one message, and a part of it one a sample: each is the same whoever sends it. With
-        routed experts, which are large, each sample is one whose place is known.
+        routed experts or many images, which are large, each sample is one whose place is known.
         """
         samples = sorted(self.episodes.keys() - self.sent)
         whole = self.each is None or (len(samples) == self.samples and not self._is_large)
@@ -205,8 +208,10 @@ class Group:
 
     @property
     def _is_large(self) -> bool:
-        parts = (part for episode in self.episodes.values() for part in episode.trajectories)
-        return any(part.routed_experts is not None for part in parts)
+        parts = [part for episode in self.episodes.values() for part in episode.trajectories]
+        images = {image.digest: len(image.data) for part in parts for image in part.images}
+        routed = any(part.routed_experts is not None for part in parts)
+        return routed or sum(images.values()) > MANY_IMAGES_BYTES
 
     def _batch(self, samples: list[int]) -> TrajectoryBatch:
         parts = self._parts(samples)

@@ -3,11 +3,14 @@
 import pytest
 from transformers import AutoTokenizer
 
+from actors import group
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import Episode
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from storage.images.chat import ImageChat
+from tests.factories import make_lease
 from tests.pictures import image_part, picture, vision_directory
 
 RED, BLUE, SMALL = picture(16, 24), picture(16, 24, seed=1), picture(8, 8, seed=2)
@@ -116,3 +119,15 @@ async def test_an_image_that_cannot_be_shown_is_refused_by_its_message(policy, m
     with pytest.raises(MessagesError, match=complaint):
         await policy.chat([message])
     assert policy.trajectories(0.0) == ()
+
+
+@pytest.mark.parametrize("allowed", [1 << 20, len(RED)])
+async def test_siblings_with_many_images_are_messages_of_their_own(policy, monkeypatch, allowed):
+    monkeypatch.setattr(group, "MANY_IMAGES_BYTES", allowed)
+    gathered = group.Group(make_lease(samples=2), 1, "tester")
+    for sample, shown in enumerate((RED, BLUE)):
+        rollout = policy.fresh(str(sample))
+        await rollout.chat([user(image_part(RED)), user(image_part(shown))])
+        gathered.add(sample, Episode(rollout.trajectories(1.0)))
+    found = [[len(one.images) for one in batch.whole] for _, batch in gathered.unsent()]
+    assert found == ([[2, 2]] if allowed > len(RED) else [[2], [2]])
