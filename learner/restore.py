@@ -11,6 +11,7 @@ from learner.backends.factory import (
     build_backend,
     refuse_attention,
     refuse_batches,
+    refuse_quantisation,
     refuse_router_replay,
     rounding_of,
 )
@@ -35,12 +36,14 @@ def restore_backend(
     Model, optimizer, critic, frozen policies, random generators and the stage's threads are as they were
     then. A run that was done trains on. Every rank calls this, in a world divided as `parallel` says. The
     files of a `verified` checkpoint are not read twice. Raises `StorageError` for a checkpoint that is
-    missing or damaged, `ConfigError` for another model's or another critic's and for batches that cannot be
-    trained on here.
+    missing or damaged, `ConfigError` for another model's or another critic's, for batches that cannot be
+    trained on here and for weights that cannot be published as the run is to.
     """
     refuse_batches(settings.model, settings.learner.batch, initial.hf_config)
     refuse_attention(settings.model, parallel)
     refuse_router_replay(settings.learner, initial.hf_config)
+    refuse_quantisation(settings.learner, initial.state)
+    rounding = rounding_of(settings.learner, settings.model, initial.state)
     # a run without a warm-up begins in this stage too, but takes no step in it
     stage = settings.warmup if progress.stage == "warmup" and settings.warmup.steps else settings.learner
     backend = build_backend(
@@ -54,7 +57,6 @@ def restore_backend(
         lora=settings.learner.lora,
         images=initial.images,
     )
-    rounding = rounding_of(settings.learner, settings.model, initial.state)
     if rounding is not None:
         backend.compute_with(rounding)
     if settings.learner.fp8_matmul:

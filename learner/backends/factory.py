@@ -30,7 +30,7 @@ from learner.model_directories.lazy_weights import State, spec_of
 from learner.publication.dtypes import exact_dtypes
 from learner.world.process_group import init_process_group
 from storage.images.reader import ImageReader
-from storage.weights.quantisation import FORMATS, is_quantised
+from storage.weights.quantisation import FORMATS, is_quantised, refuse_unsuitable
 
 
 def _fsdp() -> Callable[..., Backend]:
@@ -100,6 +100,13 @@ def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) ->
             f"learner.router_replay={learner.router_replay}: the model, a {hf_config.model_type}, has no "
             "experts: set it to none"
         )
+
+
+def refuse_quantisation(learner: LearnerConfig, state: State) -> None:
+    """Raise `ConfigError` for weights, those of `state`, of which engines cannot have codes."""
+    if learner.publication.quantisation != "none":
+        shapes = {name: spec_of(state, name).shape for name in state}
+        refuse_unsuitable(FORMATS[learner.publication.quantisation], shapes)
 
 
 def build_backend(  # noqa: PLR0913  # what every backend is given, and the images

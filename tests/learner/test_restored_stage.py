@@ -1,7 +1,11 @@
-"""A backend is built for the stage that trains it first."""
+"""A backend is built for the stage that trains it first, where its settings allow one."""
 
 from pathlib import Path
 
+import pytest
+
+from bus.errors import ConfigError
+from learner import restore
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
@@ -13,11 +17,11 @@ from storage.evaluation_config import EvaluationConfig
 from tests.learner.mini_run import SCRATCH
 
 
-def test_a_run_without_warm_up_begins_with_what_only_reinforcement_learning_offloads(tmp_path: Path):
-    settings = LearnerSettings(
+def settings_of(tmp_path: Path, **learner: object) -> LearnerSettings:
+    return LearnerSettings(
         model=ModelConfig(scratch=SCRATCH, dtype="float32"),
         warmup=WarmupConfig(steps=0),
-        learner=LearnerConfig.model_validate({"backend": "fsdp", "optimizer": {"offload": 1}}),
+        learner=LearnerConfig.model_validate({"backend": "fsdp", **learner}),
         evaluation=EvaluationConfig(every_versions=0),
         samples_per_prompt=2,
         seed=3,
@@ -27,6 +31,18 @@ def test_a_run_without_warm_up_begins_with_what_only_reinforcement_learning_offl
         lineage=tmp_path / "lineage.jsonl",
         export=tmp_path / "export",
     )
+
+
+def test_a_run_without_warm_up_begins_with_what_only_reinforcement_learning_offloads(tmp_path: Path):
+    settings = settings_of(tmp_path, optimizer={"offload": 1})
     progress = Progress()
     backend = restore_alone(settings, prepare(settings, None), None, progress)
     assert (progress.stage, backend.optimizer_config.offload) == ("rl", 1)
+
+
+def test_weights_that_cannot_be_published_in_codes_are_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    settings = settings_of(tmp_path, publication={"quantisation": "int4"})
+    initial = prepare(settings, None)
+    monkeypatch.setattr(restore, "build_backend", lambda *_, **__: pytest.fail("a model was built"))
+    with pytest.raises(ConfigError, match="columns, and int4 has a scale for each 128 of them"):
+        restore_alone(settings, initial, None, Progress())

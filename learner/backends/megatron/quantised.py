@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.stacks import in_files, places_in, stacks_of
 from learner.backends.megatron.conversion.weights import (
     EXPERT,
     Cut,
@@ -32,6 +33,7 @@ def rounded_weights(
 
     The parameters must stay where they are. Raises `ConfigError` where they cannot be quantised so."""
     shape, slices = shape_of(hf_config), slices_of(chunks)
+    places = places_in(stacks_of(hf_config))
     parts: list[Part] = []
     mixed: list[Mixed] = []
     for rule in family_of(hf_config).rules(shape):
@@ -39,7 +41,7 @@ def rounded_weights(
         if mine is None:
             continue
         wholes = dict(zip(rule.parts, part_shapes_of(rule, mine, shape), strict=True))
-        rounding.refuse(wholes)
+        rounding.refuse(in_files(wholes, places))
         if not any(is_quantised(name, whole) for name, whole in wholes.items()):
             continue
         if rule.layout.mixes(shape, mine.ranks):

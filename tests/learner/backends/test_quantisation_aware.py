@@ -13,7 +13,7 @@ from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
 from learner.backends.base import Backend
-from learner.backends.factory import rounding_of
+from learner.backends.factory import refuse_quantisation, rounding_of
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
@@ -259,6 +259,19 @@ def test_a_layer_in_a_wider_type_than_the_others_is_refused_by_name(name):
     assert rounding_of(learner, ModelConfig(dtype="bfloat16"), state) is not None
     with pytest.raises(ConfigError, match=rf"{name} has a wider type .* set learner.publish_dtype=float32"):
         rounding_of(learner, ModelConfig(dtype="float32"), state)
+
+
+@pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
+def test_experts_that_files_have_in_one_tensor_are_refused_by_name(backend):
+    model = tiny_model("gpt_oss")
+    names = r"model\.layers\.\d\.mlp\.experts\.\w+ holds 6 experts .* fp8_block is for experts"
+    learner = LearnerConfig(publication={"quantisation": "fp8_block"})
+    with pytest.raises(ConfigError, match=names):
+        refuse_quantisation(learner, hf_state(model))
+    refuse_quantisation(LearnerConfig(), hf_state(model))
+    trainer = backend(model.config, hf_state(model), OPTIMIZER)
+    with pytest.raises(ConfigError, match=names):
+        trainer.compute_with(rounding("fp8_block"))
 
 
 def test_settings_that_would_round_nothing_or_something_else_are_refused():
