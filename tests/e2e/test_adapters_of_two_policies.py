@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.commands import Command
 
-pytestmark = [pytest.mark.nats, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nats, pytest.mark.nightly, pytest.mark.timeout(900)]
 SMALL = (
     "--preset", "duel", "--warmup.steps", "60", "--warmup.batch-size", "16",
     "--evaluation.every-versions", "0", "--learner.target-accuracy", "none", "--learner.steps", "4",
@@ -54,13 +54,11 @@ def assert_adapters_on_the_same_weights(own: Path, rival: Path) -> None:
         assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name), run.name
 
 
-@pytest.mark.slow
 def test_engines_of_two_policies_merge_their_own_adapters(tmp_path: Path):
     assert_adapters_on_the_same_weights(*run_of_two(tmp_path))
 
 
 @pytest.mark.sglang
-@pytest.mark.nightly
 def test_one_server_adds_the_adapters_of_two_policies(tmp_path: Path):
     own, rival = run_of_two(
         tmp_path, "--actors.engine.type", "sglang", "--actors.engine.adapter", "loaded",

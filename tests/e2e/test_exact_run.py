@@ -46,7 +46,7 @@ def assert_engines_agreed(directory: Path) -> None:
     assert {each["engine/probe_nats"] for each in found} == {0.0}
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_a_synchronous_run_logs_a_mismatch_of_exactly_zero_at_each_step(tmp_path: Path, backend: str):
     records = run_for(tmp_path, STEPS, "--admission.max-staleness", "0", "--learner.backend", backend)
     directory = tmp_path / "runs/sort"
@@ -79,6 +79,7 @@ def replayed(trajectories: list[Trajectory], model: Path, version: int, snapshot
     return np.concatenate(parts)
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_run_that_resumed_recorded_what_each_version_says_to_the_bit(tmp_path: Path):
     kept = [
         part for version in range(STEPS + 2) for part in ("--learner.publication.keep-versions", str(version))

@@ -68,7 +68,9 @@ def written(config: PretrainedConfig, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("model", [pytest.param("glm", marks=pytest.mark.nightly), "deepseek", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=() if name == "deepseek" else pytest.mark.nightly) for name in MODELS]
+)
 def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path, model: str):
     path = written(MODELS[model], tmp_path / "model")
     run = Command(tmp_path, "local", *SMALL, "--model.path", str(path), "--learner.backend", BACKENDS[model])
