@@ -60,7 +60,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     stacks = stacks_of(hf_config)
     wanted = {name for name in state if not family.beside(name)}
     if len(wanted) < len(state) and dist.get_rank() == 0:
-        why = "heads for several next tokens are not trained, and are exported as they came"
+        why = "they are of heads for several next tokens, which stay as they came"
         log.info("weights_not_trained", tensors=len(state) - len(wanted), why=why)
     places = places_in(stacks)
     problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted, places)))
