@@ -83,4 +83,6 @@ def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path, model: str):
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [each for each in records if each.get("train/stage") == "rl"]
     assert [0 <= each["policy/router_changed_fraction"] < 0.5 for each in steps] == [True] * 4
-    assert max(each.get("policy/mismatch_nats", 0.0) for each in records) < 1e-4
+    found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
+    assert found, "some tokens were drawn by the weights they were trained at"
+    assert max(found) < 1e-4
