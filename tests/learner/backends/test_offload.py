@@ -173,6 +173,27 @@ def test_no_bucket_is_computed_with_before_it_has_come_or_overwritten_before_it_
         assert torch.equal(ours, theirs)
 
 
+def test_a_large_tensor_takes_memory_once_in_an_update(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 1)
+    read, pieces, memory = StateFile.read, [], {}
+
+    def read_noted(file, into, start):
+        pieces.append(into.nbytes)
+        memory[into.untyped_storage().data_ptr()] = into.untyped_storage().nbytes()
+        return read(file, into, start)
+
+    monkeypatch.setattr(StateFile, "read", read_noted)
+    model = tiny_model(intermediate_size=512)
+    optimizer = OPTIMIZER.model_copy(update={"offload": 1.0, "offload_directory": tmp_path})
+    train(Trainer(model.config, hf_state(model), optimizer), range(1))
+    largest, *others = sorted(pieces, reverse=True)
+    assert len(memory) == 3
+    rest = [size for size in others if size < largest]
+    assert max(memory.values()) == largest
+    assert sum(memory.values()) < 3 * largest
+    assert min(memory.values()) in rest
+
+
 def test_the_file_holds_the_weights_and_moments_and_has_no_name(tmp_path):
     trainer = trainer_of(1.0, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -127,7 +127,8 @@ class FiledAdamW(OffloadedAdamW):
         """Yield each bucket in memory, with the next one and the last one on their ways."""
         sizes = [len(MAIN_AND_MOMENTS) * sum(p.numel() for p, _ in bucket) for bucket in buckets]
         starts = [self.places[bucket[0][0]] for bucket in buckets]
-        memory = [torch.empty(max(sizes)) for _ in range(min(SLOTS, len(sizes)))]
+        # each as large as its own buckets want: one tensor is often larger than all other buckets together
+        memory = [torch.empty(max(sizes[n::SLOTS])) for n in range(min(SLOTS, len(sizes)))]
         slots = [memory[n % SLOTS][:size] for n, size in enumerate(sizes)]
         leaving: list[Transfer] = []
         coming = self.file.read(slots[0], starts[0])
