@@ -379,15 +379,11 @@ def _own_builder(settings: ActorSettings, model: Path) -> Callable[[], Engine]:
 
 def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet:
     """Return the engines of this process, not started."""
-    served = shared.own
-    engine = settings.engine
-    refuse_untried_images(engine, model)
-    if settings.colocation.enabled:
-        engine = able_to_release(engine)
-    planned = gpu_plan(settings.actors).rollouts
-    first_gpus = {f"engine-{number}": gpu for number, gpu in enumerate(planned)}
-    builds = attached_builds(engine, model, served) or engine_builds(
-        engine, model, first_gpus, settings.logs, actor=actor_name(), served=served, exact=settings.exact
+    refuse_untried_images(settings.engine, model)
+    engine = able_to_release(settings.engine) if settings.colocation.enabled else settings.engine
+    first_gpus = {f"engine-{number}": gpu for number, gpu in enumerate(gpu_plan(settings.actors).rollouts)}
+    builds = attached_builds(engine, model, shared.own) or engine_builds(
+        engine, model, first_gpus, settings.logs, actor=actor_name(), served=shared.own, exact=settings.exact
     )
     return Fleet(shared.hosts(builds), settings.actors.fleet)
 
@@ -396,8 +392,8 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     """Return every token that ends an answer, by the model's config and by the tokenizer."""
     text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     configured = getattr(text, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    found = {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
+    configured = configured if isinstance(configured, list) else [configured]
+    found = {token for token in [*configured, tokenizer.eos_token_id] if token is not None}
     if not found:
         raise ConfigError("neither the model's config.json nor its tokenizer names an end token (eos_token)")
     return tuple(sorted(found))

@@ -21,7 +21,8 @@ from learner.backends.quantised.rounding import Rounding
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.manifest import is_written_by
 from learner.config.backend import BackendName
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.batch import BatchConfig
+from learner.config.learner import LearnerConfig
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig

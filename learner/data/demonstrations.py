@@ -10,7 +10,7 @@ from bus.codec import Json
 from bus.errors import ConfigError
 from bus.images import PlacedImage
 from bus.messages import Prompt
-from learner.config.learner import BatchConfig
+from learner.config.batch import BatchConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.packing import MicroBatch, Sample, pack
 from storage.images.chat import ImageChat, inlined

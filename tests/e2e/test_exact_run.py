@@ -91,7 +91,9 @@ def test_an_asynchronous_run_that_resumed_recorded_what_each_version_says_to_the
     steps = [each for each in records if each.get("train/stage") == "rl"]
     assert max(each["policy/stale_fraction"] for each in steps) > 0
     assert max(each.get("policy/drift_nats", 0.0) for each in steps) > 0, "the weights have moved"
-    assert max(each.get("policy/mismatch_nats", 0.0) for each in steps) == 0.0
+    mismatches = [each["policy/mismatch_nats"] for each in steps if "policy/mismatch_nats" in each]
+    assert mismatches
+    assert not any(mismatches)
     assert_engines_agreed(directory)
     trajectories = list(launch.attach("sort", directory=tmp_path / "runs").trajectories())
     assert len(trajectories) >= STEPS * 16

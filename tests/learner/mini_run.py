@@ -20,7 +20,8 @@ from bus.server import NatsServer
 from bus.topology import ensure
 from bus.trajectory import Trajectory
 from learner import lineage, service
-from learner.config.learner import BatchConfig, CheckpointConfig, LearnerConfig
+from learner.config.batch import BatchConfig
+from learner.config.learner import CheckpointConfig, LearnerConfig
 from learner.config.model import ModelConfig, ScratchModel
 from learner.config.optimizer import OptimizerConfig
 from learner.config.warmup import WarmupConfig

@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from learner.config.learner import BatchConfig
+from learner.config.batch import BatchConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.demonstrations import Demonstrations
 from learner.scratch_model import character_tokenizer

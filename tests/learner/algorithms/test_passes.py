@@ -7,8 +7,9 @@ from pydantic import ValidationError
 
 from learner.algorithms.objective import CORRECTIONS, LOSSES, REJECTIONS, SELECTED, Objective
 from learner.algorithms.selection import selections
+from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import ReferenceConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 
 OWN_RATIO = set(LOSSES) - {"reinforce", "ppo_clip", "sft"}
 

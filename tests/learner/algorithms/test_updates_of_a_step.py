@@ -7,7 +7,8 @@ import pytest
 
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.batch import BatchConfig
+from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.batches import recorded_samples
 from learner.scoring.logprobs import score

@@ -12,9 +12,10 @@ from learner.algorithms.objective import Objective
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
+from learner.config.batch import BatchConfig
 from learner.config.critic import CriticConfig
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.data.top_tokens import TopTokens

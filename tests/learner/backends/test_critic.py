@@ -13,8 +13,9 @@ from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
+from learner.config.batch import BatchConfig
 from learner.config.critic import CriticConfig, CriticOptimizerConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.schedule import CosineSchedule

@@ -19,6 +19,7 @@ from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.config.batch import BatchConfig
 from learner.config.correction import (
     BinaryKL,
     BinaryKLTwoWay,
@@ -32,7 +33,7 @@ from learner.config.correction import (
     Veto,
 )
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.loss import (
     AIPOLoss,
     CISPOLoss,

@@ -20,9 +20,10 @@ from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.config.batch import BatchConfig
 from learner.config.correction import SequenceTIS
 from learner.config.frozen_policies import ReferenceConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.loss import GSPOLoss, PPOClipLoss, SFTLoss
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig

@@ -28,8 +28,9 @@ from learner.config.advantage import (
     TurnCredit,
 )
 from learner.config.algorithm import ConstantDenominator, Plugin
+from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import ReferenceConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples

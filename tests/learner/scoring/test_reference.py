@@ -20,8 +20,9 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
+from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.loss import PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig

@@ -11,7 +11,8 @@ from learner.algorithms.objective import Objective
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.batch import BatchConfig
+from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples

@@ -12,8 +12,9 @@ from bus.requests import GroupRef
 from bus.trajectory import Groups
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import TeacherConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.top_tokens import TopTokens
 from learner.scoring.served_teachers import TeacherAnswers

@@ -14,8 +14,9 @@ from aiohttp import web
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 from bus.kept_sets import KeptSets
 from bus.trajectory import Groups
+from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import TeacherConfig, refuse_other_sampling
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.data.top_tokens import NO_TOKEN
 from learner.scoring import teacher_server
 from learner.scoring.served_teachers import ask_teachers, teachers_asked

@@ -21,9 +21,10 @@ from learner.checkpoint.commit import (
     save_checkpoint,
 )
 from learner.checkpoint.newest import newest_whole
+from learner.config.batch import BatchConfig
 from learner.config.correction import SecondMoment
 from learner.config.frozen_policies import ReferenceConfig
-from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.learner import LearnerConfig
 from learner.config.loss import ClipCovLoss, KLCovLoss, PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors

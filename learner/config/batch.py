@@ -1,0 +1,34 @@
+"""Sets how trajectories become micro-batches. Loads without torch."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from bus.config import Config
+
+
+class BatchConfig(Config):
+    """Sets how trajectories become micro-batches."""
+
+    tokens_per_micro_batch: int = Field(16384, gt=0)
+    """Token budget of one packed micro-batch."""
+
+    logprob_tokens_per_micro_batch: int | None = Field(None, gt=0)
+    """Token budget of a micro-batch in passes that only compute log-probs (proximal, reference, teacher).
+    They keep no activations, so several times as much fits. `None` means `tokens_per_micro_batch`."""
+
+    updates: int = Field(1, ge=1)
+    """Updates that share a batch, each on as many trajectories of every group: at most as many as
+    `admission.samples_per_prompt`."""
+
+    oversized: Literal["alone", "refuse"] = "alone"
+    """Sets what happens to a trajectory longer than the budget. `alone`: it is a micro-batch by itself.
+    `refuse`: it ends the run with an error that names it."""
+
+    share_prefixes: bool = False
+    """Compute once what trajectories of one prompt have in common from their first token on: the prompt of
+    siblings, the earlier turns of strands. Token budgets then count what is computed."""
+
+    balance: Literal["tokens", "flops"] = "tokens"
+    """Measure by which data-parallel ranks get equal shares. With `flops`, attention counts by the square of
+    the length."""
