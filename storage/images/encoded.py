@@ -14,9 +14,22 @@ from bus.codec import Json
 from bus.errors import SluiceError
 
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg"}
-"""Formats that are taken, with their media types: what decodes to the same pixels everywhere.
-
-An MPO is a JPEG with more pictures behind the first, which phones write into files called .jpg."""
+"""Formats that are taken, with their media types: what decodes to the same pixels everywhere. MPO is what
+Pillow calls a JPEG file with further pictures behind the first, as cameras and phones write."""
+DEEP = ("I", "F")
+"""Beginnings of the modes of images with more than 8 bits a channel, whose values Pillow would cut off."""
+ORIENTATION = 0x0112
+"""Number of the EXIF tag that says how a picture is to be turned."""
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a picture upright, by its EXIF orientation."""
 KINDS = ("image", "image_url", "input_image")
 """Types of the parts of a message that are images."""
 REMEMBERED = 64
@@ -103,8 +116,8 @@ def _uri_part(part: Mapping[str, Json], files: ImageFiles, left: Iterator[object
             raise ImageError(
                 "an image part without an image: give its path or a data URI, or a column 'images'"
             )
-    data = _read(source, files)
-    kind = FORMATS[checked(data)[0]]
+    data = _read(source, directory)
+    kind = FORMATS[decoded(data)[0]]
     return {
         "type": "image_url",
         "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"},
@@ -137,25 +150,37 @@ def _of_uri(uri: str) -> bytes:
     try:
         if not (comma and head.endswith(";base64")):
             raise ValueError("it is not base64")  # noqa: TRY301  # said in one place
-        data = base64.b64decode(body, validate=True)
+        return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"the data URI {uri[:60]!r} is none: {error}") from error
-    checked(data)
-    return data
 
 
-def checked(data: bytes) -> tuple[str, int, int]:
-    """Return format, height and width of an image. Raises `ImageError` for what cannot be decoded."""
+def decoded(data: bytes) -> tuple[str, Image.Image]:
+    """Return the format of an image, and its pixels in RGB, upright. Raises `ImageError`."""
     try:
         with Image.open(BytesIO(data)) as image:
-            found, mode, (width, height) = str(image.format), image.mode, image.size
+            found = str(image.format)
+            _refuse_unfit(image)  # before anything of another format is decoded
             image.load()
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
+            pixels = image.convert("RGB")
+    except ImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"an image is too large ({error}): save a smaller one") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
         raise ImageError(
             f"{len(data)} bytes are no image that can be read ({error}): use PNG or JPEG"
         ) from error
+    return found, pixels if turn is None else pixels.transpose(turn)
+
+
+def _refuse_unfit(image: Image.Image) -> None:
+    """Raise `ImageError` for another format, or for pixels that would not be what the picture shows."""
+    found = str(image.format)
     if found not in FORMATS:
         raise ImageError(f"an image is {found}: save it as PNG or JPEG")
-    if mode.startswith("I"):  # as 8 bits everything above 255 would be white
-        raise ImageError(f"an image has 16 bits a pixel of grey ({mode}): save it with 8")
-    return found, height, width
+    if found == "PNG" and (pictures := getattr(image, "n_frames", 1)) > 1:
+        raise ImageError(f"an image is animated, of {pictures} pictures: save one of them")
+    if image.mode.startswith(DEEP):
+        raise ImageError(f"an image has more than 8 bits a channel (mode {image.mode}): save it with 8")

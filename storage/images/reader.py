@@ -8,17 +8,15 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from bus.errors import ConfigError
 from bus.images import PlacedImage, image_digest
-from storage.images.encoded import REMEMBERED, ImageError, checked
+from storage.images.encoded import REMEMBERED, ImageError, decoded
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -60,7 +58,8 @@ class ImageReader:
     def _read(self, data: bytes) -> PlacedImage:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        _, height, width = checked(data)
+        _, pixels = decoded(data)
+        width, height = pixels.size
         size, factor = self._processor.size, self._merge * self._processor.patch_size
         try:
             height, width = smart_resize(
@@ -101,8 +100,8 @@ class ImageReader:
         return np.zeros((self._merge**2, values), np.float32)
 
     def _processed(self, image: PlacedImage) -> NDArray[np.float32]:
-        with Image.open(BytesIO(image.data)) as opened:
-            made = self._processor(images=[opened.convert("RGB")])
+        _, pixels = decoded(image.data)
+        made = self._processor(images=[pixels])
         [grid] = np.asarray(made["image_grid_thw"]).tolist()
         if tuple(grid) != self.grid(image):
             raise ImageError(

@@ -10,7 +10,7 @@ from actors.environments.base import Episode
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from storage.images.chat import ImageChat
-from tests.factories import make_lease
+from storage.images.encoded import decoded
 from tests.pictures import image_part, picture, vision_directory
 
 RED, BLUE, SMALL = picture(16, 24), picture(16, 24, seed=1), picture(8, 8, seed=2)
@@ -86,7 +86,7 @@ async def test_a_fork_shares_the_tokens_before_an_image_that_differs(policy):
 
 async def test_siblings_read_their_image_once(policy, monkeypatch):
     read = []
-    monkeypatch.setattr("storage.images.reader.checked", lambda data: read.append(data) or ("PNG", 16, 24))
+    monkeypatch.setattr("storage.images.reader.decoded", lambda data: read.append(data) or decoded(data))
     part = image_part(RED)
     for name in "abc":
         await policy.fresh(name).chat([user(part)])

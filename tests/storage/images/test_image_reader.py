@@ -1,10 +1,12 @@
 """What a model's image processor makes of images, and the positions of their tokens, against transformers."""
 
 import json
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from bus.errors import ConfigError
@@ -23,10 +25,6 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize(("height", "width"), [(16, 24), (7, 90), (200, 120), (1, 1)])
 def test_patches_and_tokens_are_those_of_transformers_processor(model, height, width):
-    from io import BytesIO
-
-    from PIL import Image
-
     data = picture(height, width)
     reader = ImageReader.of(model)
     image = reader.read(data)
@@ -34,6 +32,66 @@ def test_patches_and_tokens_are_those_of_transformers_processor(model, height, w
     np.testing.assert_array_equal(reader.patches(image), wanted["pixel_values"])
     assert [list(reader.grid(image))] == np.asarray(wanted["image_grid_thw"]).tolist()
     assert image.rows * image.columns * 4 == len(reader.patches(image))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_shown_upright_as_its_exif_says(model, kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.open(BytesIO(picture(16, 32))), kind, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    reader = ImageReader.of(model)
+    image = reader.read(data)
+    assert (image.rows, image.columns) == (upright.height // 8, upright.width // 8)
+    wanted = AutoImageProcessor.from_pretrained(model)(images=[upright.convert("RGB")])
+    np.testing.assert_array_equal(reader.patches(image), wanted["pixel_values"])
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_other_modes_become_rgb(model, mode):
+    data = encoded(Image.open(BytesIO(picture())).convert(mode), "JPEG" if mode == "CMYK" else "PNG")
+    wanted = encoded(Image.open(BytesIO(data)).convert("RGB"))
+    reader = ImageReader.of(model)
+    np.testing.assert_array_equal(reader.patches(reader.read(data)), reader.patches(reader.read(wanted)))
+
+
+def test_of_a_cameras_file_of_several_pictures_the_first_is_shown(model):
+    first, second = (Image.open(BytesIO(picture(seed=n))) for n in range(2))
+    data = encoded(first, "MPO", save_all=True, append_images=[second])
+    reader = ImageReader.of(model)
+    wanted = encoded(Image.open(BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(reader.patches(reader.read(data)), reader.patches(reader.read(wanted)))
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (
+            encoded(Image.fromarray(np.full((16, 16), 999, np.uint16))),
+            r"more than 8 bits a channel \(mode I;16\)",
+        ),
+        (
+            encoded(Image.new("L", (8, 8)), save_all=True, append_images=[Image.new("L", (8, 8), 9)]),
+            "is animated, of 2 pictures: save one of them",
+        ),
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",
+            "an image is EPS: save it as PNG or JPEG",
+        ),
+        (encoded(Image.new("1", (20000, 9000))), r"is too large .*: save a smaller one"),
+    ],
+    ids=["deep", "animated", "program", "huge"],
+)
+def test_what_would_not_be_seen_as_it_is_is_refused(model, data, complaint):
+    with pytest.raises(ImageError, match=complaint):
+        ImageReader.of(model).read(data)
 
 
 def test_an_image_that_another_processor_divided_is_refused(model):
