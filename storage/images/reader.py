@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("qwen3_vl",)
 """Vision-language models that can be trained, by `model_type`."""
-PREPROCESSOR = "preprocessor_config.json"
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""Files that may describe the image processor: as models are published, and as transformers 5 saves them."""
 REMEMBERED_BYTES = 256 << 20
 """Patches that are kept: several passes of a step, and siblings, want the same ones."""
 
@@ -106,7 +107,7 @@ class ImageReader:
         if tuple(grid) != self.grid(image):
             raise ImageError(
                 f"image {image.digest} has {image.rows} x {image.columns} tokens in its trajectory, and the "
-                f"{PREPROCESSOR} here makes patches of {grid}: actors and learner need the same one"
+                f"image processor here makes patches of {grid}: actors and learner need the same one"
             )
         return np.asarray(made["pixel_values"], np.float32)
 
@@ -114,12 +115,16 @@ class ImageReader:
 def _processor(directory: Path, vision: Mapping[str, Any]) -> "Qwen2VLImageProcessorPil":
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    if not (directory / PREPROCESSOR).is_file():
-        raise ConfigError(f"{directory} has no {PREPROCESSOR}: copy it from the model that it is of")
+    file = _processor_file(directory)
     try:
         processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"cannot read {directory / PREPROCESSOR}: {error}") from error
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    if None in (processor.size["shortest_edge"], processor.size["longest_edge"]):
+        raise ConfigError(
+            f"{file}: size is {dict(processor.size)}: give the fewest and the most pixels of an image as "
+            "shortest_edge and longest_edge"
+        )
     pairs = (
         ("patch_size", processor.patch_size, vision.get("patch_size")),
         ("merge_size", processor.merge_size, vision.get("spatial_merge_size")),
@@ -127,5 +132,23 @@ def _processor(directory: Path, vision: Mapping[str, Any]) -> "Qwen2VLImageProce
         ("do_resize", processor.do_resize, True),
     )
     if other := [f"{name} is {has}, the model's {wants}" for name, has, wants in pairs if has != wants]:
-        raise ConfigError(f"{directory / PREPROCESSOR}: {', '.join(other)}: it is of another model")
+        raise ConfigError(f"{file}: {', '.join(other)}: it is of another model")
     return processor
+
+
+def _processor_file(directory: Path) -> Path:
+    """Return the file that transformers reads the image processor from: the first that describes one.
+
+    Raises `ConfigError` where there is none."""
+    if (whole := directory / PROCESSOR).is_file():
+        try:
+            if "image_processor" in json.loads(whole.read_bytes()):
+                return whole
+        except ValueError as error:
+            raise ConfigError(f"cannot read {whole}: {error}") from error
+    if not (directory / PREPROCESSOR).is_file():
+        raise ConfigError(
+            f"{directory} has no {PREPROCESSOR}, and no {PROCESSOR} with an image processor: copy it from "
+            "the model that it is of"
+        )
+    return directory / PREPROCESSOR

@@ -1,6 +1,7 @@
 """What a model's image processor makes of images, and the positions of their tokens, against transformers."""
 
 import json
+import shutil
 from io import BytesIO
 
 import numpy as np
@@ -108,7 +109,8 @@ def test_an_image_that_another_processor_divided_is_refused(model):
     [
         ({"patch_size": 8}, "patch_size is 8, the model's 4"),
         ({"do_resize": False}, "do_resize is False, the model's True"),
-        (None, "has no preprocessor_config.json: copy it"),
+        ({"size": {"height": 8, "width": 8}}, "give the fewest and the most pixels of an image as shortest"),
+        (None, "has no preprocessor_config.json, and no processor_config.json with an image processor: copy"),
     ],
 )
 def test_a_processor_of_another_model_is_refused(tmp_path, change, complaint):
@@ -120,6 +122,22 @@ def test_a_processor_of_another_model_is_refused(tmp_path, change, complaint):
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ConfigError, match=complaint):
         ImageReader.of(model)
+
+
+def test_a_directory_that_transformers_has_saved_anew_is_read_from_its_one_file(model, tmp_path):
+    directory = shutil.copytree(model, tmp_path / "model")
+    described = json.loads((directory / "preprocessor_config.json").read_text())
+    smaller = described | {"size": {"shortest_edge": 64, "longest_edge": 128}}
+    file = directory / "processor_config.json"
+    file.write_text(json.dumps({"image_processor": smaller}))  # which transformers reads before the other
+    data = picture(16, 24)
+    assert ImageReader.of(model).read(data)[2:4] == (2, 3)
+    assert ImageReader.of(directory).read(data)[2:4] == (1, 1)
+    (directory / "preprocessor_config.json").unlink()
+    assert ImageReader.of(directory).read(data)[2:4] == (1, 1)
+    file.write_text(json.dumps({"image_processor": smaller | {"patch_size": 8}}))
+    with pytest.raises(ConfigError, match=r"processor_config.json: patch_size is 8, the model's 4"):
+        ImageReader.of(directory)
 
 
 @pytest.mark.parametrize(
