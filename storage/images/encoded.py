@@ -32,6 +32,8 @@ TURNS = {
 """What turns a picture upright, by its EXIF orientation."""
 KINDS = ("image", "image_url", "input_image")
 """Types of the parts of a message that are images."""
+PLACE = "<image>"
+"""Text that stands for the next image of a row, where no part of its messages does."""
 REMEMBERED = 64
 """Data URIs whose bytes are remembered: all rollouts of a group ask with the same one."""
 
@@ -84,19 +86,45 @@ def embedded(content: list[Json], files: ImageFiles, column: object = None) -> l
     Args:
         content: the messages of a row of a data file.
         files: of images, beside that file.
-        column: images of the row, for parts that name none, in their order: paths, or bytes as Hugging Face
-            datasets have them.
+        column: images of the row in their order, for parts that name none, or else for each `PLACE` in the
+            texts: paths, or bytes as Hugging Face datasets have them.
     Raises `ImageError`.
     """
     given = column if isinstance(column, list) else []
+    if given and not any(is_image(part) for message in content for part in _parts(message)):
+        content = [_divided(message) for message in content]
     left = iter(given)
     found = [_embedded_message(message, files, left) for message in content]
-    unused = sum(1 for _ in left)
-    if 0 < unused < len(given):  # a column that no part takes from may be about something else
+    if unused := sum(1 for _ in left):
         raise ImageError(
-            f"'images' has {len(given)} images, and the messages have parts for {len(given) - unused}"
+            f"'images' has {len(given)} images, and the messages show {len(given) - unused} of them: write "
+            f"{PLACE} or a part of type image where each belongs, or give the column another name"
         )
     return found
+
+
+def _parts(message: Json) -> list[Json]:
+    parts = message.get("content") if isinstance(message, dict) else None
+    return parts if isinstance(parts, list) else []
+
+
+def _divided(message: Json) -> Json:
+    """Return a message whose text is divided into parts where images belong."""
+    if not isinstance(message, dict) or PLACE not in str(message.get("content")):
+        return message
+    parts = _parts(message) or [{"type": "text", "text": message["content"]}]
+    return {**message, "content": [piece for part in parts for piece in _pieces(part)]}
+
+
+def _pieces(part: Json) -> list[Json]:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str) or PLACE not in text:
+        return [part]
+    pieces: list[Json] = []
+    for number, piece in enumerate(text.split(PLACE)):
+        pieces += [{"type": "image"}] if number else []
+        pieces += [{"type": "text", "text": piece}] if piece else []
+    return pieces
 
 
 def _embedded_message(message: Json, files: ImageFiles, left: Iterator[object]) -> Json:
@@ -116,7 +144,7 @@ def _uri_part(part: Mapping[str, Json], files: ImageFiles, left: Iterator[object
             raise ImageError(
                 "an image part without an image: give its path or a data URI, or a column 'images'"
             )
-    data = _read(source, directory)
+    data = _read(source, files)
     kind = FORMATS[decoded(data)[0]]
     return {
         "type": "image_url",

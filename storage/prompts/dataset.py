@@ -18,8 +18,6 @@ LEASE_BYTES = 1024
 """Room for what a lease carries besides its prompt."""
 IMAGES_COLUMN = "images"
 """Column of the images of a row, for parts of its messages that name none."""
-PLACEHOLDER = "<image>"
-"""Text in whose place the data sets of some other programs want an image of that column."""
 _MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."}'
 
 
@@ -77,26 +75,15 @@ def prompt_content(row: Row, key: str, images: set[Path] | None = None) -> str |
         raise ConfigError(f"{row.where}: {key!r} is {kind_of(content)}: make it {_MESSAGES}")
     if empty:
         raise ConfigError(f"{row.where}: {key!r} is empty: fill it or remove the row")
-    if row.values.get(IMAGES_COLUMN) and _has_placeholder(content):
-        raise ConfigError(
-            f"{row.where}: {key!r} has {PLACEHOLDER} in its text, where no image is shown: make it a part of "
-            'the content of a message, [{"type": "image"}, {"type": "text", "text": "..."}]'
-        )
-    if isinstance(content, str):
+    column = row.values.get(IMAGES_COLUMN)
+    if isinstance(content, str) and not (isinstance(column, list) and column):
         return content
+    chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
     files = ImageFiles(row.directory, set() if images is None else images)
     try:
-        return embedded(content, files, row.values.get(IMAGES_COLUMN))
+        return embedded(chat, files, column)
     except ImageError as error:
         raise ConfigError(f"{row.where}: {key!r}: {error}") from error
-
-
-def _has_placeholder(content: str | list[Json]) -> bool:
-    """Tell whether a prompt wants images in its text, as the data sets of some other programs do."""
-    if isinstance(content, str):
-        return PLACEHOLDER in content
-    texts = [message.get("content") for message in content if isinstance(message, dict)]
-    return any(isinstance(text, str) and PLACEHOLDER in text for text in texts)
 
 
 def _check_message(where: str, message: Json) -> None:

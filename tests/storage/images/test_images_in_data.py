@@ -59,6 +59,28 @@ def test_parts_without_an_image_take_those_of_the_column(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "prompt",
+    [
+        "<image>how many? <image>",
+        [{"role": "user", "content": "<image>how many? <image>"}],
+        [{"role": "user", "content": ["<image>", {"type": "text", "text": "how many? <image>"}]}],
+    ],
+)
+def test_places_in_texts_take_the_images_of_the_column(tmp_path, prompt):
+    images = [data_uri(picture(seed=n)) for n in range(2)]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "images": images}))
+    [found] = load_prompts(tmp_path / "a.jsonl", PromptKeys())
+    first, second = (image_part(picture(seed=n)) for n in range(2))
+    content = [first, {"type": "text", "text": "how many? "}, second]
+    assert found.content == [{"role": "user", "content": content}]
+
+
+def test_a_place_is_text_where_the_row_has_no_images(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "what is <image>?", "images": []}))
+    assert load_prompts(tmp_path / "a.jsonl", PromptKeys())[0].content == "what is <image>?"
+
+
+@pytest.mark.parametrize(
     ("part", "columns", "complaint"),
     [
         (
@@ -78,13 +100,23 @@ def test_parts_without_an_image_take_those_of_the_column(tmp_path):
         ),
         ({"type": "image", "image": "cut.png"}, {}, "no image that can be read .*: use PNG or JPEG"),
         ({"type": "image", "image": "a.gif"}, {}, "an image is GIF: save it as PNG or JPEG"),
-        ({"type": "image", "image": "deep.png"}, {}, "16 bits a pixel of grey .I;16.: save it with 8"),
+        (
+            {"type": "image", "image": "deep.png"},
+            {},
+            "more than 8 bits a channel .mode I;16.: save it with 8",
+        ),
         ({"type": "image"}, {}, "an image part without an image: give its path or a data URI, or a column"),
         (
             {"type": "image"},
             {"images": ["a.png", "a.png"]},
-            "has 2 images, and the messages have parts for 1",
+            "has 2 images, and the messages show 1 of them: write <image> or a part of type image where",
         ),
+        (
+            {"type": "text", "text": "<image>"},
+            {"images": ["a.png", "a.png"]},
+            "has 2 images, and the messages show 1 of them",
+        ),
+        ({"type": "text", "text": "see"}, {"images": ["a.png"]}, "has 1 images, and the messages show 0"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,%89"}}, {}, "is none: it is not base64"),
     ],
 )
@@ -96,16 +128,6 @@ def test_an_image_that_cannot_be_read_is_refused_with_its_row(tmp_path, part, co
     Image.fromarray(np.full((8, 8), 1000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(ConfigError, match=rf"a.jsonl, line 1: 'prompt': .*{complaint}"):
         load_prompts(rows(tmp_path / "a.jsonl", part, **columns), PromptKeys())
-
-
-@pytest.mark.parametrize("prompt", ["<image>how many?", [{"role": "user", "content": "<image>how many?"}]])
-def test_an_image_that_a_text_wants_in_the_place_of_a_word_is_not_left_out_in_silence(tmp_path, prompt):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": prompt, "images": ["a.png"]}))
-    with pytest.raises(ConfigError, match=r"line 1: 'prompt' has <image> in its text, .*make it a part"):
-        load_prompts(path, PromptKeys())
-    path.write_text(json.dumps({"prompt": prompt}))  # a prompt about HTML
-    assert load_prompts(path, PromptKeys())[0].content == prompt
 
 
 def test_prompts_are_as_long_as_the_tokens_of_their_images(tmp_path):
