@@ -29,6 +29,8 @@ class Demonstrations:
         seed: int,
         images: ImageChat | None = None,
     ) -> None:
+        """`images` are those of a vision-language model. Raises `ConfigError` for a row that shows an image
+        to another one."""
         self._rows = rows
         self._tokenizer = tokenizer
         self._context = context
@@ -36,16 +38,20 @@ class Demonstrations:
         self._images = images
         self._order: tuple[int, NDArray[np.int64]] | None = None
         """Latest epoch, and its order."""
+        if images is None:
+            for number, (prompt, _) in enumerate(rows):
+                self._shown(prompt, number)
 
     def step(
         self, step: int, warmup: WarmupConfig, batch: BatchConfig, *, share: int = 0, shares: int = 1
     ) -> list[MicroBatch]:
         """Return the micro-batches of the `step`-th step, from 0, or of one of equal `shares` of it."""
         start = step * warmup.batch_size
-        rows = [self._rows[self._index(start + n)] for n in range(share, warmup.batch_size, shares)]
-        if not rows:
+        numbers = [self._index(start + n) for n in range(share, warmup.batch_size, shares)]
+        if not numbers:
             return []
-        shown = [self._shown(prompt) for prompt, _ in rows]
+        rows = [self._rows[number] for number in numbers]
+        shown = [self._shown(prompt, number) for number, (prompt, _) in zip(numbers, rows, strict=True)]
         prompts = [
             self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             for chat, _ in shown
@@ -62,12 +68,12 @@ class Demonstrations:
             batch.tokens_per_micro_batch,
         )
 
-    def _shown(self, prompt: Prompt) -> tuple[list[Json], list[PlacedImage]]:
+    def _shown(self, prompt: Prompt, number: int) -> tuple[list[Json], list[PlacedImage]]:
         """Return the chat of a prompt, whose images have become text, and the images."""
         try:
             return inlined(_chat(prompt), self._images)
         except ImageError as error:
-            raise ConfigError(f"a demonstration: {error}") from error
+            raise ConfigError(f"demonstration {number} (from 0): {error}") from error
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._rows))

@@ -67,6 +67,10 @@ def test_a_demonstration_with_an_image_is_packed_with_it_and_trains_nothing_of_i
     assert set(batch.tokens[image.start : image.stop].tolist()) == {images.reader.token_ids[1]}
     assert image.stop - image.start == 6
     assert tokenizer.decode(batch.labels[batch.loss_mask]) in ("3<|end|>4<|end|>", "4<|end|>3<|end|>")
-    without = Demonstrations(rows, tokenizer, context=64, seed=0)
-    with pytest.raises(ConfigError, match="a demonstration: it shows an image, and the model reads nothing"):
-        without.step(0, WarmupConfig(batch_size=2), BatchConfig())
+
+
+def test_a_demonstration_with_an_image_is_refused_before_the_warm_up_of_a_text_model():
+    chat = [{"role": "user", "content": [image_part(picture(16, 24))]}]
+    rows = [*ROWS, (Prompt(content=chat), "3")]
+    with pytest.raises(ConfigError, match=r"demonstration 10 \(from 0\): it shows an image, and the model"):
+        Demonstrations(rows, character_tokenizer(), context=64, seed=0)

@@ -155,11 +155,12 @@ def test_a_sampled_token_like_an_images_is_a_token(directory):
     trainer = trainer_of(directory)
     [sample] = random_samples([12])
     sample.token_ids[7] = trainer.model.vision.reader.token_ids[1]
+    sample.loss_mask[7] = True
     [scores] = score(trainer, [sample], tokens_per_micro_batch=100)
     with torch.no_grad():
         logits = reference_of(directory)(input_ids=torch.from_numpy(sample.token_ids).long()[None]).logits[0]
     wanted = logits.log_softmax(-1)[6, sample.token_ids[7]].item()
-    assert not sample.loss_mask[7] or scores.logprobs[7] == pytest.approx(wanted, abs=1e-5)
+    assert scores.logprobs[7] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(directory, tmp_path):
