@@ -46,16 +46,17 @@ class FileMatrices:
 def matrix_names(model: PreTrainedModel, names: FileNames) -> set[str]:
     """Return the names of the parameters that are made of matrices.
 
-    Raises `ConfigError` where a tensor of the files is several matrices in one, and where a trained weight
-    may be made of matrices that cannot be found."""
-    found = set(_hidden_weights(model))
-    files = [(part, shape) for name in found for part, shape in names.tensors[name].files.items()]
+    Raises `ConfigError` where a trained tensor of the files is several matrices in one, and where one may be
+    made of matrices that cannot be found."""
+    found, trained = set(_hidden_weights(model)), _trained_weights(model)
+    files = [(part, shape) for name in found & trained for part, shape in names.tensors[name].files.items()]
     if fused := sorted(part for part, shape in files if len(shape) != 2 or FUSED.search(part)):
         raise ConfigError(
             f"optimizer.matrices=muon cannot tell the matrices apart that {fused[0]} of this model is made "
-            "of: set it to adamw, or learner.backend to megatron if that has the model's family"
+            "of: set it to adamw, freeze it with model.freeze, or set learner.backend to megatron if that "
+            "has the model's family"
         )
-    if unknown := sorted(_trained_weights(model) - found - set(_other_weights(model))):
+    if unknown := sorted(trained - found - set(_other_weights(model))):
         raise ConfigError(
             f"optimizer.matrices=muon cannot tell which matrices {unknown[0]} of this model is made of "
             f"({len(unknown)} such weights): set it to adamw, freeze them with model.freeze, or set "

@@ -16,6 +16,7 @@ from bus.errors import ConfigError
 from learner.backends.factory import build_backend
 from learner.backends.fsdp import vision
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
 from learner.config.model import ModelConfig
@@ -259,6 +260,18 @@ def test_a_pack_that_is_not_what_transformers_computes_is_refused(directory, mon
     monkeypatch.setattr(vision, "rope_positions", lambda length, images: np.arange(length)[None].repeat(3, 0))
     with pytest.raises(ConfigError, match="nats from transformers' own of each sequence"):
         trainer_of(directory)
+
+
+def test_muon_trains_the_language_model_of_a_frozen_tower_and_refuses_the_tower(directory):
+    hf_config, state = load_hf_directory(directory)
+    images, muon = ImageReader.of(directory), OptimizerConfig(lr=1e-2, matrices="muon")
+    with pytest.raises(ConfigError, match=r"model\.visual\.blocks\.0\.attn\.qkv\.weight.* freeze it with"):
+        FsdpTrainer(hf_config, state, muon, images=images)
+    trainer = FsdpTrainer(hf_config, state, muon, images=images, trainable=TrainableWeights(("visual",), ()))
+    before = trainer.export()
+    trainer.train_step(pack(mixed_samples(images), 60), TIS, policy_version=3)
+    changed = {name for name, weight in trainer.export().items() if not torch.equal(before[name], weight)}
+    assert changed == {name for name in before if "visual" not in name}
 
 
 def test_exact_arithmetic_is_refused_for_images(directory):
