@@ -11,6 +11,7 @@ from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from storage.images.chat import ImageChat
 from storage.images.encoded import decoded
+from tests.factories import make_lease
 from tests.pictures import image_part, picture, vision_directory
 
 RED, BLUE, SMALL = picture(16, 24), picture(16, 24, seed=1), picture(8, 8, seed=2)
