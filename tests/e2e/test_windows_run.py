@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig
 from tests.e2e.commands import Command, assert_whole
 from tests.e2e.test_router_replay_run import written
 
-pytestmark = [pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.nightly]
 SMALL = (
     "--preset", "sort", "--warmup.steps", "40", "--warmup.batch-size", "16", "--learner.steps", "4",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",

@@ -167,8 +167,8 @@ IN_EVERY_RUN = ("tp2 sp",)
 NIGHTLY = (
     "tp2 sp ep2 etp2", "pp2 ep2", "tp2 pp2", "tp2 sp pp2 plain tied", "tp2 cp2", "tp2 sp cp2 plain tied",
     "dp2 tp2 sp overlapped", "dp2 pp2 tied overlapped",
-    "tp2 cp2 of one key-value head", "pp2 cp2 ring", "dp2 tp2 sp ep2", "tp4 sp of two key-value heads",
-    "pp2 cp2 tied", "dp2 pp2 vpp2 overlapped", "cp2 ep4 mixtral recomputed",
+    "tp2 cp2 of one key-value head", "pp2 cp2 ring", "cp4 ring", "dp2 tp2 sp ep2",
+    "tp4 sp of two key-value heads", "pp2 cp2 tied", "dp2 pp2 vpp2 overlapped", "cp2 ep4 mixtral recomputed",
     "cp2 pp2 short whole",
 )  # fmt: skip
 """Layouts of four ranks whose parts other layouts have too."""

@@ -56,7 +56,7 @@ def test_a_ring_of_one_attends_to_what_it_has(window, value_width):
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 3, 9, 30])
 @pytest.mark.parametrize("value_width", [WIDTH, 10])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_output_and_gradients_are_those_of_whole_sequences(worlds, ranks, window, value_width):
     lengths = lengths_for(ranks)
     answers = worlds.run(ranks, around, lengths, window, value_width, torch.float64)
