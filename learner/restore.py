@@ -13,6 +13,7 @@ from learner.backends.factory import (
     refuse_batches,
     refuse_quantisation,
     refuse_router_replay,
+    refuse_state_directory,
     rounding_of,
 )
 from learner.checkpoint.commit import load_checkpoint
@@ -41,6 +42,7 @@ def restore_backend(
     """
     refuse_batches(settings.model, settings.learner.batch, initial.hf_config)
     refuse_attention(settings.model, parallel)
+    refuse_state_directory(settings.learner)
     refuse_router_replay(settings.learner, initial.hf_config)
     refuse_quantisation(settings.learner, initial.state)
     rounding = rounding_of(settings.learner, settings.model, initial.state)

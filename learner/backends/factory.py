@@ -16,6 +16,7 @@ from learner.backends.megatron.model.windows import (
     refuse_shared_window,
     shortest_window,
 )
+from learner.backends.megatron.optimizer.state_file import StateFile
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.trainable import TrainableWeights
@@ -87,6 +88,12 @@ def refuse_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
             "learner.parallel.context_attention=ring has no attention kernel for model.dtype=float32 on a "
             "GPU: set model.dtype=bfloat16, or context_attention=gather"
         )
+
+
+def refuse_state_directory(learner: LearnerConfig) -> None:
+    """Raise `ConfigError` for a directory that takes no optimizer state: the warm-up may have none there."""
+    if learner.optimizer.offload_directory is not None:
+        StateFile(learner.optimizer.offload_directory, 1)  # gone when nobody has it
 
 
 def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) -> None:

@@ -46,3 +46,13 @@ def test_weights_that_cannot_be_published_in_codes_are_refused_before_a_model_is
     monkeypatch.setattr(restore, "build_backend", lambda *_, **__: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match="columns, and int4 has a scale for each 128 of them"):
         restore_alone(settings, initial, None, Progress())
+
+
+def test_a_directory_that_takes_no_optimizer_state_is_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    optimizer = {"offload": 1, "offload_directory": tmp_path / "file"}
+    settings = settings_of(tmp_path, backend="megatron", optimizer=optimizer)
+    initial = prepare(settings, None)
+    monkeypatch.setattr(restore, "build_backend", lambda *_, **__: pytest.fail("a model was built"))
+    with pytest.raises(ConfigError, match=r"offload_directory=.*/file cannot take"):
+        restore_alone(settings, initial, None, Progress())
