@@ -4,7 +4,8 @@ import torch
 
 from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.model.model import build_model
-from tests.learner.tiny import hf_state
+from learner.data.packing import pack
+from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 
 
 def built_from(reference, state=None, dtype=torch.float32):
@@ -12,3 +13,12 @@ def built_from(reference, state=None, dtype=torch.float32):
     model = build_model(reference.config, dtype=dtype)
     load_hf_weights([model], reference.config, state or hf_state(reference))
     return model
+
+
+@torch.no_grad()
+def logits_of_both(family, changes, lengths):
+    """Logits of sequences in a pack, ours and transformers', of a tiny model with such a configuration."""
+    reference = tiny_model(family, **changes)
+    samples = random_samples(lengths)
+    [batch] = pack(samples, 1000)
+    return built_from(reference).logits(batch), reference_logits(reference, samples)

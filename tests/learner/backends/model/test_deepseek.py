@@ -16,9 +16,8 @@ from learner.backends.megatron.model.expert_groups import of_best_groups
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.config.parallel import ParallelConfig
-from learner.data.packing import pack
-from tests.learner.backends.model.built import built_from
-from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
+from tests.learner.backends.model.built import built_from, logits_of_both
+from tests.learner.tiny import hf_state, tiny_config, tiny_model
 
 LENGTHS = [5, 60, 1, 32, 9]
 PUBLISHED = {
@@ -31,14 +30,6 @@ PUBLISHED = {
     },
 }  # fmt: skip
 """What config.json of DeepSeek-V3 says besides the defaults of transformers, which are its sizes."""
-
-
-@torch.no_grad()
-def logits_of_both(changes):
-    reference = tiny_model("deepseek_v3", **changes)
-    samples = random_samples(LENGTHS)
-    [batch] = pack(samples, 1000)
-    return built_from(reference).logits(batch), reference_logits(reference, samples)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +46,7 @@ def logits_of_both(changes):
     ],
 )
 def test_logits_are_those_of_transformers_as_the_configuration_says(changes):
-    found, expected = logits_of_both(changes)
+    found, expected = logits_of_both("deepseek_v3", changes, LENGTHS)
     assert (found - expected).abs().max() < 1e-5
 
 
@@ -66,13 +57,13 @@ def test_logits_are_those_of_transformers_as_the_configuration_says(changes):
 @torch.no_grad()
 def test_each_of_these_settings_matters(changes):
     """What the tests above compare is not the same whatever the configuration says."""
-    found, _ = logits_of_both(changes)
-    other, _ = logits_of_both({})
+    found, _ = logits_of_both("deepseek_v3", changes, LENGTHS)
+    other, _ = logits_of_both("deepseek_v3", {}, LENGTHS)
     assert (found - other).abs().max() > 1e-2
 
 
 def test_norms_of_narrow_vectors_have_a_constant_of_their_own():
-    found, expected = logits_of_both({"rms_norm_eps": 0.1})
+    found, expected = logits_of_both("deepseek_v3", {"rms_norm_eps": 0.1}, LENGTHS)
     assert (found - expected).abs().max() < 1e-5
 
 

@@ -11,7 +11,7 @@ from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.windows import windows_of
 from learner.data.packing import pack
-from tests.learner.backends.model.built import built_from
+from tests.learner.backends.model.built import built_from, logits_of_both
 from tests.learner.tiny import random_samples, reference_logits, tiny_config, tiny_model
 
 LENGTHS = [5, 60, 1, 32, 9]
@@ -28,14 +28,6 @@ PUBLISHED = {
 """What config.json of gemma-3-1b-it says."""
 
 
-@torch.no_grad()
-def logits_of_both(changes):
-    reference = tiny_model("gemma3_text", **changes)
-    samples = random_samples(LENGTHS)
-    [batch] = pack(samples, 1000)
-    return built_from(reference).logits(batch), reference_logits(reference, samples)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -48,9 +40,9 @@ def logits_of_both(changes):
     ],
 )
 def test_logits_are_those_of_transformers_and_each_setting_matters(changes):
-    found, expected = logits_of_both(changes)
+    found, expected = logits_of_both("gemma3_text", changes, LENGTHS)
     assert (found - expected).abs().max() < 1e-5
-    other, _ = logits_of_both({})
+    other, _ = logits_of_both("gemma3_text", {}, LENGTHS)
     assert (found - other).abs().max() > 1e-2
 
 

@@ -19,7 +19,7 @@ from learner.config.batch import BatchConfig
 from learner.config.model import ModelConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from tests.learner.backends.model.built import built_from
+from tests.learner.backends.model.built import built_from, logits_of_both
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model
 
 LENGTHS = [5, 60, 1, 32, 9]
@@ -35,14 +35,6 @@ PUBLISHED = {
 """What config.json of gpt-oss-20b says besides the defaults of transformers, without its quantization."""
 
 
-@torch.no_grad()
-def logits_of_both(changes):
-    reference = tiny_model("gpt_oss", **changes)
-    samples = random_samples(LENGTHS)
-    [batch] = pack(samples, 1000)
-    return built_from(reference).logits(batch), reference_logits(reference, samples)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -55,9 +47,9 @@ def logits_of_both(changes):
     ],
 )
 def test_logits_are_those_of_transformers_and_each_setting_matters(changes):
-    found, expected = logits_of_both(changes)
+    found, expected = logits_of_both("gpt_oss", changes, LENGTHS)
     assert (found - expected).abs().max() < 1e-5
-    other, _ = logits_of_both({})
+    other, _ = logits_of_both("gpt_oss", {}, LENGTHS)
     assert (found - other).abs().max() > 1e-2
 
 
