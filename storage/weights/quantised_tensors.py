@@ -28,6 +28,11 @@ TASK_ELEMENTS = 1 << 23
 thread."""
 
 
+def _band(tensor: HostTensor, start: int) -> Floats:
+    """Return the values of a row of blocks."""
+    return widened(tensor.words.reshape(tensor.shape)[start : start + BLOCK], tensor.dtype)
+
+
 class _Fp8Job:
     """A weight that is being quantised to fp8."""
 
@@ -39,14 +44,9 @@ class _Fp8Job:
         self.scales: Floats = np.empty(0, np.float32)
         """[rows of blocks, columns of blocks], the same in all of them where the tensor has one."""
 
-    def values(self, start: int) -> Floats:
-        """Return the values of one row of blocks."""
-        rows = self.tensor.words.reshape(self.tensor.shape)[start : start + BLOCK]
-        return widened(rows, self.tensor.dtype)
-
     def largest(self, start: int) -> Floats:
         """Return the largest magnitudes of the blocks in one row of them."""
-        return largest_magnitudes(self.values(start), BLOCK)
+        return largest_magnitudes(_band(self.tensor, start), BLOCK)
 
     def set_scales(self, largest: list[Floats]) -> None:
         """Make the scales of the largest magnitudes. Raises `StorageError` for what is not finite."""
@@ -59,7 +59,7 @@ class _Fp8Job:
     def encode(self, start: int) -> None:
         """Write the codes of one row of blocks."""
         scales = self.scales[start // BLOCK]
-        self.codes[start : start + BLOCK] = encoded(self.values(start), scales, BLOCK)
+        self.codes[start : start + BLOCK] = encoded(_band(self.tensor, start), scales, BLOCK)
 
     def words(self) -> dict[str, Words]:
         """Return codes and scales by what their names have after that of the weight."""
@@ -79,14 +79,9 @@ class _Int4Job:
         self.scales: Words = np.empty(0, np.uint32)
         """[rows, groups], words of the weight's dtype."""
 
-    def values(self, start: int) -> Floats:
-        """Return the values of some rows."""
-        rows = self.tensor.words.reshape(self.tensor.shape)[start : start + BLOCK]
-        return widened(rows, self.tensor.dtype)
-
     def largest(self, start: int) -> Floats:
         """Return the largest magnitudes of the groups in some rows."""
-        return largest_of_groups(self.values(start))
+        return largest_of_groups(_band(self.tensor, start))
 
     def set_scales(self, largest: list[Floats]) -> None:
         """Make the scales of the largest magnitudes. Raises `StorageError` for what is not finite."""
@@ -97,7 +92,7 @@ class _Int4Job:
     def encode(self, start: int) -> None:
         """Write the codes of some rows."""
         rows = slice(start, start + BLOCK)
-        self.packed[rows] = packed(self.values(start), widened(self.scales[rows], self.tensor.dtype))
+        self.packed[rows] = packed(_band(self.tensor, start), widened(self.scales[rows], self.tensor.dtype))
 
     def words(self) -> dict[str, Words]:
         """Return codes, scales and the shape by what their names have after that of the weight."""
