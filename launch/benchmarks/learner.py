@@ -27,7 +27,7 @@ from bus.codec import Json
 from launch.benchmarks.learner_bare_megatron import BareLoop
 from launch.benchmarks.learner_workloads import Workload, qwen3_600m, small, small_experts, small_latent
 from learner.algorithms.objective import Objective
-from learner.backends.base import StepResult
+from learner.backends.base import Backend, StepResult
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.backends.quantised.rounding import Rounding
 from learner.config.backend import BackendName
@@ -82,8 +82,23 @@ def ours(
     rounding: Rounding | None = None, fp8: bool = False,
 ) -> Callable[[], StepResult]:  # fmt: skip
     """Return a step of the learner on batches that are packed."""
-    parallel, model = ParallelConfig(recompute="full" if recompute else "none"), model_of(workload)
-    trainer = BACKENDS[backend]()(
+    parallel = ParallelConfig(recompute="full" if recompute else "none")
+    trainer = trainer_of(workload, parallel, backend, optimizer=optimizer, lora=lora)
+    if rounding is not None:
+        trainer.compute_with(rounding)
+    if fp8:
+        trainer.multiply_in_fp8()
+    batches = workload.batches()
+    return lambda: trainer.train_step(batches, objective, policy_version=0)
+
+
+def trainer_of(
+    workload: Workload, parallel: ParallelConfig, backend: BackendName, *,
+    optimizer: OptimizerConfig = OPTIMIZER, lora: LoraConfig = NO_LORA,
+) -> Backend:  # fmt: skip
+    """Return a backend that trains a model of this shape, in the world that there is."""
+    model = model_of(workload)
+    return BACKENDS[backend]()(
         workload.model,
         revert_weight_conversion(model, model.state_dict()),  # by the names that files have
         optimizer,
@@ -91,12 +106,6 @@ def ours(
         parallel=parallel,
         lora=lora,
     )
-    if rounding is not None:
-        trainer.compute_with(rounding)
-    if fp8:
-        trainer.multiply_in_fp8()
-    batches = workload.batches()
-    return lambda: trainer.train_step(batches, objective, policy_version=0)
 
 
 def fsdp(workload: Workload) -> Step:

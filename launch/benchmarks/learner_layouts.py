@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from transformers.core_model_loading import revert_weight_conversion
 
 from bus.codec import Json
 from bus.errors import ConfigError, TrainingError
-from launch.benchmarks.learner import OPTIMIZER, OVER_TOKENS, PEAK_FLOPS, model_of, released, seconds_of
+from launch.benchmarks.learner import OVER_TOKENS, PEAK_FLOPS, released, seconds_of, trainer_of
 from launch.benchmarks.learner_workloads import Workload, qwen3_600m, small, small_experts
 from learner.backends.base import StepResult
-from learner.backends.factory import BACKENDS, close_world, init_world
+from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.process_groups import divide_world
 from learner.config.backend import BackendName
 from learner.config.parallel import UNDIVIDED, ParallelConfig
@@ -110,14 +109,7 @@ def _step(layout: Layout) -> tuple[Callable[[], StepResult], int]:
     ranks = dist.get_world_size()
     workload = replace(layout.workload, micro_batches=ranks * layout.workload.micro_batches)
     torch.manual_seed(0)  # every rank has the same weights
-    model = model_of(workload)
-    trainer = BACKENDS[layout.backend]()(
-        workload.model,
-        revert_weight_conversion(model, model.state_dict()),
-        OPTIMIZER,
-        dtype=workload.dtype,
-        parallel=layout.parallel,
-    )
+    trainer = trainer_of(workload, layout.parallel, layout.backend)
     group = trainer.data_parallel_group
     mine = workload.batches()[group.rank() :: group.size()]
     return lambda: trainer.train_step(mine, OVER_TOKENS, policy_version=0), workload.tokens
