@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
@@ -49,6 +50,22 @@ def step(trainer: FsdpTrainer, number: int) -> tuple[float, float]:
     return result.loss, result.grad_norm
 
 
+def assert_four_steps_are_those_of_the_formula(
+    trainer: FsdpTrainer, model: PreTrainedModel, begun: dict[str, Tensor], scale: float
+) -> None:
+    """Train both from the adapters `begun`."""
+    expected = adapt(model, begun, scale)
+    optimizer = reference_optimizer(model, OPTIMIZER)
+    for number in range(4):
+        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
+        wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
+        assert step(trainer, number) == pytest.approx(wanted, abs=1e-5)
+    found = adapters(trainer)
+    for name, tensor in tensors_of(expected).items():
+        assert (found[name] - tensor).abs().max() < 1e-5, name
+        assert not torch.equal(found[name], begun[name]), name
+
+
 @pytest.mark.parametrize(
     "lora",
     [LORA, LoraConfig(rank=4, alpha=6.0, rank_stabilised=True, targets=("q_proj", "mlp.down_proj"))],
@@ -62,16 +79,7 @@ def test_four_steps_are_those_of_the_formula(lora):
     assert all(any(f".{end}." in name for end in ends) for name in begun)
     assert all((".lora_B." in name) == (not tensor.any()) for name, tensor in begun.items())
     scale = 6.0 / (2.0 if lora.rank_stabilised else 4.0)
-    expected = adapt(model, begun, scale)
-    optimizer = reference_optimizer(model, OPTIMIZER)
-    for number in range(4):
-        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
-        wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
-        assert step(trainer, number) == pytest.approx(wanted, abs=1e-5)
-    found = adapters(trainer)
-    for name, tensor in tensors_of(expected).items():
-        assert (found[name] - tensor).abs().max() < 1e-5, name
-        assert not torch.equal(found[name], begun[name]), name
+    assert_four_steps_are_those_of_the_formula(trainer, model, begun, scale)
 
 
 def test_exported_weights_are_what_the_adapters_make_of_the_frozen_ones():
@@ -105,16 +113,7 @@ def test_four_steps_with_lengths_of_rows_are_those_of_the_formula(family):
     plain = FsdpTrainer(trainer.hf_config, hf_state(model), OPTIMIZER)
     for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), "it begins as the model, to the bit"
-    expected = adapt(model, begun, 1.5)
-    optimizer = reference_optimizer(model, OPTIMIZER)
-    for number in range(4):
-        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
-        wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
-        assert step(trainer, number) == pytest.approx(wanted, abs=1e-5)
-    found = adapters(trainer)
-    for name, tensor in tensors_of(expected).items():
-        assert (found[name] - tensor).abs().max() < 1e-5, name
-        assert not torch.equal(found[name], begun[name]), name
+    assert_four_steps_are_those_of_the_formula(trainer, model, begun, 1.5)
     plain = FsdpTrainer(trainer.hf_config, trainer.export(), OPTIMIZER)
     for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True), "merged weights compute the same"
