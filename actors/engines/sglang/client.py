@@ -1,6 +1,7 @@
 """SGLang's HTTP endpoints, as versions 0.5.17 to 0.5.23 have them."""
 
 import asyncio
+import io
 import json
 import time
 import uuid
@@ -357,14 +358,17 @@ class SglangClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a response of status 200, whose content may be read within the time that is left."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        sent: Json = {"data": body, "headers": IS_JSON} if isinstance(body, bytes) else {"json": body}
+        sent: Json = {}
+        if body is not None:  # a file is sent in pieces, while a large body in bytes would hold up the loop
+            said = body if isinstance(body, bytes) else json.dumps(body).encode()
+            sent = {"data": io.BytesIO(said), "headers": IS_JSON}
         try:
             async with self._session.request(method, self.url + path, timeout=timeout, **sent) as response:
                 if response.status != OK:
-                    said = (await response.read()).decode(errors="replace")[:500]
+                    reason = (await response.read()).decode(errors="replace")[:500]
                     refused = response.status == BAD_REQUEST and path == "/generate"  # too long, for instance
                     failure = RequestRefusedError if refused else EngineError
-                    raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
+                    raise failure(f"{self.url}{path} answered with status {response.status}: {reason}")
                 yield response
         except TimeoutError as error:
             raise TooSlowError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error

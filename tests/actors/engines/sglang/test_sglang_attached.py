@@ -9,6 +9,7 @@ import torch
 
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import cache_loads
+from actors.engines.sglang.client import SglangClient
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
@@ -314,3 +315,12 @@ async def test_server_that_does_not_tell_how_full_it_is_leaves_it_open(server, a
 @pytest.mark.parametrize("said", [{}, {"loads": None}, {"loads": [{}]}, {"loads": [7]}, {"loads": []}])
 def test_loads_that_say_nothing_of_use_are_none(said):
     assert cache_loads.read_loads(said, 1) is None
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+async def test_a_body_larger_than_a_mebibyte_is_sent_in_pieces(server):
+    client, server.version = SglangClient.connect(server.url), "0"
+    try:
+        await client.generate(request("r", [123_456] * 200_000), rid="r", salt="", timeout_s=TIMEOUT_S)
+    finally:
+        await client.close()
