@@ -26,6 +26,7 @@ MOVES = {
     "expand", "index", "index_select", "lift_fresh", "ones", "permute", "select", "slice", "split", "squeeze",
     "stack", "t", "transpose", "unsqueeze", "view", "zeros", "full", "item", "_local_scalar_dense",
     "new_zeros", "index_copy", "scalar_tensor", "unbind", "zeros_like", "ones_like", "constant_pad_nd",
+    "is_pinned", "_pin_memory",
 }  # fmt: skip
 """Operations of torch that copy numbers or make constants."""
 ROUNDED_ONCE = {"add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "abs", "pow", "add_", "mul_", "sub_"}
