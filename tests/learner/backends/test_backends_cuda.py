@@ -43,7 +43,7 @@ def steps_of_both(dtype: torch.dtype = torch.float32, **model: object):
     return found, expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
 def test_four_steps_are_those_of_transformers_on_a_cpu(family):
     for found, expected in zip(*steps_of_both(family=family), strict=True):
         assert found == pytest.approx(expected, abs=5e-5)
@@ -52,6 +52,12 @@ def test_four_steps_are_those_of_transformers_on_a_cpu(family):
 def test_latent_attention_as_wide_as_deepseeks_is_near_in_bfloat16():
     """Queries of 192 and values of 128 columns a head, which the kernel for any lengths takes padded."""
     for found, expected in zip(*steps_of_both(torch.bfloat16, **PUBLISHED_WIDTHS), strict=True):
+        assert found == pytest.approx(expected, rel=0.05, abs=0.02)
+
+
+def test_attention_with_sinks_is_near_in_bfloat16():
+    """No kernel of a GPU has sinks in float32, which a run is told at its start."""
+    for found, expected in zip(*steps_of_both(torch.bfloat16, family="gpt_oss"), strict=True):
         assert found == pytest.approx(expected, rel=0.05, abs=0.02)
 
 
@@ -119,8 +125,9 @@ def test_a_gpu_multiplies_in_fp8_what_a_cpu_does(rows):
     left, right = torch.randn(rows, 512).bfloat16(), torch.randn(272, 512).bfloat16()
     found, expected = product(left.cuda(), right.cuda()).cpu(), product(left.float(), right.float())
     assert found.dtype == torch.bfloat16
-    # bfloat16 has 8 digits, and sums of codes, here of 23 in the mean, have some 14 where they are added up
-    assert ((found - expected).abs() <= 0.005 * expected.abs() + 0.15).all()
+    # a Hopper cuts off each partial sum of codes at 14 binary digits: 0.1 of values whose mean size is 23,
+    # a hundredth of what other codes or scales would make of them
+    assert (found - expected).norm() <= 0.01 * expected.norm()
 
 
 @HOPPER

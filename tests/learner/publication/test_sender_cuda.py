@@ -1,5 +1,7 @@
 """Tests where a sender has what it is to send on a GPU (`pytest -m gpu tests/learner`)."""
 
+import gc
+
 import pytest
 import torch
 
@@ -53,6 +55,7 @@ def test_every_version_is_on_the_device_as_it_was_copied(device_bytes, ahead_mib
 
 @pytest.mark.usefixtures("small")
 def test_a_gpu_that_is_full_takes_them_by_the_usual_way_and_that_is_said_once():
+    gc.collect()  # else what other tests have left is freed later, and there is room
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 21 * MIB) / total)
