@@ -363,7 +363,7 @@ class _Actor:
             **self._report.state(),
             "opponents": dict(self._opponents.versions),
             **({"policies": progress} if progress else {}),
-            "alarm": "; ".join(filter(None, [*self._probe.alarms.values(), *alarms])),
+            "alarm": "; ".join(filter(None, [self._follower.refusal, *self._probe.alarms.values(), *alarms])),
             **self._worker.counts,
             **self._worker.ends.status,
             **environment_report(self._environment),

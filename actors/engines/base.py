@@ -138,7 +138,8 @@ class Engine(Protocol):
         Nobody writes to the tensors afterwards: engines that come later may still take them, and the next
         ones are compared with them.
         New requests carry `policy_version`, and so do tokens drawn afterwards of those in flight, unless
-        their later ones keep the version that they began with. Returns the seconds generation stood still."""
+        their later ones keep the version that they began with. Returns the seconds generation stood still.
+        Raises WeightsKeptError for a version that it cannot have, and goes on with the one before."""
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""

@@ -73,7 +73,9 @@ class FurtherPolicy:
     @property
     def alarm(self) -> str:
         """Return what is wrong with the weights of its engines, in words."""
-        return "; ".join(self._parts.probe.alarms.values())
+        refusal = self._parts.follower.refusal
+        refused = f"policy {self._name}: {refusal}" if refusal else ""
+        return "; ".join(filter(None, [refused, *self._parts.probe.alarms.values()]))
 
     @property
     def progress(self) -> dict[str, Json]:

@@ -19,7 +19,7 @@ from actors.weights.torch_tensors import torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusAwayError, BusError, StorageError, WeightsKeptError
+from bus.errors import BusAwayError, BusError, ConfigError, SluiceError, StorageError, WeightsKeptError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, SnapshotWanted
 from bus.waiting import set_within
 from storage.weights.blob_sources import Blobs, BlobSource
@@ -107,11 +107,15 @@ class PolicyFollower:
         """Seconds generation stood still for the latest swap."""
         self.receive_s = 0.0
         """Seconds from the announcement of the latest received version until it was here and verified."""
+        self.refusal = ""
+        """Why engines go on without the newest version, which they cannot have; empty where they have it."""
         self._bus = bus
         self._engine = engine
         self._on_loaded = on_loaded
         self._swapped = asyncio.Condition()
         self._receiver = Receiver(blobs or Blobs(bus), served=served)
+        self._shares = served is not None and served.beside is not None
+        """Whether engines serve other policies too, which are not to end with this one."""
         self._receiving = asyncio.Lock()
         self._given: Mapping[str, bytes] = {}
         """Digests of the tensors that the engine has."""
@@ -197,6 +201,11 @@ class PolicyFollower:
         except (BusError, StorageError) as error:  # the old version stays in service meanwhile
             await self._not_had(manifest, error)
             return None
+        except ConfigError as error:
+            if not self._shares:
+                raise
+            await self._cannot_have(manifest, error)
+            return None
         self.receive_s = time.monotonic() - began
         return _Received(manifest, weights)
 
@@ -204,7 +213,11 @@ class PolicyFollower:
         weights = received.weights
         changed = with_scales(weights.changed_since(self._given), weights.tensors)
         self._given = weights.digests
-        pause_s = await self._engine.load_weights(torch_tensors(changed), weights.policy_version)
+        try:
+            pause_s = await self._engine.load_weights(torch_tensors(changed), weights.policy_version)
+        except WeightsKeptError as error:
+            await self._cannot_have(received.manifest, error)
+            return False
         await self._loaded(received.manifest, pause_s)
         return True
 
@@ -231,6 +244,7 @@ class PolicyFollower:
 
     async def _loaded(self, manifest: PolicyManifest, pause_s: float) -> None:
         self.pause_s = pause_s
+        self.refusal = ""
         self._learners.add(manifest.incarnation)
         log.debug("weights_swapped", policy_version=manifest.policy_version, pause_s=round(pause_s, 4))
         if self._on_loaded is not None:
@@ -246,6 +260,11 @@ class PolicyFollower:
     async def _not_had(self, manifest: PolicyManifest, error: Exception) -> None:
         log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
         await self._ask_for_snapshot(manifest, str(error))
+
+    async def _cannot_have(self, manifest: PolicyManifest, error: SluiceError) -> None:
+        """Note a version that engines cannot have as it is; they go on with the one before."""
+        self.refusal = f"version {manifest.policy_version} is refused: {error}"
+        await self._not_had(manifest, error)
 
     async def _ask_for_snapshot(self, manifest: PolicyManifest, reason: str) -> None:
         """Ask the learner for a whole snapshot, unless a later version has come meanwhile."""

@@ -168,7 +168,7 @@ class Fleet:
         After the first call `state` may hold only the tensors that changed since the call before. A call made
         while another is at work supersedes it: engines that have not taken the older version skip it. An
         engine that cannot take it is built again. Returns the longest time that one engine stood still, in
-        seconds. Raises EngineLostError when no engine is left."""
+        seconds. Raises EngineLostError when no engine is left, and WeightsKeptError as engines do."""
         return await self._bring_to(self._weights.followed_by(state, policy_version))
 
     async def load_published(self, published: Published) -> float:

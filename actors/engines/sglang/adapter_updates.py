@@ -41,9 +41,11 @@ class AdapterUpdates:
 
         Its frozen weights are loaded before where they are new, or the server says that it has others: it was
         started again. Then the other policies' newest adapters are loaded again, too. Returns the seconds in
-        which it may have stood still. Raises `EngineError`, and the server has ended then."""
+        which it may have stood still. Raises `EngineError`, and the server has ended then, but for a version
+        that it cannot have `WeightsKeptError`, and it goes on."""
         base, changed = split(state)
         loading, pause_s, again = self._loading, 0.0, list[ServedPolicy]()
+        _adapters(policy).refuse_version(changed, {**loading.held.tensors, **base})
         if not await asyncio.to_thread(loading.held.has, base) or not await loading.has_what_is_held():
             load = await loading.tensors(self._config, base, policy_version)
             for one in self._policies:

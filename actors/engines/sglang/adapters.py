@@ -25,7 +25,7 @@ from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import device_of
 from actors.engines.sglang.tensor_files import State, on_host, pickled, raw
 from actors.engines.sglang.weights import HeldWeights
-from bus.errors import ConfigError, EngineError
+from bus.errors import ConfigError, EngineError, WeightsKeptError
 from bus.waiting import left_s
 from storage.weights.adapter_names import PREFIX, WEIGHT, adapter_names
 
@@ -85,6 +85,25 @@ class Adapters:
             raise EngineError("the server has no adapter of the policy yet: it loads its frozen weights")
         return self.newest
 
+    def refuse_version(self, changed: State, base: State) -> None:
+        """Raise `WeightsKeptError` where those of a version are none that the server was started for.
+
+        The server is asked for nothing before: it goes on, with the version that it has and with all other
+        policies. `changed` and `base` are as in `load`."""
+        tensors = {**self._tensors, **changed}
+        whose = f"policy {self._policy!r}" if self._policy else "the run's own policy"
+        if not tensors:
+            raise WeightsKeptError(
+                f"no adapters of {whose} came with the frozen weights: its learner publishes whole weights "
+                "now (learner.lora.publish): set actors.engine.adapter=merged"
+            )
+        for name, tensor in tensors.items():
+            if wrong := _unfit(name, tensor, base, self._served.rank):
+                raise WeightsKeptError(
+                    f"adapter {name} of {whose} {wrong}: start its learner with the settings of before "
+                    "(learner.lora), or start this actor again"
+                )
+
     def forget(self) -> None:
         """Take note that the server has none of them any more, or will have none."""
         self.newest = None
@@ -106,7 +125,6 @@ class Adapters:
         begun = time.monotonic()
         end_s = begun + timeout_s
         self._tensors.update(changed)
-        self._refuse_others()
         while len(self._loaded) > self._served.versions:  # loads were cancelled
             await self._unload(next(one for one in self._loaded if one is not self.newest), end_s)
         name = f"{next(self._names)}-v{policy_version}"
@@ -157,21 +175,6 @@ class Adapters:
             await unloading
         finally:
             unloading.cancel()
-
-    def _refuse_others(self) -> None:
-        """Raise `EngineError` unless all tensors are of the adapters that the server was started for."""
-        if not self._tensors:
-            raise EngineError(
-                "no adapters came with the frozen weights: the learner publishes whole weights now "
-                "(learner.lora.publish): set actors.engine.adapter=merged"
-            )
-        for name, tensor in self._tensors.items():
-            rank = tensor.shape[0 if ".lora_A." in name else 1]
-            if rank != self._served.rank:
-                raise EngineError(
-                    f"adapter {name} is of rank {rank}, and the server was started for rank "
-                    f"{self._served.rank}: start this actor again"
-                )
 
 
 def serving(config: SglangEngineConfig, served: ServedAdapters | None) -> SglangEngineConfig:
@@ -243,6 +246,22 @@ def _written(value: bool | int | tuple[str, ...]) -> str:
     if isinstance(value, bool):
         return ""
     return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _unfit(name: str, tensor: torch.Tensor, base: State, rank: int) -> str:
+    """Return what is wrong with A or B of a layer; an empty string where nothing is."""
+    module, _, which = name.removeprefix(PREFIX).removesuffix(WEIGHT).rpartition(".lora_")
+    weight = base.get(f"{module}{WEIGHT}")
+    if weight is None or which not in ("A", "B"):
+        return "belongs to none of the frozen weights"
+    is_a = which == "A"
+    found = tensor.shape[0 if is_a else -1]
+    if found != rank:
+        return f"is of rank {found}, and the server was started for rank {rank}"
+    fits = (rank, weight.shape[1]) if is_a else (weight.shape[0], rank)
+    if tuple(tensor.shape) != fits:
+        return f"is of shape {list(tensor.shape)}, and its weight takes {list(fits)}"
+    return ""
 
 
 def with_fused_layers(adapters: State, base: State) -> dict[str, torch.Tensor]:

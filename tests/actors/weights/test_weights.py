@@ -5,22 +5,25 @@ import torch
 from safetensors.torch import save
 
 from actors.engines.scripted import ScriptedEngine
+from actors.engines.served_adapters import ServedAdapters
 from actors.weights.follow import PolicyFollower
 from bus.blobs import delete_blob, put_blob
-from bus.messages import PolicyManifest
+from bus.errors import ConfigError, WeightsKeptError
+from bus.messages import AdaptedBase, PolicyManifest
 from bus.publish import Publisher
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 10
 
 
-async def publish(bus, version, *, incarnation="one", stage="rl", announce=True):
+async def publish(bus, version, *, incarnation="one", stage="rl", announce=True, adapted=None):
     snapshot = await put_blob(
         bus, Publisher(bus), save({"weight": torch.full((4,), float(version))}), incarnation, version
     )
     manifest = PolicyManifest(
-        policy_version=version, incarnation=incarnation, snapshot=snapshot, model=snapshot, stage=stage
-    )
+        policy_version=version, incarnation=incarnation, snapshot=snapshot, model=snapshot, stage=stage,
+        adapted=adapted,
+    )  # fmt: skip
     if announce:
         await bus.put("policy", manifest)
         await bus.notify(bus.subject("notice", "policy"), manifest)
@@ -157,3 +160,57 @@ async def test_stage_is_the_learners(bus, following):
     async with asyncio.timeout(TIMEOUT_S):
         await follower.at_least(0)
     assert follower.stage == "warmup"
+
+
+class Choosy(ScriptedEngine):
+    """Cannot have one version."""
+
+    async def load_weights(self, state, policy_version):
+        if policy_version == 1:
+            raise WeightsKeptError("adapters of rank 8, and the server was started for rank 4")
+        return await super().load_weights(state, policy_version)
+
+
+async def refused(follower):
+    async with asyncio.timeout(TIMEOUT_S):
+        while not follower.refusal:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+    return follower.refusal
+
+
+async def test_a_version_that_the_engine_cannot_have_is_said_and_the_next_is_taken(bus):
+    engine, stop = Choosy(lambda tokens: [1], policy_version=-1), asyncio.Event()
+    follower = PolicyFollower(bus, engine)
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(follower.run(stop))
+        await publish(bus, 0)
+        await follower.at_least(0)
+        await publish(bus, 1)
+        assert await refused(follower) == (
+            "version 1 is refused: adapters of rank 8, and the server was started for rank 4"
+        )
+        assert engine.policy_version == 0
+        await publish(bus, 2)
+        await follower.at_least(2)
+        assert follower.refusal == ""
+        stop.set()
+
+
+async def test_other_adapters_than_servers_of_several_policies_were_started_for_end_no_actor(bus):
+    """The same of an engine that is the policy's alone ends the actor, which the supervisor starts again."""
+    own = ServedAdapters(rank=4, scale=1.0, modules=("q_proj",), versions=2)
+    rank_8 = AdaptedBase(weights=(await publish(bus, 0, announce=False)).snapshot, scale=1.0, rank=8,
+                         modules=("self_attn.q_proj",))  # fmt: skip
+    await publish(bus, 1, adapted=rank_8)
+    for served in (own.sharing([own], "base"), own):
+        engine, stop = ScriptedEngine(lambda tokens: [1], policy_version=-1), asyncio.Event()
+        follower = PolicyFollower(bus, engine, served=served)
+        following = asyncio.create_task(follower.run(stop))
+        if served is own:
+            with pytest.raises(ExceptionGroup) as raised:
+                await asyncio.wait_for(following, TIMEOUT_S)
+            assert raised.group_contains(ConfigError, match="are of rank 8 and scale 1 .*start this actor")
+        else:
+            assert "version 1 is refused: " in await refused(follower)
+            stop.set()
+            await asyncio.wait_for(following, TIMEOUT_S)

@@ -15,7 +15,7 @@ from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.guest import GuestEngine
 from actors.further_policies import shared_servers
 from actors.further_policies.shared_servers import SharedServers
-from bus.errors import ConfigError, EngineError
+from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, served
 from tests.actors.engines.sglang.test_sglang_adapters import (
     BASE,
@@ -102,6 +102,41 @@ async def test_the_frozen_weights_come_once_and_each_policy_has_adapters_and_ver
         assert server.asked[-1]["lora_path"] == policy["lora_name"]
         assert engine.policy_version == version
         assert engine.tokens_generated == 4
+
+
+WRONG = {
+    "of rank 4, and the server was started for rank 2": {A: torch.ones(4, 6), B: torch.ones(8, 4)},
+    r"of shape \[2, 5\], and its weight takes \[2, 6\]": {A: torch.ones(2, 5)},
+    r"of shape \[9, 2\], and its weight takes \[8, 2\]": {B: torch.ones(9, 2)},
+    "belongs to none of the frozen weights": {A.replace("q_proj", "o_proj"): torch.ones(2, 6)},
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
+async def test_an_adapter_that_does_not_fit_is_kept_from_the_server_and_all_policies_go_on(
+    server, both, reason
+):
+    own, rival = both
+    server.running.clear()
+    theirs, ours = begun(rival, "theirs"), begun(own, "ours")
+    await asked(server, 2)
+    with pytest.raises(WeightsKeptError, match=f"of policy 'rival' .*{reason}"):
+        await rival.load_weights(WRONG[reason], 4)
+    assert not own.failure
+    server.running.set()
+    assert versions_of(await ours) == {7}
+    assert versions_of(await theirs) == {3}
+    assert loaded(server) == [("", "v7"), ("rival", "v3")]
+    await rival.load_weights(rivals(2.0), 5)
+    assert versions_of(await begun(rival, "later")) == {5}
+
+
+async def test_of_the_runs_own_policy_too_a_version_that_does_not_fit_leaves_the_server_to_all(server, both):
+    own, rival = both
+    with pytest.raises(WeightsKeptError, match="of the run's own policy is of rank 2"):
+        await own.load_weights(rivals(1.0), 8)
+    assert versions_of(await begun(own, "ours")) == {7}
+    assert versions_of(await begun(rival, "theirs")) == {3}
 
 
 async def test_a_policy_has_a_window_of_its_own_and_requests_of_the_other_go_on(server, both):

@@ -14,7 +14,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.adapters import serving, with_fused_layers
 from actors.engines.sglang.engine import SglangEngine
-from bus.errors import ConfigError, EngineError
+from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, SCALE, served
 from tests.actors.engines.sglang.test_sglang_attached import TIMEOUT_S, has_failed
 from tests.actors.sglang_stand_in import StandIn
@@ -451,14 +451,16 @@ async def test_an_engine_with_adapters_does_not_release_its_device(attach):
 async def test_adapters_of_another_rank_are_refused(server, attach):
     engine = attach()
     await engine.start()
-    with pytest.raises(EngineError, match="is of rank 2, and the server was started for rank 4"):
+    with pytest.raises(WeightsKeptError, match="is of rank 2, and the server was started for rank 4"):
         await engine.load_weights(BASE | {A: torch.ones(2, 6), B: torch.ones(8, 2)}, 0)
 
 
 async def test_whole_weights_where_adapters_should_be_are_refused(server, attach):
     engine = attach()
     await engine.start()
-    with pytest.raises(EngineError, match=r"learner publishes whole weights now \(learner\.lora\.publish\)"):
+    with pytest.raises(
+        WeightsKeptError, match=r"learner publishes whole weights now \(learner\.lora\.publish\)"
+    ):
         await engine.load_weights(BASE, 0)
 
 
