@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 from actors.engines.config import inexact
 from bus.errors import ConfigError
+from storage.numerics_limits import MOST_TOKENS
 
 if TYPE_CHECKING:
     from launch.config import RunConfig
+    from learner.config.learner import LearnerConfig
 
 
 def check_numerics(config: "RunConfig") -> None:
@@ -18,13 +20,21 @@ def check_numerics(config: "RunConfig") -> None:
 
 
 def _problems(config: "RunConfig") -> Iterator[str]:
-    learner = config.learner
     if config.model.dtype != "float32":
         yield f"model.dtype={config.model.dtype}: set it to float32"
-    if learner.publish_dtype != "float32":
-        yield f"learner.publish_dtype={learner.publish_dtype}: engines would get rounded weights; set float32"
     if problem := inexact(config.actors.engine):
         yield problem
+    if config.sampling.max_new_tokens >= MOST_TOKENS:
+        yield (
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens}: exact sums take at most "
+            f"{MOST_TOKENS} tokens of prompt and answer together; lower it"
+        )
+    yield from _of_learner(config.learner)
+
+
+def _of_learner(learner: "LearnerConfig") -> Iterator[str]:
+    if learner.publish_dtype != "float32":
+        yield f"learner.publish_dtype={learner.publish_dtype}: engines would get rounded weights; set float32"
     if learner.lora.exists:
         yield f"learner.lora.rank={learner.lora.rank}: engines merge what the learner adds; set it to 0"
     if learner.publication.quantisation != "none" and not learner.quantisation_aware:

@@ -7,11 +7,11 @@ one pass, a token at a time behind a cache, and a pack of sequences give the sam
 import torch
 from torch import Tensor
 
+from bus.errors import ConfigError
 from storage.numerics.elementary import exp, power_of_two
 from storage.numerics.sums import sum_of_fractions, term_bits, to_integers
+from storage.numerics_limits import MOST_TOKENS
 
-MOST_KEYS = 2**16
-"""Most keys that a query sees. One number for all sequences decides the bits of weights and values."""
 SCORES_AT_ONCE = 2**20
 """Scores that a CPU takes at a time, in which one query of all sequences is not divided."""
 SCORES_AT_ONCE_ON_CUDA = 2**26
@@ -28,10 +28,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float, seen: Ten
         scale: multiplies the scores.
         seen: bool [B, S], keys that each sequence's queries see. `None` is causal: the last query sees all
             keys, and each one before it a key less.
+
+    Raises `ConfigError` for more keys than sums take.
     """
+    if key.shape[2] > MOST_TOKENS:
+        raise ConfigError(
+            f"a sequence has {key.shape[2]} tokens, and model.numerics=exact attends to at most "
+            f"{MOST_TOKENS}: leave it out, or set model.numerics=fast"
+        )
     integer_bits, key_bits = term_bits(query.shape[-1])
     keys, key_unit = to_integers(key, key_bits)
-    values, value_unit = to_integers(value, term_bits(MOST_KEYS)[1])
+    values, value_unit = to_integers(value, term_bits(MOST_TOKENS)[1])
     known = keys.transpose(-1, -2), key_unit.transpose(-1, -2), values, value_unit.transpose(-1, -2)
     queries, length = query.shape[2], key.shape[2]
     at_once = SCORES_AT_ONCE_ON_CUDA if query.is_cuda else SCORES_AT_ONCE
@@ -78,7 +85,7 @@ def _attend(
     total = sum_of_fractions(weights)
     # The unit of a value becomes part of its weight, so that the sum over keys has one unit.
     scaled = weights.view(batch, groups, -1, weights.shape[-1]) * value_unit
-    integers, unit = _bounded(scaled, term_bits(MOST_KEYS)[0])
+    integers, unit = _bounded(scaled, term_bits(MOST_TOKENS)[0])
     attended = (integers @ value).mul_(unit).view(batch, heads, queries, -1)
     return attended.div_(total).float()
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
 from storage.numerics import functions
-from storage.numerics.attention import MOST_KEYS
 from storage.numerics.self_check import refuse_other_arithmetic
 from storage.numerics.softmax import refuse_vocabulary
 from storage.numerics.sums import IntegerWeight
@@ -104,7 +103,7 @@ def make_exact(
             f"model.numerics=exact is for text alone, and a {config.model_type} has other parts: set "
             "model.numerics=fast"
         )
-    refuse_sizes(config.vocab_size, config.max_position_embeddings)
+    refuse_vocabulary(config.vocab_size)
     exact = ExactFunctions(keeps_weights=keeps_weights)
     for module in model.modules():
         if not list(module.children()):
@@ -112,16 +111,6 @@ def make_exact(
     refuse_other_operations(forward, type(model).__name__)
     exact.forget_weights()
     return exact
-
-
-def refuse_sizes(vocabulary: int, context: int) -> None:
-    """Raise `ConfigError` for more tokens than sums take."""
-    refuse_vocabulary(vocabulary)
-    if context > MOST_KEYS:
-        raise ConfigError(
-            f"model.numerics=exact attends to at most {MOST_KEYS} tokens, the model's context is {context} "
-            "(max_position_embeddings): set model.numerics=fast"
-        )
 
 
 def refuse_other_operations(forward: Callable[[], object], name: str) -> None:

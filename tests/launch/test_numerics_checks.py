@@ -41,6 +41,7 @@ def test_all_settings_that_do_not_are_named_at_once():
     [
         ({"learner": {"parallel": {"tensor": 2}, "world": {"processes": 2}}}, r"parallel\.tensor=2: ranks"),
         ({"learner": {"batch": {"share_prefixes": True}}}, "share_prefixes=true: its attention"),
+        ({"sampling": {"max_new_tokens": 65536}}, r"sampling\.max_new_tokens=65536: exact sums take at most"),
         ({"learner": {"fp8_matmul": True}}, "fp8_matmul=true: its products"),
         ({"actors": {"engine": {"type": "sglang"}}}, r"actors\.engine\.type=sglang: its kernels"),
         (

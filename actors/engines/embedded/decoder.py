@@ -24,6 +24,7 @@ from bus.images import PlacedImage
 from storage.images.reader import ImageReader
 from storage.numerics.exact_model import ExactFunctions, make_exact
 from storage.numerics.softmax import log_softmax
+from storage.numerics_limits import MOST_TOKENS
 
 WITH_STATES = {
     "lfm2": "conv",
@@ -61,6 +62,8 @@ class BatchedDecoder:
                 "arithmetic does not have: set model.numerics=fast"
             )
         self.context_length: int = text.max_position_embeddings
+        if exact:
+            self.context_length = min(self.context_length, MOST_TOKENS)
         self.vocab_size: int = text.vocab_size
         self.policy_version = -1
         self.tokens_generated = 0
@@ -101,8 +104,9 @@ class BatchedDecoder:
                 f"{request.request_id}: {prompt} prompt tokens and {new} new ones: each must be >= 1"
             )
         if prompt + new > self.context_length:
+            whose = "model's" if self._exact is None else "model's and model.numerics=exact's"
             raise RequestRefusedError(
-                f"{request.request_id}: {prompt} prompt tokens + {new} new ones exceed the model's context "
+                f"{request.request_id}: {prompt} prompt tokens + {new} new ones exceed the {whose} context "
                 f"of {self.context_length}: shorten the prompt or lower max_new_tokens"
             )
         if request.images and self._vision is None:

@@ -58,9 +58,14 @@ def test_a_mixture_and_another_activation_are_refused_by_their_operations():
         exact_model("llama", hidden_act="gelu")
 
 
-def test_more_context_or_vocabulary_than_sums_take_is_refused():
-    with pytest.raises(ConfigError, match=r"at most 65536 tokens.*131072"):
-        exact_model("llama", max_position_embeddings=131072)
+def test_a_longer_context_than_sums_take_is_no_matter_as_long_as_sequences_are_short():
+    assert exact_model("llama", max_position_embeddings=131072).config.max_position_embeddings == 131072
+
+
+def test_a_longer_sequence_or_vocabulary_than_sums_take_is_refused():
+    long = torch.zeros(1, 1, 65537, 1)
+    with pytest.raises(ConfigError, match=r"a sequence has 65537 tokens, .* at most 65536"):
+        functions.causal_attention(long[:, :, :1], long, long, scale=1.0)
     with pytest.raises(ConfigError, match=r"at most 262144 probabilities.*has 262145 tokens"):
         exact_model("llama", vocab_size=262145, hidden_size=8, num_attention_heads=2)
 

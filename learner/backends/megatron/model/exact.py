@@ -20,8 +20,9 @@ from learner.backends.megatron.model.qkv import HeadSettings, heads_by_group, qu
 from learner.data.packing import empty_micro_batch
 from learner.world.process_group import device
 from storage.numerics import functions
-from storage.numerics.exact_model import refuse_other_operations, refuse_sizes
+from storage.numerics.exact_model import refuse_other_operations
 from storage.numerics.self_check import refuse_other_arithmetic
+from storage.numerics.softmax import refuse_vocabulary
 
 if TYPE_CHECKING:
     from learner.backends.megatron.model.model import PolicyModel
@@ -32,7 +33,7 @@ def make_exact(model: "PolicyModel") -> None:
 
     Raises `ConfigError` for machines and models that cannot."""
     refuse_other_arithmetic(device())
-    refuse_sizes(model.real_vocab_size, model.max_sequence_length)
+    refuse_vocabulary(model.real_vocab_size)
     gate = model.config
     if gate.activation_func is not F.silu or gate.activation_func_clamp_value is not None:
         raise ConfigError(

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from actors.engines.embedded.decoder import BatchedDecoder, cache_argument, prepare_weights
+from actors.engines.embedded.exact_attention import EXACT
 from bus.errors import EngineError
 from tests.actors.tiny import CONTEXT, VOCAB, other_model, recomputed, request, tiny_model
 
@@ -238,6 +239,15 @@ def test_a_row_may_fill_the_whole_context(model):
 def test_requests_that_can_never_be_served_are_refused(model, prompt, new, words):
     with pytest.raises(EngineError, match=words):
         decoder_of(model).check(request("bad", prompt, new=new))
+
+
+def test_exact_arithmetic_takes_a_model_of_more_context_and_refuses_what_is_longer_than_its_sums():
+    config = Qwen2Config(**SIZES | {"max_position_embeddings": 2**17})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=EXACT).eval()
+    decoder = BatchedDecoder(model, slots=1, prefill_tokens=64, seed=0, exact=True)
+    decoder.check(request("fits", [1] * 60_000, new=5536))
+    with pytest.raises(EngineError, match=r"model's and model\.numerics=exact's context of 65536"):
+        decoder.check(request("long", [1] * 60_000, new=5537))
 
 
 def test_weights_of_another_model_are_refused(model):
