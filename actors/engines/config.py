@@ -328,6 +328,8 @@ def inexact(engine: EngineConfig) -> str:
         )
     if engine.dtype != "float32":
         return f"actors.engine.dtype={engine.dtype}: set it to float32"
+    if engine.attention != "sdpa":
+        return f"actors.engine.attention={engine.attention}: exact attention is one of its own; leave it out"
     return ""
 
 

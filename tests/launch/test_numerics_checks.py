@@ -43,6 +43,7 @@ def test_all_settings_that_do_not_are_named_at_once():
         ({"learner": {"batch": {"share_prefixes": True}}}, "share_prefixes=true: its attention"),
         ({"sampling": {"max_new_tokens": 65536}}, r"sampling\.max_new_tokens=65536: exact sums take at most"),
         ({"learner": {"fp8_matmul": True}}, "fp8_matmul=true: its products"),
+        ({"actors": {"engine": {"attention": "eager"}}}, r"actors\.engine\.attention=eager: exact attention"),
         ({"actors": {"engine": {"type": "sglang"}}}, r"actors\.engine\.type=sglang: its kernels"),
         (
             {"learner": {"publication": {"quantisation": "fp8_block"}}},
