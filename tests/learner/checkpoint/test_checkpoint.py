@@ -1,3 +1,4 @@
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -148,6 +149,16 @@ def test_a_checkpoint_without_manifest_is_refused(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(untrained):
     with pytest.raises(ConfigError, match=r"model_type is qwen3, not llama, .*head_dim is 24, not 16"):
         load_checkpoint(trainer_of(tiny_model("llama")), untrained)
+
+
+def test_a_checkpoint_is_refused_by_the_name_of_what_would_be_computed_otherwise(untrained, tmp_path):
+    with pytest.raises(ConfigError, match=r"of another model: rms_norm_eps is 1e-06, not 0\.001"):
+        load_checkpoint(trainer_of(tiny_model(rms_norm_eps=1e-3)), untrained)
+    shutil.copytree(untrained, older := tmp_path / "older")
+    manifest = json.loads((older / "manifest.json").read_text())
+    del manifest["model"]["rms_norm_eps"]
+    (older / "manifest.json").write_text(json.dumps(manifest))
+    load_checkpoint(trainer_of(tiny_model()), older)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_show_in_it(tmp_path, held_writer):

@@ -1,6 +1,7 @@
-"""The hyperparameters of a model that decide which weights fit it."""
+"""The hyperparameters of a model that decide which weights fit it, and what is computed with them."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 
 from pydantic import JsonValue
@@ -10,6 +11,10 @@ from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.conversion.families import shape_of
 from learner.backends.megatron.model.rope import rope_settings
 from learner.backends.megatron.model.windows import windows_of
+from learner.checkpoint.manifest import differences
+
+ARITHMETIC = ("rms_norm_eps", "swiglu_alpha", "swiglu_limit")
+"""Those that change no shape, but what is computed. Manifests did not always say them."""
 
 
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
@@ -22,10 +27,17 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     sight = {"windows": list[JsonValue](windows)} if any(windows) else {}
     if (scalar := getattr(hf_config, "query_pre_attn_scalar", None)) is not None:
         sight["query_pre_attn_scalar"] = scalar
+    arithmetic = {name: getattr(hf_config, name) for name in ARITHMETIC if hasattr(hf_config, name)}
     return {
         "model_type": hf_config.model_type,
-        **rope_settings(hf_config), **shape, **routing, **attention, **sight,
+        **rope_settings(hf_config), **shape, **routing, **attention, **sight, **arithmetic,
     }  # fmt: skip
+
+
+def differences_from(saved: Mapping[str, JsonValue], hf_config: PretrainedConfig) -> list[str]:
+    """List, for people, by what weights that `saved` describes do not fit a model of `hf_config`."""
+    ours = fingerprint(hf_config)
+    return differences(saved, {name: ours[name] for name in ours if name in saved or name not in ARITHMETIC})
 
 
 def _of_experts(experts: Experts) -> JsonValue:

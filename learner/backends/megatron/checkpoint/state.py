@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
 from learner.backends.lora import refuse_other_adapters
-from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.checkpoint.writer import Staged, install_in_process_writer, stage
 from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.core import (
@@ -31,7 +31,6 @@ from learner.backends.megatron.model.model import PolicyModel
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.update.muon import refuse_other_optimizer
 from learner.checkpoint.copies import CopyBuffers
-from learner.checkpoint.manifest import differences
 
 if TYPE_CHECKING:  # which calls this module
     from learner.backends.megatron.critic import MegatronCritic
@@ -142,7 +141,7 @@ def _refuse_other_critic(directory: Path, saved: Mapping[str, Any] | None, criti
             f"checkpoint {directory} has no critic, and the objective wants one: set learner.advantage.type "
             "and learner.critic.train as they were, or start a new run from its weights with --model.path"
         )
-    if other := differences(saved["model"], fingerprint(critic.hf_config)):
+    if other := differences_from(saved["model"], critic.hf_config):
         raise ConfigError(
             f"checkpoint {directory} has another critic: {', '.join(other)}; keep learner.critic.path"
         )

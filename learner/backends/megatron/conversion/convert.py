@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
-from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape, as_it_came
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.published import load_published
@@ -25,7 +25,6 @@ from learner.backends.megatron.model.requirements import unsupported
 from learner.checkpoint.manifest import (
     MANIFEST,
     damaged_files,
-    differences,
     read_manifest,
     refuse_damage,
     refuse_other_model,
@@ -113,7 +112,7 @@ def megatron_to_hf(
     described = model or source
     hf_config = load_hf_config(described)
     _refuse_unsupported(hf_config)
-    refuse_other_model(source, differences(manifest["model"], fingerprint(hf_config)))
+    refuse_other_model(source, differences_from(manifest["model"], hf_config))
     tokenizer_dir = described if has_tokenizer(described) else None
     if tokenizer_dir is not None:
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)

@@ -190,6 +190,17 @@ def test_the_configuration_of_another_model_is_refused(tmp_path):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out", other)
 
 
+def test_what_a_manifest_of_before_does_not_say_is_not_compared(tmp_path):
+    hf_to_megatron(written(tmp_path / "hf"), tmp_path / "megatron")
+    other = written(tmp_path / "other", rms_norm_eps=1e-3)
+    with pytest.raises(ConfigError, match=r"of another model: rms_norm_eps is 1e-06, not 0\.001"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "out", other)
+    manifest = json.loads((tmp_path / "megatron/manifest.json").read_text())
+    del manifest["model"]["rms_norm_eps"]
+    (tmp_path / "megatron/manifest.json").write_text(json.dumps(manifest))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", other)
+
+
 def test_a_scaled_rotary_embedding_is_kept_and_no_other_taken(tmp_path):
     source = written(tmp_path / "hf", "llama", rope="yarn")
     hf_to_megatron(source, tmp_path / "megatron")

@@ -6,6 +6,7 @@ from transformers import GptOssConfig
 
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_batches
+from learner.backends.fsdp.fingerprint import fingerprint as fsdp_fingerprint
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
@@ -101,10 +102,17 @@ def test_weights_are_frozen_by_the_names_of_files():
     assert frozen == {f"{experts}.{number}.linear_fc1.weight" for number in range(6)}
 
 
-@pytest.mark.parametrize("changes", [{"rope_parameters": YARN}, {"sliding_window": 3}])
-def test_a_checkpoint_of_other_attention_is_told_apart(changes):
-    ours, other = (fingerprint(tiny_config("gpt_oss", **each)) for each in ({}, changes))
-    assert ours != other
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": YARN}, {"sliding_window": 3}, {"swiglu_limit": 5.0}, {"swiglu_alpha": 1.0},
+        {"rms_norm_eps": 1e-3},
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_other_attention_and_other_arithmetic_is_told_apart_by_both_backends(changes):
+    for backend in (fingerprint, fsdp_fingerprint):
+        ours, other = (backend(tiny_config("gpt_oss", **each)) for each in ({}, changes))
+        assert ours != other
 
 
 def test_the_published_configuration_is_taken():
