@@ -16,7 +16,7 @@ from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.config_checks import check_together
 from launch.policies import PolicyConfig, refuse_other_bases, refuse_shared_engines, refuse_shared_master
-from launch.settings_tree import file_keys, may_be_none, nearest, settings_at
+from launch.settings_tree import file_keys, may_be_none, nearest, settings_at, with_lists
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
@@ -240,7 +240,7 @@ def of_policy(config: RunConfig, name: str) -> RunConfig:
         "actors": {"engine": own.engine},
     }
     try:
-        found = validate(inherited.model_dump(), layer)
+        found = validate(inherited.model_dump(), with_lists(RunConfig, layer))
         check_together(found)
     except ConfigError as error:
         raise ConfigError(f"policies.{name}: {error}") from error

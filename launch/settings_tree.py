@@ -1,6 +1,7 @@
 """The settings as a tree of pydantic models: which there are at a place, and what may stand there."""
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -38,6 +39,36 @@ def tag_of(member: Model) -> str:
     """Return the `type` that chooses a member of a union; empty for a table that is none."""
     field = member.model_fields.get("type")
     return str(get_args(field.annotation)[0]) if field is not None else ""
+
+
+def with_lists(root: Model, table: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a table in which each text that is given for a list is one: a JSON list, or parts with commas
+    between them. A flag that is no setting of cyclopts' own, as below a name, has a text alone."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        field = settings_at(root, above).get(name)
+        if isinstance(value, Mapping):
+            found[name] = with_lists(root, value, (*above, name))
+        elif isinstance(value, str) and field is not None and _is_list(field.annotation):
+            found[name] = _parts(value)
+        else:
+            found[name] = value
+    return found
+
+
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(kind) in (list, tuple) for kind in (annotation, *get_args(annotation)))
+
+
+def _parts(text: str) -> list[Any]:
+    if text.startswith("["):
+        try:
+            listed: list[Any] = json.loads(text)
+        except ValueError:
+            pass  # parts may begin so, as patterns do
+        else:
+            return listed
+    return [part.strip() for part in text.split(",")]
 
 
 def may_be_none(annotation: Any) -> bool:

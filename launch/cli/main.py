@@ -4,7 +4,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from cyclopts import CycloptsError, Group
-from cyclopts.exceptions import UnknownCommandError, UnknownOptionError, UnusedCliTokensError
+from cyclopts.exceptions import (
+    RepeatArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 from rich.console import Console
 
 from bus.errors import ConfigError, SluiceError
@@ -146,6 +151,8 @@ def _complaint(error: CycloptsError) -> str:
         return "there is no command 'replay': `launch retrain` trains the steps of a run again"
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]!r}: settings are given as --name VALUE"
+    if isinstance(error, RepeatArgumentError) and str(error.token.keyword).startswith("--policies."):
+        return f"{error.token.keyword} is given several times: give its values once, with commas between them"
     message = str(error)
     if isinstance(error, UnknownCommandError):  # it goes on with the first few commands in no order
         message = f"{message.partition(' Available commands:')[0]} --help lists all"

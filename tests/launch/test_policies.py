@@ -6,7 +6,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.errors import ConfigError
-from launch.config import of_policy, preset, resolve
+from launch.config import of_policy, preset, resolve, validate
 from launch.policies import policy_bus, shares_servers
 
 PANEL = {"data": {"task": "panel"}, "actors": {"environment": {"type": "panel", "reward": "exact"}}}
@@ -41,6 +41,21 @@ def test_a_setting_of_a_further_policy_may_be_written_as_flags_are():
     flags = {"agents": "selector", "learner": {"checkpoint": {"save-every": "3"}, "target-accuracy": "0.5"}}
     learner = of_policy(resolve(PANEL, policies(second=flags), {"run": "mine"}), "second").learner
     assert learner.checkpoint.save_every == 3
+
+
+@pytest.mark.parametrize("targets", ["q_proj,v_proj", "q_proj, v_proj", '["q_proj", "v_proj"]'])
+def test_a_flag_of_a_further_policy_may_be_a_list(targets):
+    flags = {
+        "agents": "selector",
+        "learner": {"lora": {"rank": "4", "targets": targets}},
+        "engine": {"type": "sglang", "urls": "http://one:1,http://two:2"},
+    }
+    third = {"agents": "solver", "model": {"freeze": "[a-c]mbed,norm"}}
+    run = validate(PANEL, policies(second=flags, third=third), {"run": "mine"})
+    found = of_policy(run, "second")
+    assert found.learner.lora.targets == ("q_proj", "v_proj")
+    assert found.actors.engine.urls == ("http://one:1", "http://two:2")
+    assert of_policy(run, "third").model.freeze == ("[a-c]mbed", "norm")
 
 
 def test_settings_of_a_further_policy_are_checked_like_those_of_the_run():

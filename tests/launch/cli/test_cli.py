@@ -146,6 +146,12 @@ def refused(call, capsys: pytest.CaptureFixture):
     return refused
 
 
+def test_a_list_of_a_further_policy_is_given_in_one_flag(refused):
+    targets = "--policies.rival.learner.lora.targets"
+    said = refused("local", targets, "q_proj", targets, "v_proj")
+    assert f"{targets} is given several times: give its values once, with commas between them" in said
+
+
 def test_flags_go_over_the_file_and_the_file_over_the_preset(call, tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text("[learner]\nsteps = 20\nthreads = 2\n[learner.loss]\ntype = 'ppo_clip'\n")
