@@ -34,9 +34,11 @@ class Origins:
     """Tells of each setting which of `sources` gave it. They are laid over each other as `merge` does."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
+        self.replaced: list[str] = []
+        """What was left out of tables that a later source gave another `type`, a sentence for each table."""
         self._tree: dict[str, Any] = {}
         for source in sources:
-            _lay(self._tree, source.layer, source.origin)
+            self._lay(self._tree, source.layer, source.origin, ())
 
     def of(self, location: Location) -> str:
         """Return the origin of the setting at `location`; of a table's entry, that of the whole table."""
@@ -47,6 +49,30 @@ class Origins:
             found = found.get(part)
         return found.origin if isinstance(found, _Leaf) else DEFAULT
 
+    def _lay(self, tree: dict[str, Any], layer: Layer, origin: str, above: Location) -> None:
+        for key, value in layer.items():
+            here = (*above, key)
+            if not isinstance(value, Mapping):
+                tree[key] = _Leaf(value, origin)
+                continue
+            below = tree.get(key)
+            if not isinstance(below, dict) or _of_another_type(below, value):
+                self.replaced += _replaced(below, value, origin, here) if isinstance(below, dict) else ()
+                below = tree[key] = {}
+            self._lay(below, value, origin, here)
+
+
+def _replaced(below: Mapping[str, Any], value: Layer, origin: str, here: Location) -> Iterator[str]:
+    """Yield what a table of another type leaves out of the one before, if that is more than its type."""
+    gone = [
+        f"{'.'.join((*here, *at))} ({leaf.origin})"
+        for at, leaf in leaves(below)
+        if at[-1] != "type" and at[0] not in value and isinstance(leaf, _Leaf)
+    ]
+    if gone:
+        kind = f"{'.'.join((*here, 'type'))}={value['type']}"
+        yield f"{kind} ({origin}) replaces {below['type'].value}, and leaves out {', '.join(gone)}"
+
 
 def leaves(table: Mapping[str, Any], above: Location = ()) -> Iterator[tuple[Location, Any]]:
     """Yield each plain setting of a table and of the tables below it, with its location."""
@@ -55,17 +81,6 @@ def leaves(table: Mapping[str, Any], above: Location = ()) -> Iterator[tuple[Loc
             yield from leaves(value, (*above, key))
         else:
             yield (*above, key), value
-
-
-def _lay(tree: dict[str, Any], layer: Layer, origin: str) -> None:
-    for key, value in layer.items():
-        if not isinstance(value, Mapping):
-            tree[key] = _Leaf(value, origin)
-            continue
-        below = tree.get(key)
-        if not isinstance(below, dict) or _of_another_type(below, value):
-            below = tree[key] = {}
-        _lay(below, value, origin)
 
 
 def _of_another_type(below: Mapping[str, Any], value: Layer) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -29,7 +30,7 @@ from launch.cli.app import (
 from launch.config import RunConfig, resolve
 from launch.environment_variables import run_variables
 from launch.process.runtime import run
-from launch.settings_sources import Source, merged
+from launch.settings_sources import Origins, Source, merged
 from launch.short_forms import short_sources, sources_of
 
 
@@ -72,7 +73,7 @@ def local(  # noqa: PLR0913 - each is a flag
     """
     log_as(log, "local", level="warning")
     short = [*run_variables(), *short_sources(bus, creds, prompts, reward, agent)]
-    sources = sources_of(preset_name, config, short, settings)
+    sources = _sources(preset_name, config, short, settings)
     layer = merged(sources)
     resolved = resolve(layer)
     own_bus = "url" not in layer.get("bus", {})
@@ -124,7 +125,7 @@ def storage(  # noqa: PLR0913 - each is a flag
     """
     log_as(log, "storage")
     short = [*run_variables(), *short_sources(bus, creds, prompts, reward)]
-    sources = sources_of(preset_name, config, short, settings)
+    sources = _sources(preset_name, config, short, settings)
     resolved = resolve(merged(sources))
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
@@ -136,6 +137,18 @@ def storage(  # noqa: PLR0913 - each is a flag
     from launch.process.services import serve_storage
 
     run(partial(serve_storage, resolved, summary=summary))
+
+
+def _sources(
+    preset_name: str | None, configs: Sequence[Path] | None, short: Sequence[Source], settings: object
+) -> list[Source]:
+    """Return the settings of a start, and say which of them a later choice of another `type` leaves out."""
+    import structlog  # not for help
+
+    sources = sources_of(preset_name, configs, short, settings)
+    for replaced in Origins(sources).replaced:
+        structlog.get_logger().warning("settings_left_out", reason=replaced)
+    return sources
 
 
 def _looked_at(

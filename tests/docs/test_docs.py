@@ -185,7 +185,8 @@ def known(flag: str, flags: Iterable[str]) -> bool:
 
 def is_free(flag: str) -> bool:
     """Tell whether a setting is a table with keys of the user's choice."""
-    return flag.rpartition(".")[2] in {"server", "environment", "prefill", "decode", "settings"}
+    free = {"server", "environment", "prefill", "decode", "settings", "--policies"}
+    return flag.rpartition(".")[2] in free
 
 
 def test_commands_have_their_flags(text: str):

@@ -96,6 +96,35 @@ def test_a_table_that_another_type_replaced_is_of_no_source_below():
     assert kept.of(("learner", "loss", "clip_eps")) == "preset"
 
 
+def test_what_a_choice_of_another_type_leaves_out_is_said_and_the_same_type_leaves_all():
+    below = Source(
+        "preset", {"learner": {"loss": {"type": "ppo_clip", "clip_eps": 0.1, "clip_eps_high": 0.2}}}
+    )
+
+    def replaced(loss: dict[str, object]) -> list[str]:
+        return Origins([below, Source("flag", {"learner": {"loss": loss}})]).replaced
+
+    assert replaced({"type": "gspo", "clip_eps_high": 0.1}) == [
+        "learner.loss.type=gspo (flag) replaces ppo_clip, and leaves out learner.loss.clip_eps (preset)"
+    ]
+    assert replaced({"type": "ppo_clip"}) == replaced({"clip_eps": 0.3}) == []
+
+
+def test_a_start_says_what_a_flag_of_another_type_leaves_out_of_the_preset(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["local", "--preset", "search", "--actors.environment.type", "single_turn", "--print-config"]
+        )
+    said = capsys.readouterr().err
+    assert "settings_left_out" in said
+    assert "actors.environment.max_turns (preset search)" in said
+    with pytest.raises(SystemExit):
+        cli.main(["local", "--preset", "search", "--actors.environment.type", "tools", "--print-config"])
+    shown = capsys.readouterr()
+    assert "settings_left_out" not in shown.err
+    assert "max_turns = 3                                 # preset search" in shown.out
+
+
 def test_every_value_that_differs_from_the_default_has_an_origin():
     sources = [Source("preset", preset("nim")), Source("file", RICH)]
     config, defaults = resolve(merged(sources)), dict(leaves(RunConfig().model_dump(mode="json")))
