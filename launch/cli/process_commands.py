@@ -1,9 +1,10 @@
 """Commands that are the long-running processes of a run which exists: its bus, and who joins it."""
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -44,6 +45,7 @@ from launch.config import (
     LearnerProcess,
     MonitoringConfig,
     ProcessConfig,
+    RunConfig,
     merge,
 )
 from launch.process.ranks import become_rank, is_rank
@@ -161,25 +163,31 @@ def learner(  # noqa: PLR0913 - each is a flag
         Import what the run names although everybody who reaches the bus can define a run: for a network that
         is yours alone.
     """
-    from launch.process.services import serve_learner, serve_policy_learner, serve_shadow
-
     log_as(log, "learner")
-    given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
-    world = {key: value for key, value in given.items() if value is not None}
-    where, own = run_and_own_settings(
-        merge(
-            short_forms(bus, creds),
-            allowed_here(plugins_from, insecure),
-            {"learner": {"world": world}} if world else {},
-        ),
-        settings,
-    )
+    world = _world(processes=nproc, nodes=nodes, node_rank=node_rank, master=master)
+    short = merge(short_forms(bus, creds), allowed_here(plugins_from, insecure), world)
+    where, own = run_and_own_settings(short, settings)
     if shadow is not None:
+        from launch.process.services import serve_shadow
+
         _refuse_beside_shadow(shadow, policy, where.run, has_world=bool(world) or is_rank())
         run(partial(serve_shadow, where, own, shadow, from_checkpoint))
         return
     if from_checkpoint is not None:
         raise ConfigError("--from-checkpoint is for a --shadow: a learner goes on from its own newest one")
+    _train(where, own, policy)
+
+
+def _world(**given: int | str | None) -> dict[str, Any]:
+    """Return the settings of the learner's world that are given."""
+    world = {name: value for name, value in given.items() if value is not None}
+    return {"learner": {"world": world}} if world else {}
+
+
+def _train(where: RunConfig, own: dict[str, Any], policy: str | None) -> None:
+    """Train as one process, as a rank that torchrun has started, or as the torchrun of several."""
+    from launch.process.services import serve_learner, serve_policy_learner
+
     if is_rank():
         become_rank()
     serving = (
@@ -294,20 +302,18 @@ def gateway(  # noqa: PLR0913 - each is a flag
     from launch.process.gateway_access import gateway_token
     from launch.process.services import serve_actors
 
-    own = {"host": host, "port": port, "certificate": certificate, "certificate_key": certificate_key}
-    environment: dict[str, object] = {
-        "type": "clients",
-        "gateway": {name: value for name, value in own.items() if value is not None},
-        "reward": reward or "posted",
-    }
-    short = merge(
-        {"actors": {"environment": environment}},
-        short_forms(bus, creds),
-        allowed_here(plugins_from, insecure, engine_python),
-    )
+    listening = {"host": host, "port": port, "certificate": certificate, "certificate_key": certificate_key}
+    allowed = allowed_here(plugins_from, insecure, engine_python)
+    short = merge(_clients(listening, reward), short_forms(bus, creds), allowed)
     where, given = run_and_own_settings(short, settings)
     if show_token:
         print(gateway_token(where) or "this bus asks for no credentials, and the gateway for no token")  # noqa: T201
         return
     log_as(log, "gateway")
     run(partial(serve_actors, where, given))
+
+
+def _clients(listening: Mapping[str, Any], reward: str | None) -> dict[str, Any]:
+    """Return the settings of an actor whose episodes are led by clients."""
+    gateway = {name: value for name, value in listening.items() if value is not None}
+    return {"actors": {"environment": {"type": "clients", "gateway": gateway, "reward": reward or "posted"}}}
