@@ -12,14 +12,14 @@ query n sees keys n and up, which is a triangle when read backwards.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from learner.backends.megatron.model.context_attention import chunks_of_rank
-from learner.backends.megatron.model.key_sets import KeySets, common, key_sets
+from learner.backends.megatron.model.key_sets import KeySets, key_sets
 from learner.publication.transfer import to_device
 
 Rows = Tensor | slice
@@ -103,16 +103,13 @@ class RingLayout:
     def _seen(self, rank: int, source: int, window: int | None) -> list[list["_Piece"]]:
         """Return what a rank sees of the keys of another; in each list no query and no key comes twice."""
         shares = accumulate((length // self._ranks for length in self._lengths), initial=0)
-        found: dict[tuple[bool, int], list[_Piece]] = {}
+        tokens = sum(self._lengths) // self._ranks
+        found: list[_Apart] = []
         for share, length in zip(shares, self._lengths, strict=False):
-            of_sequence: dict[tuple[bool, int], list[_Piece]] = {}
             for piece in _pieces(share, length, self._ranks, rank, source, window):
-                kinds = ((piece.triangle, number) for number in count())
-                kind = next(kind for kind in kinds if piece.is_apart(of_sequence.get(kind, [])))
-                of_sequence.setdefault(kind, []).append(piece)
-            for kind, pieces in of_sequence.items():
-                found.setdefault(kind, []).extend(pieces)
-        return list(found.values())
+                if not any(pieces.took(piece) for pieces in found):
+                    found.append(_Apart(tokens, piece))
+        return [pieces.taken for pieces in found]
 
     def _needed(self, blocks: Sequence[Sequence["_Piece"]]) -> Tensor:
         """Return which keys of the rank that has them are in the blocks, bool [tokens of a rank]."""
@@ -132,11 +129,25 @@ class _Piece(NamedTuple):
     backwards: bool = False
     """Says that the places of a triangle are counted from its end."""
 
-    def is_apart(self, others: Sequence["_Piece"]) -> bool:
-        """Tell whether it has no query and no key in common with any of them."""
-        return not any(
-            common(self.queries, other.queries) or common(self.keys, other.keys) for other in others
-        )
+
+class _Apart:
+    """Pieces of one form in which no query and no key comes twice, and the tokens that are in them: to look
+    there takes no longer the more pieces there are."""
+
+    def __init__(self, tokens: int, first: _Piece) -> None:
+        self.taken: list[_Piece] = []
+        self._triangle = first.triangle
+        self._queries, self._keys = bytearray(tokens), bytearray(tokens)
+        self.took(first)
+
+    def took(self, piece: _Piece) -> bool:
+        """Take a piece, unless it has another form, or a query or a key in common with those here."""
+        queries, keys = (slice(run.start, run.stop) for run in (piece.queries, piece.keys))
+        if piece.triangle != self._triangle or 1 in self._queries[queries] or 1 in self._keys[keys]:
+            return False
+        self._queries[queries], self._keys[keys] = b"\1" * len(piece.queries), b"\1" * len(piece.keys)
+        self.taken.append(piece)
+        return True
 
 
 def _pieces(

@@ -1,10 +1,14 @@
 """What context-parallel ranks see of one another's keys, against the mask of causal attention."""
 
+import random
+from itertools import accumulate
+
 import pytest
 import torch
 
 from learner.backends.megatron.model.context_attention import chunks_of_rank
-from learner.backends.megatron.model.ring_layout import RingLayout, RingStep
+from learner.backends.megatron.model.key_sets import common
+from learner.backends.megatron.model.ring_layout import RingLayout, RingStep, _Piece, _pieces
 
 CPU = torch.device("cpu")
 
@@ -83,3 +87,58 @@ def test_a_window_as_long_as_the_longest_sequence_is_none():
     layout = RingLayout([16, 8], ranks=2, rank=0, device=CPU)
     assert layout.steps(16) is layout.steps(None)
     assert layout.steps(15) is not layout.steps(None)
+
+
+class Searched(RingLayout):
+    """The layout with each piece compared to all others of its sequence, one by one."""
+
+    def _seen(self, rank: int, source: int, window: int | None) -> list[list[_Piece]]:
+        shares = accumulate((length // self._ranks for length in self._lengths), initial=0)
+        found: dict[tuple[bool, int], list[_Piece]] = {}
+        for share, length in zip(shares, self._lengths, strict=False):
+            here: dict[tuple[bool, int], list[_Piece]] = {}
+            for piece in _pieces(share, length, self._ranks, rank, source, window):
+                number = 0
+                while any(
+                    common(piece.queries, other.queries) or common(piece.keys, other.keys)
+                    for other in here.get((piece.triangle, number), [])
+                ):
+                    number += 1
+                here.setdefault((piece.triangle, number), []).append(piece)
+            for kind, pieces in here.items():
+                found.setdefault(kind, []).extend(pieces)
+        return list(found.values())
+
+
+def written_out(steps: tuple[RingStep, ...]) -> list[object]:
+    return [
+        (
+            [
+                (b.sets.causal, b.sets.query_sizes, b.sets.key_sizes, plain(b.queries), plain(b.keys))
+                for b in step.blocks
+            ],
+            (step.source, step.arriving, step.target, plain(step.sent), step.leaving),
+        )
+        for step in steps
+    ]
+
+
+def plain(rows: torch.Tensor | slice) -> object:
+    return rows if isinstance(rows, slice) else rows.tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_layout_is_that_of_comparing_all_pieces_with_one_another(seed):
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 5)
+    lengths = [2 * ranks * draw.randint(1, 20) for _ in range(draw.randint(1, 5))]
+    window, rank = draw.randint(1, max(lengths)), draw.randrange(ranks)
+    layout, searched = (kind(lengths, ranks=ranks, rank=rank, device=CPU) for kind in (RingLayout, Searched))
+    assert written_out(layout.steps(window)) == written_out(searched.steps(window))
+
+
+@pytest.mark.timeout(30)
+def test_many_pieces_are_laid_out_in_a_time_that_grows_as_their_number():
+    """Comparing each with all others takes minutes, and this half a second."""
+    steps = RingLayout([2**15], ranks=2, rank=0, device=CPU).steps(4)
+    assert sum(len(block.sets.query_sizes) for step in steps for block in step.blocks) > 8000  # pieces
