@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, StorageError
 from storage.weights import fp8, int4, quantised_tensors
@@ -201,6 +203,33 @@ def test_linear_layers_are_quantised_and_the_others_are_not():
     assert not is_quantised("model.layers.0.conv.in_proj.weight", (8, 8, 4))
 
 
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 64,
+    "intermediate_size": 64, "max_position_embeddings": 64, "num_key_value_heads": 4, "n_embd": 32,
+    "n_layer": 2, "n_head": 4, "word_embed_proj_dim": 32, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Bloom", "CodeGen", "Falcon", "GPTJ", "GPTNeoX", "Mpt", "OPT", "Persimmon", "Phi", "Phi3", "Qwen3",
+        "RecurrentGemma", "Starcoder2", "XGLM",
+    ],
+)  # fmt: skip
+def test_a_model_is_quantised_whole(family):
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert len(linear) > 2
+    kept = {
+        name for name, one in linear.items() if not is_quantised(f"{name}.weight", tuple(one.weight.shape))
+    }
+    assert kept <= {"lm_head", "embed_out"}
+
+
 def test_the_config_names_the_format_and_every_layer_that_stays():
     shapes = {
         "model.embed_tokens.weight": (9, 8), "model.layers.0.mlp.gate.weight": (4, 8),
@@ -218,8 +247,11 @@ def test_the_config_names_the_format_and_every_layer_that_stays():
 def test_what_cannot_be_quantised_is_refused(name):
     with pytest.raises(ConfigError, match=rf"gate_up_proj holds 8 experts in one tensor, and {name} is for"):
         quantisation_config(FORMATS[name], {"model.layers.0.mlp.experts.gate_up_proj": (8, 4, 4)})
-    other = {"gpt_neox.layers.0.mlp.dense_h_to_4h.weight": (512, 128)}
-    with pytest.raises(ConfigError, match=rf"{name} is for .* has none, but gpt_neox.*: it cannot be quant"):
+    gpt_2 = {"transformer.h.0.attn.c_attn.weight": (8, 24)}
+    with pytest.raises(ConfigError, match=r"h\.0\.attn\.c_attn\.weight is GPT-2's, .* cannot be quantised"):
+        quantisation_config(FORMATS[name], gpt_2)
+    other = {"layers.0.mixer.mixing.weight": (512, 128)}
+    with pytest.raises(ConfigError, match=rf"{name} is for .* has none, but layers\.0.*: it cannot be quant"):
         quantisation_config(FORMATS[name], other)
     narrow = {"layers.0.up_proj.weight": (128, 96)}
     if name == "int4":
