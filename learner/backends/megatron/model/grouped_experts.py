@@ -15,6 +15,8 @@ from torch import Tensor
 
 from learner.backends.megatron.core import SequentialMLP, tensor_parallel, weighted_bias_swiglu_impl
 
+LAYERS = ("linear_fc1", "linear_fc2")
+"""Names of an expert's layers: gate and up projection, and down projection."""
 MULTIPLE = 8
 """The kernel's rows begin at multiples of 16 bytes, so that widths in bfloat16 are multiples of this."""
 
@@ -45,25 +47,34 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
                 tokens, tokens_per_expert, weights_of_tokens
             )
             return found
+        weights_of_tokens = weights_of_tokens[:, None]
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        hidden = grouped(tokens, ends, [each.linear_fc1.weight for each in self.local_experts])
+        first, second = ([getattr(each, name) for each in self.local_experts] for name in LAYERS)
+        hidden = grouped(tokens, ends, [layer.weight for layer in first])
+        if self.config.add_bias_linear:
+            hidden = hidden + by_group([layer.bias for layer in first], ends, len(tokens))
         if self.config.bias_activation_fusion:
-            hidden = weighted_bias_swiglu_impl(hidden, None, weights_of_tokens[:, None], False)
+            hidden = weighted_bias_swiglu_impl(hidden, None, weights_of_tokens, False)
         else:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = (F.silu(gate) * up * weights_of_tokens[:, None]).to(tokens.dtype)
-        return grouped(hidden, ends, [each.linear_fc2.weight for each in self.local_experts]), None
+            hidden = (self._gated(hidden) * weights_of_tokens).to(tokens.dtype)
+        outputs = grouped(hidden, ends, [layer.weight for layer in second])
+        if self.config.add_bias_linear:
+            biases = by_group([layer.bias for layer in second], ends, len(tokens))
+            outputs = (outputs + biases * weights_of_tokens).to(tokens.dtype)
+        return outputs, None
+
+    def _gated(self, hidden: Tensor) -> Tensor:
+        """Return what an expert makes of its gate and up projection, as megatron-core's MLP does."""
+        gate, up = hidden.chunk(2, dim=-1)
+        if (limit := self.config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        found: Tensor = self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
+        return found
 
     def _are_plain(self) -> bool:
-        """Tell whether an expert is gate, up and down projection of one rank, with SiLU and nothing else, of
-        widths that the kernel takes."""
-        config = self.config
-        if (
-            self.in_fp8
-            or config.add_bias_linear
-            or config.activation_func is not F.silu
-            or self.tp_group.size() > 1
-        ):
+        """Tell whether an expert is gate, up and down projection of one rank and nothing else, of widths that
+        the kernel takes."""
+        if self.in_fp8 or self.tp_group.size() > 1:
             return False
         linear = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
         return all(
@@ -98,5 +109,33 @@ class _Grouped(torch.autograd.Function):
         if not any(ctx.needs_input_grad[2:]):
             return of_tokens, None, *(None for _ in weights)
         of_weights = F.grouped_mm(grad.t(), tokens, offs=ends)
-        empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # what a kernel leaves there is not said
+        empty = _counts(ends) == 0  # what a kernel leaves there is not said
         return of_tokens, None, *of_weights.masked_fill_(empty[:, None, None], 0).unbind()
+
+
+def by_group(vectors: Sequence[Tensor], ends: Tensor, tokens: int) -> Tensor:
+    """Return [tokens, width], for each token the vector [width] of its group; `ends` as in `grouped`."""
+    found: Tensor = _ByGroup.apply(ends, tokens, *vectors)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ByGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ends: Tensor, tokens: int, *vectors: Tensor) -> Tensor:
+        """Repeat each vector for the tokens of its group."""
+        ctx.save_for_backward(ends)
+        return torch.stack(vectors).repeat_interleave(_counts(ends), dim=0, output_size=tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the sums of the gradients over the tokens of each group, by a product with ones: torch's own
+        way would add them up one by one in the dtype of the tokens, in no fixed order."""
+        [ends] = ctx.saved_tensors
+        number, starts = torch.arange(len(grad), device=grad.device), ends - _counts(ends)
+        of_group = (starts[:, None] <= number) & (number < ends[:, None])
+        return None, None, *(of_group.to(grad.dtype) @ grad).unbind()
+
+
+def _counts(ends: Tensor) -> Tensor:
+    """Return how many tokens each group has."""
+    return ends.diff(prepend=ends.new_zeros(1))

@@ -10,9 +10,14 @@ from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import random_samples, tiny_model
 
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+FAMILIES = {
+    "qwen3_moe": SIZES,
+    "gpt_oss": {"num_hidden_layers": 1, "layer_types": ["full_attention"], "swiglu_limit": 0.3},
+}
+"""Experts of SiLU alone, and experts with biases and a gate that is clamped."""
 
 
-def outcome(monkeypatch, *, grouped, dtype, lengths, device="cpu"):
+def outcome(monkeypatch, *, grouped, dtype, lengths, family="qwen3_moe", device="cpu"):
     """Return the sum of squares of the logits, and all gradients of it."""
     monkeypatch.setattr(grouped_experts, "has_kernel", lambda _: grouped)
     calls = []
@@ -20,7 +25,7 @@ def outcome(monkeypatch, *, grouped, dtype, lengths, device="cpu"):
     monkeypatch.setattr(
         grouped_experts.F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or product(*args, **kwargs)
     )
-    built = built_from(tiny_model("qwen3_moe", **SIZES), dtype=dtype)
+    built = built_from(tiny_model(family, **FAMILIES[family]), dtype=dtype)
     [batch] = pack(random_samples(lengths), 1000)
     total = built.logits(batch.to(torch.device(device))).float().square().mean()
     total.backward()
@@ -39,12 +44,14 @@ def assert_alike(monkeypatch, tolerance, **case):
         assert difference <= tolerance * (gradient.norm() + 1e-6), name
 
 
-def test_in_float32_outputs_and_gradients_are_the_same(monkeypatch):
-    assert_alike(monkeypatch, 1e-5, dtype=torch.float32, lengths=[40, 60])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_float32_outputs_and_gradients_are_the_same(monkeypatch, family):
+    assert_alike(monkeypatch, 1e-6, family=family, dtype=torch.float32, lengths=[40, 60])
 
 
-def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
-    assert_alike(monkeypatch, 0.03, dtype=torch.bfloat16, lengths=[1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_expert_without_tokens_has_no_gradient(monkeypatch, family):
+    assert_alike(monkeypatch, 0.03, family=family, dtype=torch.bfloat16, lengths=[1])
 
 
 def test_experts_that_multiply_in_fp8_are_not_computed_together(monkeypatch):
@@ -66,6 +73,7 @@ def test_experts_of_widths_that_the_kernel_does_not_take_are_not_computed_togeth
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [[1], [40, 60, 300]])
-def test_the_kernel_does_what_experts_do_one_after_another(monkeypatch, lengths):
-    assert_alike(monkeypatch, 0.03, dtype=torch.bfloat16, lengths=lengths, device="cuda")
+def test_the_kernel_does_what_experts_do_one_after_another(monkeypatch, lengths, family):
+    assert_alike(monkeypatch, 0.03, family=family, dtype=torch.bfloat16, lengths=lengths, device="cuda")
