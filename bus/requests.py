@@ -103,6 +103,9 @@ class GroupRef(Message, tag="group_ref"):
     """Importance weight of its advantages in this step, at most 1."""
     tokens: int = 0
     """Tokens of all its trajectories, to balance groups before they are fetched; 0 if nobody counted."""
+    computed_tokens: int = 0
+    """Tokens of its trained trajectories, of which what several of them begin with counts once; 0 if nobody
+    counted. With it, `tokens` are those of trained trajectories."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +235,8 @@ class StoredRequest(Message, tag="stored_request"):
     """Says whether the answer has the spread of each group's rewards."""
     rewards: bool = False
     """Says whether the answer has each group's rewards."""
+    computed_tokens: bool = False
+    """Says whether the answer counts what is computed of each group where common beginnings are shared."""
     rolling_out: tuple[int, ...] = ()
     """Leases of the shard that are rolling out, in the first questions of a dispatcher."""
 
@@ -248,7 +253,10 @@ class StoredGroups(Message, tag="stored_groups"):
     spreads: tuple[float, ...] = ()
     """Mean over each group's episodes and agents of |reward - that agent's mean|, if asked for."""
     tokens: tuple[int, ...] = ()
-    """Tokens of each group, all its trajectories together."""
+    """Tokens of each group, all its trajectories together; with `computed_tokens` those that are trained."""
+    computed_tokens: tuple[int, ...] = ()
+    """Tokens of each group's trained trajectories, of which what several begin with counts once, if asked
+    for."""
     rewards: tuple[tuple[float, ...], ...] = ()
     """Rewards of each group, one for each agent in each episode that is trained on, if asked for."""
     directory: str = ""
@@ -261,15 +269,16 @@ class StoredGroups(Message, tag="stored_groups"):
     """Those of the request's `rolling_out` that are settled."""
 
     def check(self) -> None:
-        """Refuse spreads, tokens or rewards that do not fit the groups."""
+        """Refuse spreads, counts of tokens or rewards that do not fit the groups."""
         if self.rewards and len(self.rewards) != len(self.lease_ids):
             raise SchemaError(f"there are rewards of {len(self.rewards)} groups for {len(self.lease_ids)}")
         if self.spreads and len(self.spreads) != len(self.lease_ids):
             raise SchemaError(f"there are {len(self.spreads)} spreads for {len(self.lease_ids)} groups")
-        if self.tokens and len(self.tokens) != len(self.lease_ids):
-            raise SchemaError(
-                f"the answer counts tokens of {len(self.tokens)} groups for {len(self.lease_ids)}"
-            )
+        for counts in (self.tokens, self.computed_tokens):
+            if counts and len(counts) != len(self.lease_ids):
+                raise SchemaError(
+                    f"the answer counts tokens of {len(counts)} groups for {len(self.lease_ids)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

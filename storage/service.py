@@ -75,8 +75,10 @@ class StorageSettings:
     """Model directory, if it is on this host: a new run's prompts are then checked before anything starts."""
     evaluation_sets: tuple[EvaluationSetConfig, ...] = ()
     """Data sets besides the held-out prompts."""
+    shares_prefixes: bool = False
+    """Whether the learner computes common beginnings once: what it computes is then counted by group."""
     measures: bool = True
-    """Whether held-out prompts are announced, which the learner then has answered."""
+    """Whether held-out prompts are announced, for the learner to have answered."""
     sinks: tuple[Sink, ...] = ()
     """Take each row of the run's metrics besides the files."""
 
@@ -221,11 +223,12 @@ class _Service:
         self._held = held
         self._queues: dict[str, Json] = {}
         self._absent_actors = AbsentActors()
-        configured = settings.data
-        self._success = SourceSuccess(ledger, data, configured.curriculum, solved_at=configured.solved_at)
+        curriculum, solved_at = settings.data.curriculum, settings.data.solved_at
+        self._success = SourceSuccess(ledger, data, curriculum, solved_at=solved_at)
         self._dispatcher = Dispatcher(
             bus, ledger, data, settings.admission,
             shards=settings.replay.shards, seed=settings.seed, success=self._success,
+            shares_prefixes=settings.shares_prefixes,
         )  # fmt: skip
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
         self._quarantine = Quarantine(self._dispatcher.facts)
@@ -290,14 +293,11 @@ class _Service:
 
     async def _check_lengths(self, model: BlobRef) -> None:
         """Once for the same prompts and model: it takes long, and after a restart a run waits for leases."""
-        longest = self._settings.max_new_tokens
-        treated = self._settings.data.long_prompts
-        checked = json.dumps(
-            [self._data.latest.digest, model.digest, longest, *([treated] if treated == "skip" else [])]
-        )
+        longest, skips = self._settings.max_new_tokens, self._settings.data.long_prompts == "skip"
+        checked = json.dumps([self._data.latest.digest, model.digest, longest, *(["skip"] if skips else [])])
         if self._ledger.facts.get(LENGTHS_CHECKED) != checked:
             prompts = self._data.prompts
-            if self._settings.data.long_prompts == "skip":
+            if skips:
                 found = await lengths_exceeded(self._bus, model, prompts, max_new_tokens=longest)
                 self._data.skip_long(found)
             else:

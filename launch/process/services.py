@@ -150,6 +150,7 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
         config_json=config.model_dump_json(),
         model=model_here(config.model.path, directory),
         evaluation_sets=config.evaluation.sets,
+        shares_prefixes=config.learner.batch.share_prefixes,
         measures=config.trains == DEFAULT_POLICY,
     )
     async with (

@@ -30,5 +30,5 @@ class BatchConfig(Config):
     siblings, the earlier turns of strands. Token budgets then count what is computed."""
 
     balance: Literal["tokens", "flops"] = "tokens"
-    """Measure by which data-parallel ranks get equal shares. With `flops`, attention counts by the square of
-    the length."""
+    """Measure by which data-parallel ranks get equal shares: tokens that are computed, or work, for which
+    attention counts by the square of the length."""

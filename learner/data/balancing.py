@@ -2,7 +2,10 @@
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
+from math import ceil
+from typing import Self
 
 from transformers import PretrainedConfig
 
@@ -36,18 +39,61 @@ def forward_flops(config: PretrainedConfig, length: int) -> float:
     queries, latent attention and mixtures of experts by the names that Hugging Face configurations use. A
     vision tower is not counted.
     """
+    return _flops(config, length, length * (length + 1) / 2)
+
+
+def _flops(config: PretrainedConfig, tokens: float, pairs: float) -> float:
+    """Return the FLOPs of so many tokens, of which so many pairs attend."""
     config = config.get_text_config()
     layers = _read(config, "num_hidden_layers")
     linear: int = layers * _attention_parameters(config) + _mlp_parameters(config)
     linear += _read(config, "hidden_size") * _read(config, "vocab_size")
     heads = _read(config, "num_attention_heads")
-    pairs = length * (length + 1) / 2
-    return 2.0 * linear * length + 2.0 * layers * heads * sum(_widths(config)) * pairs
+    return 2.0 * linear * tokens + 2.0 * layers * heads * sum(_widths(config)) * pairs
 
 
-def group_flops(config: PretrainedConfig, tokens: int, samples: int) -> float:
-    """Return `forward_flops` of a group from the sum of its lengths, which are assumed to be equal."""
-    return samples * forward_flops(config, round(tokens / samples))
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """Tells what a rank computes of a group, as far as that is known before its trajectories are here.
+
+    They are assumed to be of equal lengths, and to have one beginning in common."""
+
+    samples: int
+    length: float
+    """Tokens of each trajectory."""
+    shared: float = 0.0
+    """Tokens of their common beginning."""
+    packs: float = 0.0
+    """Micro-batches that the group takes up, in each of which the beginning is computed."""
+
+    @classmethod
+    def of(cls, samples: int, tokens: int, computed: int, budget: int) -> Self:
+        """Find it from the group's tokens.
+
+        Args:
+            samples: trajectories of the group.
+            tokens: of all of them together.
+            computed: those of different beginnings; 0 where each trajectory is computed by itself.
+            budget: tokens that are computed in a micro-batch.
+        """
+        length = tokens / samples
+        if not 0 < computed < tokens or samples == 1:
+            return cls(samples, length)
+        shared = min((tokens - computed) / (samples - 1), length)
+        own = length - shared
+        packs = ceil(samples * own / max(budget - shared, own)) if own else 1
+        return cls(samples, length, shared, packs)
+
+    @property
+    def computed_tokens(self) -> float:
+        """Return how many tokens go through the model."""
+        return self.samples * (self.length - self.shared) + self.packs * self.shared
+
+    def forward_flops(self, config: PretrainedConfig) -> float:
+        """Return the FLOPs of one forward pass over the group."""
+        whole, shared = (n * (n + 1) / 2 for n in (self.length, self.shared))
+        pairs = self.samples * (whole - shared) + self.packs * shared
+        return _flops(config, self.computed_tokens, pairs)
 
 
 def _widths(config: PretrainedConfig) -> tuple[int, int]:

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import structlog
+from transformers import PretrainedConfig
 
 from bus.requests import BatchLease, GroupRef
-from learner.data.balancing import balanced, group_flops
+from learner.config.batch import BatchConfig
+from learner.data.balancing import GroupWork, balanced
 from learner.settings import LearnerSettings
 from learner.world.channel import Call, Channel
 from learner.world.rank import Rank
@@ -98,9 +100,8 @@ class World:
 
     def _cost(self, group: GroupRef) -> float:
         """Return what a group costs a rank; storage that does not count tokens takes all groups for equal."""
-        if self._settings.learner.batch.balance == "flops" and group.tokens:
-            return group_flops(self.rank.hf_config, group.tokens, self._settings.samples_per_prompt)
-        return max(1, group.tokens)
+        batch, samples = self._settings.learner.batch, self._settings.samples_per_prompt
+        return cost(group, batch, self.rank.hf_config, samples)
 
     async def _beat(self, stop: asyncio.Event) -> None:
         while True:
@@ -108,6 +109,15 @@ class World:
                 log.info("world_stops", why="one of its ranks was told to")
                 stop.set()
             await asyncio.sleep(BEAT_S)
+
+
+def cost(group: GroupRef, batch: BatchConfig, config: PretrainedConfig, samples: int) -> float:
+    """Return what a group of so many samples costs a rank, in the measure of `batch.balance`."""
+    computed = group.computed_tokens if batch.share_prefixes else 0
+    work = GroupWork.of(samples, group.tokens, computed, batch.tokens_per_micro_batch)
+    if batch.balance == "flops" and group.tokens:
+        return work.forward_flops(config)
+    return max(1.0, work.computed_tokens)
 
 
 def divided(

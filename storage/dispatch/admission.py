@@ -157,11 +157,14 @@ class Admission:
         through = news.after + len(news.lease_ids)
         if through <= self.seen(news.shard):
             return False
-        spreads: Sequence[float] = news.spreads or [0.0] * len(news.lease_ids)
-        tokens: Sequence[int] = news.tokens or [0] * len(news.lease_ids)
-        rewards: Sequence[Sequence[float]] = news.rewards or [()] * len(news.lease_ids)
-        for lease_id, spread, count, found in zip(news.lease_ids, spreads, tokens, rewards, strict=True):
-            if self._ledger.store(lease_id, spread, count):
+        groups = len(news.lease_ids)
+        spreads: Sequence[float] = news.spreads or [0.0] * groups
+        tokens: Sequence[int] = news.tokens or [0] * groups
+        computed: Sequence[int] = news.computed_tokens or [0] * groups
+        rewards: Sequence[Sequence[float]] = news.rewards or [()] * groups
+        counts = zip(tokens, computed, strict=True)
+        for lease_id, spread, count, found in zip(news.lease_ids, spreads, counts, rewards, strict=True):
+            if self._ledger.store(lease_id, spread, *count):
                 self._on_outcome(lease_id, found)
         self._ledger.set_fact(f"shard_{news.shard}", str(through))
         self._waiting = None

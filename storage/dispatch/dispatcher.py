@@ -57,8 +57,10 @@ class Dispatcher:
 
     def __init__(
         self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *,
-        shards: int, seed: int, success: SourceSuccess | None = None,
+        shards: int, seed: int, success: SourceSuccess | None = None, shares_prefixes: bool = False,
     ) -> None:  # fmt: skip
+        """Decide on the ledger's leases. Where the learner `shares_prefixes`, storage counts by group what it
+        computes."""
         self.ledger = ledger
         self.facts = LedgerFacts(ledger, self.look_at_policy)
         self._data = data
@@ -71,6 +73,7 @@ class Dispatcher:
             ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
         )
         self._wants_spreads = isinstance(admission.sampler, PrioritySampler)
+        self._shares_prefixes = shares_prefixes
         self._bus = bus
         self._publication = LeasePublication(bus, self.facts, data, samples=admission.samples_per_prompt)
         self._shards = shards
@@ -197,6 +200,7 @@ class Dispatcher:
             after=self._admission.seen(shard),
             spreads=self._wants_spreads,
             rewards=self._success.wanted,
+            computed_tokens=self._shares_prefixes,
             rolling_out=out,
         )
         try:
@@ -246,7 +250,7 @@ class Dispatcher:
 
     def _on_notice(self, news: StoredGroups) -> None:
         known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
-        if known and not self._wants_spreads and not self._success.wanted:
+        if known and not (self._wants_spreads or self._success.wanted or self._shares_prefixes):
             self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:
@@ -300,6 +304,7 @@ class Dispatcher:
                 shard=shard_of(use.lease_id, self._shards),
                 weight=use.weight,
                 tokens=use.group.tokens,
+                computed_tokens=use.group.computed_tokens,
             )
             for use in groups
         )

@@ -10,7 +10,7 @@ from itertools import takewhile
 from bus.errors import StorageError
 from storage.dispatch.sampling import Candidate
 
-_GROUP = "leases.policy_version, leases.lease_id, leases.spread, leases.tokens"
+_GROUP = "leases.policy_version, leases.lease_id, leases.spread, leases.tokens, leases.computed_tokens"
 _USES = (
     f"SELECT step, weight, {_GROUP} FROM uses JOIN leases USING (lease_id) "
     "WHERE step > ? AND step <= ? ORDER BY step, place"

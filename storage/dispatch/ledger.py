@@ -140,21 +140,23 @@ class Ledger:
             )
         )
 
-    def store(self, lease_id: int, spread: float = 0.0, tokens: int = 0) -> bool:
+    def store(self, lease_id: int, spread: float = 0.0, tokens: int = 0, computed_tokens: int = 0) -> bool:
         """Note that the group is complete in a shard; return False when it was, or is settled otherwise.
 
         `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it;
-        `tokens` are theirs together.
+        `tokens` are theirs together, `computed_tokens` those that go through a model that shares common
+        beginnings, where the learner does.
         """
         lease = self.rolling_out.pop(lease_id, None)
         if lease is None:
             return False
         self.drop_fact(f"{ATTEMPTS}{lease_id}")
-        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, tokens)
+        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, tokens, computed_tokens)
         self._change(
             (
-                "UPDATE leases SET state = 'stored', spread = ?, tokens = ? WHERE lease_id = ?",
-                ((spread, tokens, lease_id),),
+                "UPDATE leases SET state = 'stored', spread = ?, tokens = ?, computed_tokens = ? "
+                "WHERE lease_id = ?",
+                ((spread, tokens, computed_tokens, lease_id),),
             )
         )
         return True
@@ -368,7 +370,7 @@ class Ledger:
             trained=counted.trained,
         )
         rows = self._sql.execute(
-            "SELECT policy_version, lease_id, spread, tokens, state FROM leases "
+            "SELECT policy_version, lease_id, spread, tokens, computed_tokens, state FROM leases "
             "WHERE state IN ('issued', 'stored')"
         )
         for *group, state in rows:

@@ -8,6 +8,8 @@ EPOCH = "epoch"
 """Name of the fact that counts how often the ledger was opened for writing."""
 SCHEMA_VERSION = 3
 """Kept as SQLite's `user_version`."""
+COMPUTED = "computed_tokens"
+"""Column of the leases that earlier ledgers of this schema lack."""
 
 _SCHEMA = f"""
 BEGIN;
@@ -40,6 +42,16 @@ def prepare(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     connection.executescript(_SCHEMA)
+    _add_column(connection, COMPUTED)
+
+
+def _add_column(connection: sqlite3.Connection, column: str) -> None:
+    """Add a column of counts to the leases where it is missing; builds that lack it leave it alone."""
+    connection.execute("BEGIN IMMEDIATE")  # or else another process might add it at the same time
+    columns = {name for _, name, *_ in connection.execute("PRAGMA table_info(leases)")}
+    if column not in columns:
+        connection.execute(f"ALTER TABLE leases ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+    connection.execute("COMMIT")
 
 
 def begin_epoch(connection: sqlite3.Connection) -> int:

@@ -25,6 +25,9 @@ class Candidate:
     """Mean |advantage| of the group before any normalisation; 0 where the sampler does not use it."""
     tokens: int = field(default=0, compare=False)
     """Tokens of all trajectories of the group, once it is stored."""
+    computed_tokens: int = field(default=0, compare=False)
+    """Tokens of those that are trained, of which what several begin with counts once; 0 where the learner
+    does not share it. With it, `tokens` are those of what is trained."""
 
 
 @dataclass(frozen=True)

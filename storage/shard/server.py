@@ -32,6 +32,7 @@ from storage.client.addresses import host_identity, locate
 from storage.dispatch.short_groups import serve_closing
 from storage.shard.group_status import serve_siblings, serve_turns
 from storage.shard.ingest_checks import Quarantine
+from storage.shard.shared_beginnings import different_beginnings
 from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()
@@ -43,7 +44,10 @@ ANSWER_LEASES = 65536
 REWARDS = 1024
 """Late rewards that become durable together."""
 ANSWER_SPREADS = 1024
-"""Groups in an answer that tells their spreads or rewards, for which each is read from the disk."""
+"""Groups in an answer that tells their spreads, rewards or computed tokens, for which each is read from the
+disk."""
+ANSWER_TOKENS = 1 << 24
+"""Tokens of these groups: reading so many takes a good part of the second that the dispatcher waits."""
 
 
 class Shard:
@@ -188,30 +192,41 @@ class Shard:
             forgotten=noted.forgotten,
             settled=tuple(filter(noted.covers, request.rolling_out)),
         )
-        if not (request.spreads or request.rewards):
+        if not (request.spreads or request.rewards or request.computed_tokens):
             return [news]
-        leases = news.lease_ids[:ANSWER_SPREADS]
-        groups = await asyncio.to_thread(lambda: list(map(self._rewards, leases)))
-        return [
-            replace(
-                news,
-                lease_ids=leases,
-                tokens=news.tokens[:ANSWER_SPREADS],
-                spreads=tuple(map(_spread, groups)) if request.spreads else (),
-                rewards=tuple(map(_joined, groups)) if request.rewards else (),
-            )
-        ]
+        return [await asyncio.to_thread(self._read_news, request, news)]
 
-    def _rewards(self, lease_id: int) -> list[NDArray[np.float64]]:
-        """Return the rewards of a group's episodes by agent; none when nothing of it is trained, or it cannot
-        be read, as after its removal."""
+    def _read_news(self, request: StoredRequest, news: StoredGroups) -> StoredGroups:
+        """Return the first of the news, with what is known only by reading the groups."""
+        end = int(np.searchsorted(np.cumsum(news.tokens), ANSWER_TOKENS)) + 1  # one at least
+        leases, tokens = (list(each[: min(end, ANSWER_SPREADS)]) for each in (news.lease_ids, news.tokens))
+        spreads, rewards, computed = [], [], []
+        for n, trained in enumerate(map(self._trained, leases)):
+            if request.spreads or request.rewards:
+                by_agent = _rewards(trained)
+                spreads.append(_spread(by_agent))
+                rewards.append(_joined(by_agent))
+            if request.computed_tokens:
+                texts = [trajectory.token_ids for trajectory in trained]
+                tokens[n] = sum(map(len, texts)) or tokens[n]
+                computed.append(different_beginnings(texts))
+        return replace(
+            news,
+            lease_ids=tuple(leases),
+            tokens=tuple(tokens),
+            spreads=tuple(spreads) if request.spreads else (),
+            rewards=tuple(rewards) if request.rewards else (),
+            computed_tokens=tuple(computed),
+        )
+
+    def _trained(self, lease_id: int) -> list[Trajectory]:
+        """Return what of a group is trained; nothing when it cannot be read, as after its removal."""
         try:
             found = self.store.read([lease_id])
         except StorageError as error:
-            log.warning("rewards_not_known", lease_id=lease_id, reason=str(error))
+            log.warning("group_not_known", lease_id=lease_id, reason=str(error))
             return []
-        by_agent = episode_rewards(t.agent_reward for t in found if t.is_trained).values()
-        return [np.array(list(episodes.values())) for episodes in by_agent]
+        return [trajectory for trajectory in found if trajectory.is_trained]
 
     async def _on_full(self, request: FullGroupsRequest) -> list[Message]:
         return [FullGroups(lease_ids=tuple(self.store.full(request.lease_ids)))]
@@ -270,6 +285,12 @@ def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
             batch, size = [], 0
     if batch:
         yield TrajectoryBatch.of(batch)
+
+
+def _rewards(trained: Sequence[Trajectory]) -> list[NDArray[np.float64]]:
+    """Return the rewards of a group's episodes by agent."""
+    by_agent = episode_rewards(trajectory.agent_reward for trajectory in trained).values()
+    return [np.array(list(episodes.values())) for episodes in by_agent]
 
 
 def _spread(rewards: Sequence[NDArray[np.float64]]) -> float:

@@ -106,6 +106,8 @@ def opened(
     admission: AdmissionConfig = SMALL,
     prompts: Sequence[Prompt] = PROMPTS,
     sources: Sequence[Source] = (),
+    *,
+    shares_prefixes: bool = False,
 ) -> Iterator[Storage]:
     """The parts of a storage process on `directory`, not yet running."""
     with ExitStack() as stack:
@@ -113,7 +115,9 @@ def opened(
         stores = [stack.enter_context(closing(ReplayStore.open(directory / str(n)))) for n in range(SHARDS)]
         data = DataSets(ledger, directory)
         data.configure(prompts, seed=0, shuffle=True, source="the test", sources=sources)
-        dispatcher = Dispatcher(bus, ledger, data, admission, shards=SHARDS, seed=0)
+        dispatcher = Dispatcher(
+            bus, ledger, data, admission, shards=SHARDS, seed=0, shares_prefixes=shares_prefixes
+        )
         shards = [
             Shard(bus, store, n, shards=SHARDS, was_issued=ledger.was_issued, linger_s=0.0)
             for n, store in enumerate(stores)
@@ -131,9 +135,10 @@ async def serving(
     admit: bool = True,
     prompts: Sequence[Prompt] = PROMPTS,
     sources: Sequence[Source] = (),
+    shares_prefixes: bool = False,
 ) -> AsyncIterator[Storage]:
     """A storage process on `directory`, from start to stop."""
-    with opened(bus, directory, admission, prompts, sources) as storage:
+    with opened(bus, directory, admission, prompts, sources, shares_prefixes=shares_prefixes) as storage:
         if admit:
             storage.dispatcher.admit()
         async with running(lambda stop: storage.run(stop, reissue=reissue)):

@@ -1,14 +1,19 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from bus.requests import GroupRef
-from learner.data.balancing import balanced, forward_flops, group_flops
-from learner.world.world import divided
+from learner.config.batch import BatchConfig
+from learner.data.balancing import GroupWork, balanced, forward_flops
+from learner.data.packing import Sample, pack
+from learner.world.world import cost, divided
+from storage.shard.shared_beginnings import different_beginnings
+from tests.learner.siblings import sample_of
 from tests.learner.tiny import VOCAB, tiny_model
 
 
@@ -83,4 +88,70 @@ def test_a_token_goes_through_its_chosen_experts_only():
 
 def test_long_sequences_weigh_more_than_their_tokens():
     config = tiny_model("llama").config
-    assert group_flops(config, 8 * 4096, 8) > 3 * group_flops(config, 32 * 512, 32)
+    long, short = (GroupWork.of(n, 32768 // 2, 0, 1) for n in (4, 32))
+    assert long.forward_flops(config) == 4 * forward_flops(config, 4096)
+    assert long.forward_flops(config) > 3 * short.forward_flops(config)
+
+
+BUDGET = 1000
+"""Tokens of a micro-batch."""
+SIBLINGS = 8
+
+
+def group_of(number: int, prompt: int, answer: int) -> list[Sample]:
+    """Siblings with a prompt and answers of so many tokens."""
+    rng = np.random.default_rng(number)
+    text = rng.integers(0, VOCAB, prompt)
+    texts = [np.append(text, rng.integers(0, VOCAB, answer)) for _ in range(SIBLINGS)]
+    return [sample_of(rng, each, number, (1.0,)) for each in texts]
+
+
+def ref_of(number: int, group: list[Sample]) -> GroupRef:
+    """What storage says of a group."""
+    texts = [sample.token_ids for sample in group]
+    return GroupRef(
+        lease_id=number, shard=0, tokens=sum(map(len, texts)), computed_tokens=different_beginnings(texts)
+    )
+
+
+def computed(samples: list[Sample]) -> int:
+    return sum(batch.computed_tokens for batch in pack(samples, BUDGET, share_prefixes=True))
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(400, 20), (40, 60), (400, 200), (700, 300), (900, 200)])
+def test_what_a_group_costs_is_what_packing_computes_of_it(prompt, answer):
+    group = group_of(0, prompt, answer)
+    found = cost(
+        ref_of(0, group), BatchConfig(tokens_per_micro_batch=BUDGET, share_prefixes=True), None, SIBLINGS
+    )
+    assert found == pytest.approx(computed(group), abs=SIBLINGS)
+
+
+def test_work_of_shared_prompts_is_that_of_their_segments():
+    config = tiny_model("llama").config
+    [whole, prompt] = (forward_flops(config, length) for length in (100, 60))
+    once = GroupWork.of(4, 4 * 100, 60 + 4 * 40, budget=1000)
+    assert once.forward_flops(config) == pytest.approx(4 * whole - 3 * prompt)
+    twice = GroupWork.of(4, 4 * 100, 60 + 4 * 40, budget=140)
+    assert twice.forward_flops(config) == pytest.approx(4 * whole - 2 * prompt)
+    apart = GroupWork.of(4, 4 * 100, 60 + 4 * 40, budget=50)
+    assert apart.forward_flops(config) == pytest.approx(4 * whole)
+
+
+@pytest.mark.parametrize("balance", ["tokens", "flops"])
+def test_where_prefixes_are_shared_the_worst_rank_computes_less_than_if_lengths_were_balanced(balance):
+    draw = random.Random(0)
+    sizes = [(draw.choice((40, 400)), draw.choice((10, 60))) for _ in range(12)]
+    groups = [group_of(n, *size) for n, size in enumerate(sizes)]
+    refs = [ref_of(n, group) for n, group in enumerate(groups)]
+    config = tiny_model("llama").config
+
+    def worst_rank(*, share_prefixes: bool) -> int:
+        batch = BatchConfig(tokens_per_micro_batch=BUDGET, share_prefixes=share_prefixes, balance=balance)
+        shares = divided(refs, 3, lambda ref: cost(ref, batch, config, SIBLINGS))
+        assert sorted(ref.lease_id for share in shares for ref in share) == list(range(len(groups)))
+        return max(computed([s for ref in share for s in groups[ref.lease_id]]) for share in shares)
+
+    least = sum(map(computed, groups)) / 3
+    assert worst_rank(share_prefixes=True) < 1.05 * least
+    assert worst_rank(share_prefixes=False) > 1.2 * least

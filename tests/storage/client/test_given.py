@@ -2,13 +2,16 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bus.errors import UnreadableGroupsError
 from bus.requests import GroupRef
 from storage.client.reader import ReplayReader
-from tests.storage.serving import LearnerStandIn, Storage, has, send_groups, serving, until
+from tests.factories import make_trajectory
+from tests.storage.serving import LearnerStandIn, Storage, has, send, send_groups, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
@@ -38,6 +41,29 @@ async def test_groups_of_a_step_are_told_once_it_was_given_them_and_asking_chang
             ["g00000001.0", "g00000001.1"],
         ]
         assert (storage.ledger.account(), storage.ledger.facts) == before
+
+
+async def test_where_the_learner_shares_prefixes_storage_counts_what_it_computes_also_after_a_restart(
+    bus, tmp_path
+):
+    prompt = np.arange(40, dtype=np.int32)
+    first, second, failed = (make_trajectory(0, n, tokens=45, group_size=3) for n in range(3))
+    for n, sibling in enumerate((first, second)):
+        object.__setattr__(sibling, "token_ids", np.append(prompt, np.arange(5, dtype=np.int32) + n))
+    failed = replace(failed, end="environment_error")
+    async with serving(bus, tmp_path, shares_prefixes=True) as storage:
+        learner = LearnerStandIn(bus)
+        await learner.resume(0)
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        await send(bus, first, second, failed)
+        await send_groups(bus, range(1, 3))
+        await until(lambda: len(storage.ledger.stored) == 3)
+        given = (await learner.ask(1)).groups
+    assert (given[0].tokens, given[0].computed_tokens) == (90, 40 + 2 * 5)  # nothing of what is not trained
+    assert given[1].tokens == given[1].computed_tokens == 16  # of random texts
+    async with serving(bus, tmp_path, shares_prefixes=True):
+        assert (await ReplayReader(bus, "onlooker").given(1)).groups == given
 
 
 async def test_steps_are_looked_up_in_the_thread_that_changes_them(bus, tmp_path, monkeypatch):

@@ -291,6 +291,21 @@ def test_ledger_of_another_build_is_refused_untouched(tmp_path: Path, version: i
         Ledger.open(path)
 
 
+def test_a_ledger_without_counts_of_computed_tokens_goes_on_and_gets_them(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(2, policy_version=0)
+        ledger.store(0, tokens=9)
+        ledger.flush()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("ALTER TABLE leases DROP COLUMN computed_tokens")
+    with closing(Ledger.open(path)) as ledger:
+        ledger.store(1, tokens=9, computed_tokens=5)
+        ledger.flush()
+    with closing(Ledger.open(path)) as ledger:
+        assert [(group.tokens, group.computed_tokens) for group in ledger.stored.values()] == [(9, 0), (9, 5)]
+
+
 def test_group_given_to_several_steps_goes_back_only_when_none_has_it(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     with closing(Ledger.open(path)) as ledger:

@@ -1,0 +1,25 @@
+"""Counts what of a group's trajectories is computed where a beginning that several have is computed once."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def different_beginnings(sequences: Sequence[NDArray[np.int32]]) -> int:
+    """Return how many different beginnings these sequences have, of one token and more.
+
+    So many tokens go through a model that computes each of them once. In lexicographic order each sequence
+    has more in common with its neighbours than with any other.
+    """
+    # Bytes of big-endian numbers are in the order of the numbers.
+    ordered = sorted(sequences, key=lambda tokens: tokens.astype(">i4").tobytes())
+    shared = sum(_common_length(before, after) for before, after in pairwise(ordered))
+    return sum(map(len, sequences)) - shared
+
+
+def _common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
