@@ -42,7 +42,7 @@ class SamplingConfig(Config):
 
     keep_masks: bool = False
     """Record which tokens were kept where some are cut off, so that the learner computes log-probs over the
-    same ones. Only the embedded engine can; at most 1024 are kept then."""
+    same ones; at most 1024 are kept then. An SGLang server has to return sampling masks, as 0.5.23 does."""
 
     max_new_tokens: int = Field(512, ge=1)
     """Upper bound on a completion in tokens; one that reaches it ends with finish reason `length`."""

@@ -37,7 +37,7 @@ from actors.further_policies.further_policy import FurtherPolicy, FurtherSetting
 from actors.further_policies.shared_servers import SharedServers, shared_servers
 from actors.lease_admission import LeaseAdmission
 from actors.opponents.opponents import Opponents
-from actors.policy.cut_off_sampling import refuse_untold_masks, warn_of_cut_off_sampling
+from actors.policy.cut_off_sampling import refuse_untold_masks, told_by, warn_of_cut_off_sampling
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.run_end import stop_when_done
@@ -77,9 +77,9 @@ class ActorSettings:
 
     @property
     def engine(self) -> EngineConfig:
-        """Return the settings of its engines, which keep exactly one version where they only evaluate."""
+        """Return the settings of its engines; those that only evaluate keep exactly one version."""
         engine = self.actors.engine
-        return exact_engine(engine) if self.actors.evaluation.only else engine
+        return exact_engine(engine) if self.actors.evaluation.only else told_by(engine, self.sampling)
 
     @property
     def agents(self) -> dict[str, str]:

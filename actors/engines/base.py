@@ -41,6 +41,12 @@ class Sampling:
     """Record what was kept where tokens are cut off, at most `MOST_KEPT` of them, and report log-probs of
     that set; an engine that cannot do so is never asked to."""
 
+    @property
+    def records_kept(self) -> bool:
+        """Tell whether what is kept is cut off from other tokens and to be recorded."""
+        cuts_off = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.keep_masks and cuts_off and self.temperature > 0
+
     @classmethod
     def from_config(cls, config: SamplingConfig, stop_token_ids: Iterable[int]) -> Self:
         """Sample as configured; `replace(sampling, temperature=0)` is its greedy twin."""

@@ -1,23 +1,44 @@
-"""Says that tokens are drawn from another distribution than the one whose log-probs are recorded."""
+"""Has engines tell which tokens sampling kept, or says that tokens are drawn from another distribution than
+the one whose log-probs are recorded."""
 
 from math import log as ln
 
 import structlog
 
 from actors.config import SamplingConfig
-from actors.engines.config import EngineConfig
+from actors.engines.config import EngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 
 log = structlog.get_logger()
+MASK_TOKENS = "sampling_mask_max_tokens"
+"""SGLang's setting of the largest set that it tells, which it has where it tells any."""
+LARGEST_TOLD = 4096
+"""SGLang ends a request whose set is larger; equal logits at the edge of `MOST_KEPT` are all kept."""
 
 
 def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
     """Raise `ConfigError` where kept tokens are to be recorded, and the engine does not tell them."""
-    if sampling.keep_masks and engine.type != "embedded":
+    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig):
+        return
+    if engine.disaggregation.enabled:
         raise ConfigError(
-            f"sampling.keep_masks=true needs the embedded engine, since {engine.type} tells no kept tokens: "
-            "leave it out, and see the warning sampling_is_off_policy"
+            "sampling.keep_masks=true with actors.engine.disaggregation: a pair was not tried with it: leave "
+            "out one of them; without keep_masks see the warning sampling_is_off_policy"
         )
+    drafts = str(engine.settings.get("speculative_algorithm") or "")
+    if drafts and not drafts.upper().startswith("DFLASH"):
+        raise ConfigError(
+            f"sampling.keep_masks=true with actors.engine.server.speculative_algorithm={drafts!r}: SGLang "
+            "does not tell then what it kept: leave out one of them"
+        )
+
+
+def told_by(engine: EngineConfig, sampling: SamplingConfig) -> EngineConfig:
+    """Return the settings of engines that can tell what `sampling` keeps: a server of our own whose SGLang
+    cannot does not start then, for a setting that it does not know."""
+    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig) or engine.attached:
+        return engine
+    return engine.model_copy(update={"server": {MASK_TOKENS: LARGEST_TOLD, **engine.server}})
 
 
 def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:
@@ -37,6 +58,6 @@ def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:
         min_p=sampling.min_p,
         nats_per_token=f"up to {-ln(sampling.top_p):.2f}" if bounded else "without a bound",
         meaning="recorded log-probs are those of all tokens, too low by so much, and importance ratios come "
-        "out too high: set sampling.top_p=1, sampling.top_k=0 and sampling.min_p=0, or with the embedded "
-        "engine sampling.keep_masks=true",
+        "out too high: set sampling.top_p=1, sampling.top_k=0 and sampling.min_p=0, or "
+        "sampling.keep_masks=true",
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from actors.engines.base import Generation, GenerationRequest
 from actors.engines.expert_routing import Routing
+from actors.engines.sglang.kept_tokens import LOGPROBS, SETS, Sets, kept_sets, read_kept
 from bus.errors import EngineError, RequestRefusedError
 from bus.trajectory import FinishReason
 
@@ -35,12 +36,16 @@ def read_answer(
             f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
         ) from error
     _finish_reason(meta, request)
-    return ended(meta, tokens, read_logprobs(pairs, tokens, request), request, routing)
+    sets: Sets = []
+    logprobs = read_logprobs(pairs, tokens, request)
+    if request.sampling.records_kept:
+        sets, logprobs = read_kept(meta, tokens, logprobs, request)
+    return ended(meta, tokens, logprobs, request, routing, sets)
 
 
 def ended(
     meta: Mapping[str, Any], tokens: np.ndarray, logprobs: np.ndarray, request: GenerationRequest,
-    routing: Routing | None,
+    routing: Routing | None, sets: Sets,
 ) -> Generation:  # fmt: skip
     """Return a generation of which the server has said, last, how it ended. Raises as `read_answer` does."""
     reason = _finish_reason(meta, request)
@@ -52,6 +57,7 @@ def ended(
         policy_versions=_versions(meta, len(tokens), request),
         finish_reason=reason,
         routed_experts=_routed(meta, len(tokens), request, routing),
+        kept=kept_sets(sets, request),
     )
 
 
@@ -164,6 +170,8 @@ class Streamed:
         self._policy_version = policy_version
         self._token_ids = array("i")
         self._logprobs = array("f")
+        self._sets: Sets = []
+        """Kept sets of the tokens, where the request wants them."""
         self._meta: dict[str, Any] = {}
         self._of_one_version: int | None = None
         """Tokens that were there when the weights began to change."""
@@ -192,16 +200,19 @@ class Streamed:
                 f"tokens {begin} to {total} came, which do not follow the {len(self._token_ids)} before"
             )
         pairs = pairs[max(0, len(pairs) - len(tokens)) :]
-        logprobs = read_logprobs(pairs, np.array(tokens, np.int32), self._request)
+        ids = np.array(tokens, np.int32)
+        logprobs = read_logprobs(pairs, ids, self._request)
+        if self._request.sampling.records_kept:
+            self._sets[begin:], logprobs = read_kept(meta, ids, logprobs, self._request)
         self._token_ids[begin:] = tokens
         self._logprobs[begin:] = array("f", logprobs.tobytes())
-        self._meta = meta
+        self._meta = {name: value for name, value in meta.items() if name not in (SETS, LOGPROBS)}
 
     def generation(self, routing: Routing | None = None) -> Generation:
         """Return all of it, as `read_answer` makes it of an answer that comes at once. Raises as that
         does."""
         tokens, logprobs = np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
-        return ended(self._meta, tokens, logprobs, self._request, routing)
+        return ended(self._meta, tokens, logprobs, self._request, routing, self._sets)
 
     def weights_change(self) -> None:
         """Call it before they do: of tokens that come from now on nobody knows the version yet."""
@@ -212,7 +223,9 @@ class Streamed:
         """Return the tokens whose version is certain."""
         tokens = np.array(self._token_ids[: self._of_one_version], np.int32)
         logprobs = np.array(self._logprobs[: len(tokens)], np.float32)
-        return Generation(tokens, logprobs, np.full(len(tokens), self._policy_version, np.int32), "abort")
+        versions = np.full(len(tokens), self._policy_version, np.int32)
+        sets = kept_sets(self._sets[: len(tokens)], self._request)
+        return Generation(tokens, logprobs, versions, "abort", kept=sets)
 
 
 async def read_events(content: AsyncIterable[bytes]) -> AsyncGenerator[dict[str, Any], None]:

@@ -4,6 +4,7 @@ import uuid
 from typing import Any
 
 from actors.engines.base import GenerationRequest, Sampling
+from bus.config import MOST_KEPT
 from bus.errors import RequestRefusedError
 
 Json = dict[str, Any]
@@ -21,6 +22,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: st
         raise RequestRefusedError(f"{request.request_id} shows images, which are not sent to SGLang")
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
+    most_kept = min(sampling.top_k or MOST_KEPT, MOST_KEPT) if sampling.records_kept else sampling.top_k
     routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     return {
         "rid": rid,
@@ -28,7 +30,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: st
         "sampling_params": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
+            "top_k": most_kept or -1,
             "min_p": sampling.min_p,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": stops or None,
@@ -38,5 +40,6 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: st
         "return_logprob": True,
         "extra_key": salt,
         **({"lora_path": adapter} if adapter else {}),
+        **({"return_sampling_mask": True} if sampling.records_kept else {}),
         **(routed if request.experts_from is not None else {}),
     }
