@@ -21,7 +21,15 @@ WEIGHT_EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 """Largest importance ratio of each bin of tokens that a chart shows; one more bin holds what is beyond."""
 COUNTED = ("clipped", "truncated", "rejected")
 """Tokens that losses, corrections and rejections count."""
+REJECTED_BY = "rejected_by_"
+"""How the tokens are called that one of them alone rejects; others may reject them as well."""
 PERCENTILE = 0.99
+
+
+def counted(sums: Mapping[str, object]) -> list[str]:
+    """Return what was counted by token, by the names that figures begin with."""
+    told = [name for name in sums if name.startswith(REJECTED_BY) and name.endswith("_tokens")]
+    return [name for name in COUNTED if f"{name}_tokens" in sums] + [n.removesuffix("_tokens") for n in told]
 
 
 def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
@@ -97,7 +105,7 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
         "drift_nats": (sums["stale_distance"], sums["stale"]),
         **{
             f"{name}_fraction_{sign}": (sums[f"{name}_tokens_{sign}"], sums[sign])
-            for name in COUNTED
+            for name in counted(sums)
             for sign in ("positive", "negative")
             if f"{name}_tokens_{sign}" in sums
         },

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learner.algorithms.corrections.sequence_tis import sequence_tis
 from learner.algorithms.corrections.token_tis import token_tis
+from learner.algorithms.diagnostics import REJECTED_BY
 from learner.algorithms.losses.aipo import aipo_loss
 from learner.algorithms.losses.cispo import cispo_loss
 from learner.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
@@ -29,7 +30,7 @@ from learner.algorithms.rejections.by_sequence import negative_divergence, seque
 from learner.algorithms.rejections.by_token import binary_kl, binary_kl_two_way, binary_tv, token_range
 from learner.algorithms.tokens import LossTokens
 from learner.algorithms.whole_sequences import over_whole_sequences
-from learner.config.correction import NoCorrection, NoRejection, RejectionConfig, TokenTIS, UsedCorrection
+from learner.config.correction import NoCorrection, TokenTIS, UsedCorrection, UsedRejection
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, ReferenceConfig
 from learner.config.learner import LearnerConfig
@@ -88,7 +89,6 @@ SELECTED = {
 BEFORE_THE_LOSS = ("proximal", "picked_fraction", "lowest_covariance", "highest_covariance")
 """Settings of losses that decide on streams, which the functions find among the tokens."""
 NO_CORRECTION = NoCorrection()
-NO_REJECTION = NoRejection()
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class Objective:
     reference: ReferenceConfig = NO_REFERENCE
     teachers: tuple[str, ...] = ()
     """Tags of the teachers of sampled tokens; their weights for each are in the stream `teacher_coefs`."""
-    rejection: RejectionConfig = NO_REJECTION
+    rejections: tuple[UsedRejection, ...] = ()
+    """Each leaves tokens out; trained is what all of them keep."""
     entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
     """Entropy to which a backend adapts `entropy_coef` between updates."""
     values_by_vtrace: bool = False
@@ -121,7 +122,7 @@ class Objective:
             learner.entropy_coef,
             learner.reference,
             tuple(tag for tag, teacher in learner.used_teachers.items() if teacher.kl == "sampled"),
-            learner.rejection,
+            learner.used_rejections,
             learner.entropy_target,
             learner.has_critic and learner.critic.targets == "vtrace",
             tuple(tag for tag, teacher in learner.used_teachers.items() if teacher.kl == "top_k"),
@@ -156,7 +157,8 @@ class Objective:
     @property
     def selected(self) -> tuple[str, ...]:
         """Streams of tokens that are picked over the whole update."""
-        return tuple(SELECTED[kind] for kind in (self.loss.type, self.rejection.type) if kind in SELECTED)
+        kinds = (self.loss.type, *(rejection.type for rejection in self.rejections))
+        return tuple(SELECTED[kind] for kind in kinds if kind in SELECTED)
 
     @property
     def is_separable(self) -> bool:
@@ -165,7 +167,8 @@ class Objective:
             return False
         if self.correction.type not in ("none", "token_tis"):  # a plugin may look at whole sequences
             return False
-        if self.rejection.type not in ("none", *SELECTED, *REJECTIONS_BY_TOKEN):
+        by_token = {*SELECTED, *REJECTIONS_BY_TOKEN}
+        if any(rejection.type not in by_token for rejection in self.rejections):
             return False
         loss = self.loss
         return loss.separable if isinstance(loss, PluginLoss) else loss.type not in LOSSES_BY_SEQUENCE
@@ -182,19 +185,18 @@ class Objective:
         return chosen_function("correction", self.correction, CORRECTIONS)
 
     @cached_property
-    def rejection_function(self) -> Callable[..., Tensor]:
-        """Return the rejection with its settings, which is not "none"; looked up once."""
-        function: Callable[..., Tensor] = chosen_function("rejection", self.rejection, REJECTIONS)
-        return function
+    def rejection_functions(self) -> dict[UsedRejection, Callable[..., Tensor]]:
+        """Return the rejections that are not `SELECTED` with their settings; looked up once."""
+        computed = [rejection for rejection in self.rejections if rejection.type not in SELECTED]
+        return {rejection: chosen_function("rejection", rejection, REJECTIONS) for rejection in computed}
 
     @property
-    def may_reject(self) -> bool:
-        """Tell whether its correction or rejection may leave tokens out."""
+    def correction_may_reject(self) -> bool:
+        """Tell whether its correction may leave tokens out, besides weighing them."""
         correction = self.correction
-        only_weighs = isinstance(correction, NoCorrection) or (
-            isinstance(correction, TokenTIS) and correction.bound != "mask"
+        return not isinstance(correction, NoCorrection) and (
+            not isinstance(correction, TokenTIS) or correction.bound == "mask"
         )
-        return not only_weighs or not isinstance(self.rejection, NoRejection)
 
 
 def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums]:
@@ -211,10 +213,14 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     log_ratio = _log_ratio(objective, tokens)
     weights, kept, found = _correction(objective, tokens, log_ratio)
     sums |= found
-    if not isinstance(objective.rejection, NoRejection):
-        kept = kept & _not_rejected(objective, penalised, log_ratio)
-    if objective.may_reject:
+    rejected = {"correction": ~kept} if objective.correction_may_reject else {}
+    for rejection in objective.rejections:
+        kept_by = _kept_by(rejection, objective, penalised, log_ratio)
+        kept = kept & kept_by
+        rejected[rejection.type] = ~kept_by | rejected.get(rejection.type, False)
+    if rejected:
         sums["rejected_tokens"] = ~kept
+        sums |= {f"{REJECTED_BY}{who}_tokens": by_it for who, by_it in rejected.items()}
     losses = losses * torch.where(kept, weights, 0.0)
     if objective.reference.kl_coef > 0 and objective.reference.kl_in == "loss":
         losses = losses + objective.reference.kl_coef * _reference_kl(objective, tokens)
@@ -271,16 +277,17 @@ def _correction(objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> 
     return over_whole_sequences(objective.correction_function, tokens, log_ratio)
 
 
-def _not_rejected(objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
-    """Return which tokens the rejection keeps, bool [N]."""
-    if objective.rejection.type in SELECTED:
-        return tokens.streams[SELECTED[objective.rejection.type]] == 0
+def _kept_by(rejection: UsedRejection, objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
+    """Return which tokens a rejection keeps, bool [N]."""
+    if rejection.type in SELECTED:
+        return tokens.streams[SELECTED[rejection.type]] == 0
+    function = objective.rejection_functions[rejection]
     values = log_ratio, _assumed(objective, tokens), tokens.streams["advantages"]
-    if objective.rejection.type in REJECTIONS_BY_TOKEN:
-        return objective.rejection_function(*values, tokens.sequence)
+    if rejection.type in REJECTIONS_BY_TOKEN:
+        return function(*values, tokens.sequence)
 
     def judged(*arguments: Tensor) -> tuple[Tensor, Tensor, Sums]:
-        kept = objective.rejection_function(*arguments)
+        kept = function(*arguments)
         return kept, kept, {}
 
     return over_whole_sequences(judged, tokens, *values)[1]

@@ -78,9 +78,10 @@ def _first(keys: Floats, count: int, then: Floats | None = None) -> Picked:
 def selections(learner: LearnerConfig) -> dict[str, Pick]:
     """Return what the objective wants to be picked, by the stream that says so."""
     found: dict[str, Pick] = {}
-    loss, rejection = learner.loss, learner.rejection
-    if isinstance(rejection, SecondMoment):
-        found["beyond_second_moment"] = partial(second_moment, largest_moment=rejection.largest_moment)
+    loss = learner.loss
+    for rejection in learner.used_rejections:
+        if isinstance(rejection, SecondMoment):
+            found["beyond_second_moment"] = partial(second_moment, largest_moment=rejection.largest_moment)
     if isinstance(loss, KLCovLoss):
         found["picked_by_covariance"] = partial(kl_cov, picked_fraction=loss.picked_fraction)
     if isinstance(loss, ClipCovLoss):

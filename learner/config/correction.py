@@ -2,6 +2,7 @@
 
 Loads without torch."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -190,15 +191,24 @@ class NegativeDivergence(Config):
     """Largest mean drop of the log-probs, in nats a token, that is trained on."""
 
 
-RejectionConfig = Annotated[
-    NoRejection
-    | TokenRange
+UsedRejection = (
+    TokenRange
     | BinaryTV
     | BinaryKL
     | BinaryKLTwoWay
     | SecondMoment
     | SequenceRange
     | Veto
-    | NegativeDivergence,
-    Field(discriminator="type"),
-]
+    | NegativeDivergence
+)
+RejectionConfig = Annotated[NoRejection | UsedRejection, Field(discriminator="type")]
+
+
+def refuse_two_selections(rejections: Sequence[UsedRejection]) -> None:
+    """Raise `ValueError` for two that pick tokens over an update alike: there is one mark for each token."""
+    bounds = [rejection.largest_moment for rejection in rejections if isinstance(rejection, SecondMoment)]
+    if len(bounds) > 1:
+        raise ValueError(
+            f"learner.rejections: second_moment is there {len(bounds)} times, with largest_moment {bounds}: "
+            "what the smallest leaves out is all that any does: keep that one"
+        )

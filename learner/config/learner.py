@@ -28,6 +28,8 @@ from learner.config.correction import (
     RejectionConfig,
     TokenTIS,
     UsedCorrection,
+    UsedRejection,
+    refuse_two_selections,
 )
 from learner.config.critic import NO_CRITIC, CriticConfig
 from learner.config.diagnostics import DiagnosticsConfig
@@ -85,6 +87,9 @@ class LearnerConfig(Config):
     rejection: RejectionConfig = NoRejection()
     """Tokens and sequences that are too far from the policy to be trained on, whatever the correction. They
     count in the denominators of the aggregation."""
+
+    rejections: dict[str, RejectionConfig] = Field(default_factory=dict)
+    """Further ones by names of your own: a token is trained on where all of them keep it."""
 
     aggregation: AggregationConfig = TokenMean()
     """Sets how the losses of tokens become one number."""
@@ -285,8 +290,15 @@ class LearnerConfig(Config):
             )
         return self
 
+    @property
+    def used_rejections(self) -> tuple[UsedRejection, ...]:
+        """Return the rejections that may leave anything out."""
+        configured = (self.rejection, *self.rejections.values())
+        return tuple(one for one in configured if not isinstance(one, NoRejection))
+
     @model_validator(mode="after")
-    def _correction_has_an_effect(self) -> Self:
+    def _corrections_and_rejections_have_an_effect(self) -> Self:
+        refuse_two_selections(self.used_rejections)
         if _has_its_own_ratio(self.loss) and self.used_correction.type != "none":
             raise ValueError(
                 f"learner.correction.type={self.used_correction.type} has no effect with learner.loss.type="

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.algorithms.diagnostics import COUNTED, off_policy_diagnostics, off_policy_sums
+from learner.algorithms.diagnostics import counted, off_policy_diagnostics, off_policy_sums
 from learner.algorithms.objective import DISTANCES, Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.backends.output.output_layer import TokenLoss
@@ -75,8 +75,6 @@ def step_diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]
     if tokens == 0:
         return {}
     means = {"entropy_nats": sums["entropy"] / tokens}
-    for name in COUNTED:
-        if f"{name}_tokens" in sums:
-            means[f"{name}_fraction"] = sums[f"{name}_tokens"] / tokens
+    means |= {f"{name}_fraction": sums[f"{name}_tokens"] / tokens for name in counted(sums)}
     means |= {f"{name}_nats": sums[name] / tokens for name in DISTANCES if name in sums}
     return means | (off_policy_diagnostics(sums) if "ratio" in sums else {})

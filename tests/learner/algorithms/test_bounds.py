@@ -53,7 +53,7 @@ def test_a_masked_token_has_no_gradient_and_is_counted_as_rejected():
     objective = Objective(ReinforceLoss(), TokenTIS(bound="mask"))
     _, gradient, sums = worked_out(objective, tokens)
     assert gradient == pytest.approx([0.0, -1.0])
-    assert sums == {"truncated_tokens": 1, "rejected_tokens": 1}
+    assert sums == {"truncated_tokens": 1, "rejected_tokens": 1, "rejected_by_correction_tokens": 1}
 
 
 @pytest.mark.parametrize("bound", ["truncate", "clip", "mask"])

@@ -59,6 +59,8 @@ def test_what_picks_tokens_over_an_update_has_a_stream_and_a_pass():
         objective = Objective.of(learner)
         assert set(objective.selected) == set(selections(learner))
         assert not objective.selected or "proximal" in objective.policies
+    several = LearnerConfig(rejections={"a": {"type": "veto"}, "b": {"type": "second_moment"}})
+    assert Objective.of(several).selected == tuple(selections(several)) == ("beyond_second_moment",)
     assert set(SELECTED) == {"clip_cov", "kl_cov", "second_moment"}
 
 

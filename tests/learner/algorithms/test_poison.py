@@ -35,6 +35,7 @@ CORRECTION_SETTINGS = [
     for over in ([{}] if type_ == "token_tis" else [{"over": "product"}, {"over": "mean"}])
 ]
 REJECTION_SETTINGS = [{"type": type_} for type_ in (*REJECTIONS, "second_moment", "none")]
+ALL_AT_ONCE = {str(n): settings for n, settings in enumerate(REJECTION_SETTINGS)}
 REFERENCES = [
     ReferenceConfig(kl_coef=0.1, kl_estimator=estimator, kl_in=where, kl_unbiased=unbiased)
     for estimator in ("k1", "k2", "k3", "low_var_kl")
@@ -55,6 +56,7 @@ def objectives() -> dict[str, Objective]:
             for loss in ({"type": "reinforce"}, PROXIMAL)
         ),
         *({"reference": reference, "entropy_coef": 0.1} for reference in REFERENCES),
+        *({"loss": loss, "rejections": ALL_AT_ONCE} for loss in LOSS_SETTINGS),
     ]
     found = {str(settings): Objective.of(LearnerConfig(**settings)) for settings in wanted}
     return found | {"sft": Objective(SFTLoss())}

@@ -1,19 +1,25 @@
 """Rejections and sequence weights against numbers worked out by hand."""
 
+from dataclasses import replace
 from math import exp, inf, log
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from learner.algorithms.corrections.sequence_tis import sequence_tis
-from learner.algorithms.objective import REJECTIONS, Objective
+from learner.algorithms.diagnostics import off_policy_sums
+from learner.algorithms.objective import REJECTIONS, Objective, token_losses
+from learner.backends.update.loss_step import step_diagnostics
 from learner.config.correction import (
     BinaryKL,
     BinaryTV,
     NegativeDivergence,
+    NoRejection,
     SequenceRange,
     SequenceTIS,
     TokenRange,
+    TokenTIS,
     Veto,
 )
 from learner.config.learner import LearnerConfig
@@ -31,7 +37,7 @@ def kept(rejection, now, then, *, advantages, sequence=SEQUENCE) -> list[bool]:
         behaviour_logprobs=[log(p) for p in then],
         advantages=advantages,
     )
-    _, gradient, sums = worked_out(Objective(ReinforceLoss(), rejection=rejection), tokens)
+    _, gradient, sums = worked_out(Objective(ReinforceLoss(), rejections=(rejection,)), tokens)
     found = [value != 0 for value in gradient]
     assert sums["rejected_tokens"] == found.count(False)
     return found
@@ -145,14 +151,50 @@ def test_dual_clip_by_hand():
     assert sums == {"clipped_tokens": 2}
 
 
+def test_of_several_rejections_each_is_told_and_what_all_keep_is_trained():
+    tokens = tokens_of(
+        leaf(-1.0, -1.0, -1.0, -1.0, -1.0),
+        behaviour_logprobs=[-1.0, -3.0, -1.0, 11.0, -1.0],
+        advantages=[1.0, 1.0, -1.0, 1.0, 1.0],
+        sequence=(0, 0, 1, 1, 2),
+    )
+    learner = LearnerConfig(
+        rejection=TokenRange(),  # leaves out the tokens whose ratios are e^2 and e^-12
+        rejections={"impossible": Veto(), "nothing": NoRejection()},  # and the sequence of the latter
+    )
+    assert not Objective.of(learner).is_separable
+    objective = replace(Objective.of(learner), correction=TokenTIS(bound="mask", floor=1e-9))
+    _, gradient, sums = worked_out(objective, tokens)
+    assert [found != 0 for found in gradient] == [True, False, False, False, True]
+    counts = {name: value for name, value in sums.items() if name.startswith("rejected")}
+    assert counts == {
+        "rejected_tokens": 3,
+        "rejected_by_correction_tokens": 1,
+        "rejected_by_token_range_tokens": 2,
+        "rejected_by_veto_tokens": 2,
+    }
+    _, found = token_losses(objective, tokens)
+    shares = step_diagnostics(found | off_policy_sums(tokens) | {"entropy": 0.0}, tokens=5)
+    assert shares["rejected_fraction"] == pytest.approx(3 / 5)
+    assert shares["rejected_by_veto_fraction"] == pytest.approx(2 / 5)
+    assert shares["rejected_by_veto_fraction_positive"] == pytest.approx(1 / 4)
+    assert shares["rejected_by_veto_fraction_negative"] == 1
+
+
+def test_two_rejections_that_pick_tokens_alike_are_refused():
+    settings = {"a": {"type": "second_moment"}, "b": {"type": "second_moment", "largest_moment": 0.1}}
+    with pytest.raises(ValidationError, match=r"second_moment is there 2 times, .*\[0.04, 0.1\]"):
+        LearnerConfig(rejections=settings)
+
+
 @pytest.mark.parametrize("loss", [CISPOLoss(), SAPOLoss(), TOPRLoss(), PPOClipLoss(dual_clip=3.0)])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("behaviour", [-400.0, 0.0])
 def test_recorded_log_probs_that_cannot_be_leave_losses_and_gradients_finite(loss, advantage, behaviour):
     for type_ in REJECTIONS:
-        rejection = LearnerConfig(rejection={"type": type_}).rejection
+        rejections = LearnerConfig(rejection={"type": type_}).used_rejections
         tokens = tokens_of(leaf(-1.0, -90.0), behaviour_logprobs=behaviour, advantages=advantage)
-        losses, gradient, _ = worked_out(Objective(loss, rejection=rejection), tokens)
+        losses, gradient, _ = worked_out(Objective(loss, rejections=rejections), tokens)
         assert torch.tensor([*losses, *gradient]).isfinite().all(), type_
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bus.errors import TrainingError
 from bus.kept_sets import KeptSets
-from learner.algorithms.objective import Objective
+from learner.algorithms.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
@@ -144,6 +144,15 @@ OBJECTIVES |= {
     "first pass": {"loss": PPOClipLoss(centre="proximal"), "correction": TokenTIS(truncation_cap=1.1)},
     "decoupled, interpolated": {
         "loss": PPOClipLoss(centre="proximal", clip_eps=0.02, proximal="interpolated")
+    },
+}
+OBJECTIVES["several rejections"] = {
+    "correction": TokenTIS(truncation_cap=1.8, bound="mask"),
+    "rejection": SequenceRange(lowest_of_sequence=0.8, highest_of_sequence=1.4),
+    "rejections": {
+        "impossible": Veto(smallest=0.2),
+        "largest": SecondMoment(largest_moment=0.2),
+        "away": TokenRange(lowest=0.6, highest=1.6),
     },
 }
 UPDATES = {name: 2 if "decoupled" in name else 1 for name in OBJECTIVES}
@@ -399,9 +408,13 @@ def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Ten
             term = term.clamp(-10, 10)
         tokens = tokens + kl.kl_coef * term
     tokens = tokens + distilled(learner, sample, whole, wholes)
-    if learner.rejection.type != "none":
-        tokens = torch.where(kept_by(learner.rejection, sample, before, before - behaviour), tokens, 0.0)
+    for rejection in filter(lambda one: one.type != "none", rejections_of(learner)):
+        tokens = torch.where(kept_by(rejection, sample, before, before - behaviour), tokens, 0.0)
     return tokens - learner.entropy_coef * entropy
+
+
+def rejections_of(learner: LearnerConfig) -> list:
+    return [learner.rejection, *learner.rejections.values()]
 
 
 def distilled(learner: LearnerConfig, sample: Sample, ours: Tensor, theirs: dict[str, Tensor]) -> Tensor:
@@ -490,9 +503,9 @@ def picked_by_formula(
         for i, t in tokens
     }
     picked: set[tuple[int, int]] = set()
-    if isinstance(learner.rejection, SecondMoment):
+    if bounds := [one.largest_moment for one in rejections_of(learner) if isinstance(one, SecondMoment)]:
         left = sorted(tokens, key=squares.get)
-        while left and np.mean([squares[token] for token in left]) > learner.rejection.largest_moment:
+        while left and np.mean([squares[token] for token in left]) > bounds[0]:
             picked.add(left.pop())
     elif isinstance(learner.loss, KLCovLoss):
         picked = set(sorted(tokens, key=covariance.get)[-int(len(tokens) * learner.loss.picked_fraction) :])
@@ -557,6 +570,29 @@ def test_four_steps_follow_plain_torch_adamw(objective):
     assert_as_expected(case, *train(case))
 
 
+def test_everything_that_there_is_is_trained_here():
+    learners = [Case(name).learner for name in OBJECTIVES]
+    assert {one.loss.type for one in learners} == set(LOSSES) - {"sft"}  # trained in test_parallelisms.py
+    corrections = [one.used_correction for one in learners]
+    assert {one.type for one in corrections} == {*CORRECTIONS, "plugin", "none"}
+    assert {getattr(one, "bound", "truncate") for one in corrections} == {"truncate", "clip", "mask"}
+    rejections = {one.type for learner in learners for one in rejections_of(learner)}
+    assert rejections == {*REJECTIONS, "second_moment", "none"}
+    references = [one.reference for one in learners if one.reference.kl_coef]
+    assert {one.kl_estimator for one in references} == {"k1", "k2", "k3", "low_var_kl"}
+    assert {one.kl_in for one in references} == {"loss", "advantage"}  # the reward is test_trained_advantages
+    assert {Objective.of(one).proximal for one in learners} == {
+        None,
+        "recomputed",
+        "first_pass",
+        "interpolated",
+    }
+    teachers = [teacher for one in learners for teacher in one.used_teachers.values()]
+    assert {(one.kl, one.direction) for one in teachers} == {
+        ("sampled", "reverse"), ("top_k", "reverse"), ("top_k", "forward")
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("objective", ["clip-cov", "aipo", "gmpo", "decoupled, interpolated"])
 def test_what_a_loss_clips_is_some_of_the_tokens(objective):
     clipped = [step.diagnostics["clipped_fraction"] for step in train(Case(objective))[0]]
@@ -580,6 +616,7 @@ def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
         "sequences",
         "traces",
         "masked sequences",
+        "several rejections",
         "topr",
         "regression",
         "decoupled, second moment",
