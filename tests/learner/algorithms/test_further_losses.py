@@ -1,4 +1,4 @@
-"""Losses beyond the first seven against numbers worked out by hand, limits and finite differences."""
+"""Losses beyond the first seven against numbers worked out by hand; limits and finite differences of all."""
 
 from dataclasses import replace
 from math import exp, log
@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithms.losses.top_k_kl import DIRECTIONS, top_k_kl
+from learner.algorithms.objective import LOSSES as ALL_LOSSES
 from learner.algorithms.objective import Objective
-from learner.config.correction import NoCorrection, TokenTIS
+from learner.config.correction import SequenceTIS, TokenTIS
+from learner.config.frozen_policies import ReferenceConfig
+from learner.config.learner import LearnerConfig
 from learner.config.loss import (
     AIPOLoss,
     ClipCovLoss,
@@ -18,6 +22,7 @@ from learner.config.loss import (
     PPOClipLoss,
     RegressionLoss,
     ReinforceLoss,
+    SFTLoss,
     VESPOLoss,
 )
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
@@ -149,24 +154,75 @@ def test_on_policy_each_has_the_gradient_of_reinforce(loss):
     assert gradient == pytest.approx([-advantage for advantage in advantages], rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, GSPOLoss(sequence_clip_eps=0.5)], ids=lambda loss: loss.type)
-def test_gradients_are_finite_differences(loss):
+def of_all_losses(**settings: object) -> dict[str, Objective]:
+    """Every loss with its default settings, and some with others; `settings` are those of the objective."""
+    losses = {name: LearnerConfig(loss={"type": name}).loss for name in TRAINED}
+    losses |= {
+        "gspo, wide": GSPOLoss(sequence_clip_eps=0.5),
+        "dual clip": PPOClipLoss(dual_clip=1.1),
+        "decoupled": PPOClipLoss(centre="proximal", proximal="recomputed"),
+    }
+    return {name: Objective(loss, **settings) for name, loss in losses.items()}
+
+
+TRAINED = sorted(set(ALL_LOSSES) - {"sft"})
+KL = {
+    f"{estimator}{', unbiased' if unbiased else ''}": Objective(
+        PPOClipLoss(), reference=ReferenceConfig(kl_coef=0.7, kl_estimator=estimator, kl_unbiased=unbiased)
+    )
+    for estimator in ("k1", "k2", "k3", "low_var_kl")
+    for unbiased in (False, True)
+}
+DIFFERENTIATED = {
+    **of_all_losses(),
+    **KL,
+    "token tis": Objective(ReinforceLoss(), TokenTIS(truncation_cap=1.2)),
+    "sequence tis": Objective(ReinforceLoss(), SequenceTIS(sequence_cap=1.2)),
+    "entropy bonus": Objective(PPOClipLoss(), entropy_coef=0.3),
+}
+WEIGHED = ("aipo", "cispo", "reinforce", "topr", "vespo")
+"""Losses that are -w A log p with a weight that has no gradient."""
+
+
+@pytest.mark.parametrize("name", of_all_losses())
+def test_where_all_ratios_are_1_and_so_are_advantages_each_has_the_gradient_of_supervised_training(name):
+    tokens = drawn(advantages=[1.0] * 6, picked_by_covariance=[0.0] * 6)
+    same = tokens.logprobs.detach()
+    tokens = tokens.with_streams(behaviour_logprobs=same, proximal_logprobs=same)
+    _, supervised, _ = worked_out(Objective(SFTLoss()), tokens)
+    _, gradient, _ = worked_out(of_all_losses()[name], tokens)
+    assert gradient == pytest.approx(supervised, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_are_finite_differences(name):
     """In float64, of the surrogate: weights that carry no gradient are held where they are."""
+    objective, step = DIFFERENTIATED[name], 1e-6
     tokens = drawn(dtype=torch.float64)
-    objective, step = Objective(loss, NoCorrection()), 1e-6
     _, gradient, _ = worked_out(objective, tokens)
-    weighed = {"aipo", "vespo"}
     for i in range(len(SEQUENCE)):
         moved = [tokens.logprobs.detach().clone() for _ in range(2)]
         moved[0][i] -= step
         moved[1][i] += step
         low, high = (worked_out(objective, replace(tokens, logprobs=x.requires_grad_()))[0] for x in moved)
         slope = (sum(high) - sum(low)) / (2 * step)
-        if loss.type in weighed:  # d(w log p) = w + dw log p: subtract what the weight's own slope gives
+        if (
+            objective.loss.type in WEIGHED
+        ):  # d(w log p) = w + dw log p: subtract what the weight's own slope gives
             weights = [worked_out(objective, replace(tokens, logprobs=x.requires_grad_()))[1] for x in moved]
             of_weights = (np.array(weights[1]) - weights[0]) / (2 * step) @ tokens.logprobs.detach().numpy()
             slope -= of_weights
         assert slope == pytest.approx(gradient[i], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_gradient_of_a_divergence_over_likeliest_tokens_is_that_of_finite_differences(direction):
+    draw = torch.Generator().manual_seed(0)
+    policy, teacher = (
+        torch.randn(3, 5, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2)
+    )
+    policy.requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: top_k_kl(p, teacher, direction=direction), policy)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.type)
@@ -186,6 +242,8 @@ def drawn(dtype: torch.dtype = torch.float32, **streams: object):
         "behaviour_logprobs": (now + draw.normal(0, 0.3, 6)).tolist(),
         "advantages": [1.0, 1.0, 1.0, -0.5, -0.5, 2.0],
         "picked_by_covariance": [1.0, 0.0, 0.0, 0.0, 1.0, 0.0],
+        "proximal_logprobs": (now + draw.normal(0, 0.1, 6)).tolist(),
+        "reference_logprobs": (now + draw.normal(0, 0.5, 6)).tolist(),
     }
     tokens = tokens_of(
         torch.tensor(now, dtype=dtype, requires_grad=True), sequence=SEQUENCE, **(values | streams)

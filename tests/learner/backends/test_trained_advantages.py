@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bus.trajectory import Trajectory, Turn
+from learner.algorithms.advantages.estimator import ESTIMATORS
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
@@ -20,6 +21,7 @@ from learner.config.advantage import (
     GRPOAdvantage,
     HierarchicalAdvantage,
     MaxRLAdvantage,
+    OAPLAdvantage,
     OverlongPenalty,
     RAEAdvantage,
     ReinforcePPAdvantage,
@@ -31,6 +33,7 @@ from learner.config.algorithm import ConstantDenominator, Plugin
 from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
+from learner.config.loss import RegressionLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
@@ -63,6 +66,11 @@ ADVANTAGES = {
     },
     "whitened": {"advantage": RLOOAdvantage(), "whiten_advantages": True},
     "plugin": {"advantage": Plugin(function=f"{__name__}:by_sums")},
+    "oapl": {
+        "advantage": OAPLAdvantage(value_kl_weight=0.5),
+        "loss": RegressionLoss(kl_weight=0.2),
+        "aggregation": ConstantDenominator(tokens=1),
+    },
 }  # fmt: skip
 
 
@@ -178,6 +186,7 @@ FORMULAS = {
     "hierarchical": lambda t, group, kl: relative(reward, t, [o for o in group if o.rollout == t.rollout]),
     "overlong": lambda t, group, kl: left_out(shortened(t), [shortened(o) for o in group if o is not t]),
     "whitened": lambda t, group, kl: left_out(t, group),
+    "oapl": lambda t, group, kl: t.reward - 0.5 * np.log(fmean(np.exp(o.reward / 0.5) for o in group)),
 }
 OF_ALL_RANKS = (
     "gdpo", "reinforce_pp, kl in the reward", "reinforce_pp, discounted", "rae", "whitened", "plugin"
@@ -232,9 +241,33 @@ def expected(name: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tens
         samples = recorded_samples(groups)
         advantages = expected_advantages(name, groups, logprobs(other, samples), kept)
         samples = [s.with_streams(advantages=a) for s, a in zip(samples, advantages, strict=True)]
+        if name == "oapl":
+            steps.append(squared_errors(policy, optimizer, samples, 0.2))
+            continue
         factor = sum(s.trained_tokens for s in samples) / (10 * len(samples)) if name == "dr_grpo" else 1.0
         steps.append(reference_step(policy, optimizer, samples, loss="tis", lr=OPTIMIZER.lr, factor=factor))
     return steps, hf_state(policy), kept.get("kept", 0.0)
+
+
+def squared_errors(model, optimizer, samples, b: float) -> tuple[float, float]:
+    """Update on the mean over trajectories of (b log W - (r - V))^2 / (2 b), without what is constant; return
+    it and the gradient's norm (arXiv:2602.19362, eq. 3)."""
+    logits, start, losses = reference_logits(model, samples).log_softmax(-1), 0, []
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids[1:]).long()[:, None]
+        log_ratio = logits[start : start + len(ids)].gather(-1, ids)[:, 0] - torch.from_numpy(
+            sample.streams["behaviour_logprobs"][1:]
+        )
+        advantage = float(sample.streams["advantages"][0])
+        whole = log_ratio[torch.from_numpy(sample.loss_mask[1:])].sum()
+        losses.append(((b * whole - advantage) ** 2 - advantage**2) / (2 * b))
+        start += len(sample.token_ids)
+    mean = torch.stack(losses).mean()
+    optimizer.zero_grad()
+    mean.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return mean.item(), norm.item()
 
 
 def logprobs(model, samples) -> list[np.ndarray]:
@@ -285,6 +318,11 @@ def test_steps_follow_plain_torch_adamw_on_advantages_by_their_formula(name):
     steps, weights, kept, _ = train(name, {})
     assert all(norm > 1e-3 for _, norm in steps)
     assert_as_expected(name, steps, weights, kept)
+
+
+def test_every_advantage_is_trained_here_but_for_that_of_a_critic():
+    trained = {settings["advantage"].type for settings in ADVANTAGES.values()}
+    assert trained == {*ESTIMATORS, "plugin"} - {"gae"}  # which tests/learner/backends/test_critic.py trains
 
 
 @pytest.mark.slow
