@@ -52,6 +52,7 @@ def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
         "negative": advantages < 0,
         "fresh": fresh,
         "fresh_distance": torch.where(fresh, distance, 0.0),
+        "fresh_equal": fresh & (log_ratio == 0.0),
         "stale": ~fresh,
         "stale_distance": torch.where(fresh, 0.0, distance),
     }
@@ -90,7 +91,8 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
     `importance_ratio_p99` and `_max` are read from a histogram: the first is interpolated within a bin, the
     second is the upper edge of the last bin that holds a token. `mismatch_nats` is the mean |log ratio| of
     tokens sampled by equal weights, which is an error of the engine or the trainer; `drift_nats` is that of
-    tokens from other versions. `stale_tokens_0`, `_1`, `_2`, `_4` and so on are shares of the tokens whose
+    tokens from other versions. `bit_equal_fraction` is the share of tokens sampled by equal weights whose
+    log ratio is exactly 0. `stale_tokens_0`, `_1`, `_2`, `_4` and so on are shares of the tokens whose
     staleness is at most that many versions and above the bound before; `ratio_tokens_0.5`, `_0.8` and so on
     are the same of their importance ratio.
     """
@@ -102,6 +104,7 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
         "k3_nats": (sums["k3"], sums["tokens"]),
         "stale_fraction": (sums["stale"], sums["tokens"]),
         "mismatch_nats": (sums["fresh_distance"], sums["fresh"]),
+        "bit_equal_fraction": (sums["fresh_equal"], sums["fresh"]),
         "drift_nats": (sums["stale_distance"], sums["stale"]),
         **{
             f"{name}_fraction_{sign}": (sums[f"{name}_tokens_{sign}"], sums[sign])

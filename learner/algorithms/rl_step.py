@@ -119,8 +119,8 @@ def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
     return [[sample for sample in samples if sample.update_slot % updates == n] for n in range(updates)]
 
 
-OF_EQUAL_WEIGHTS = "mismatch_nats"
-"""Figure that compares tokens with the very weights that sampled them, which only the first update has: the
+OF_EQUAL_WEIGHTS = ("mismatch_nats", "bit_equal_fraction")
+"""Figures that compare tokens with the very weights that sampled them, which only the first update has: the
 others have drifted from them by the updates before."""
 
 
@@ -138,7 +138,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
         return sum(value * count for value, count in values) / (sum(count for _, count in values) or 1.0)
 
     known = [updates[0].diagnostics] + [
-        {name: value for name, value in update.diagnostics.items() if name != OF_EQUAL_WEIGHTS}
+        {name: value for name, value in update.diagnostics.items() if name not in OF_EQUAL_WEIGHTS}
         for update in updates[1:]
     ]
     names = dict.fromkeys(name for figures in known for name in figures)

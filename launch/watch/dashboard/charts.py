@@ -74,6 +74,11 @@ CHARTS = (
         shades=(-1.0, -0.6, -0.3, 0.0, 0.3, 0.6, 1.0),
     ),
     Chart("Effective sample size", "fraction of tokens", {"policy/ess_fraction": "effective"}),
+    Chart(
+        "Engine and learner",
+        "share of the trained version's tokens",
+        {"policy/bit_equal_fraction": "same log-prob to the bit"},
+    ),
     Chart("Throughput", "trained tokens a second", {TOKENS_PER_S: "trained"}),
     Chart(
         "Time of a step",

@@ -36,6 +36,7 @@ def test_diagnostics_by_hand():
     assert found["stale_fraction"] == pytest.approx(1 / 3)
     assert found["drift_nats"] == pytest.approx(log(3))
     assert found["mismatch_nats"] == pytest.approx(log(2) / 2)
+    assert found["bit_equal_fraction"] == 0.5, "of the two tokens of this version"
     assert found["importance_ratio_max"] == pytest.approx(exp(20 * 0.8**13))  # the edge above log(3)
 
 

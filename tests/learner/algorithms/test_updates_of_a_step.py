@@ -38,4 +38,5 @@ def test_mismatch_is_that_of_the_weights_which_sampled_whatever_later_updates_ch
     learner = LearnerConfig(batch=BatchConfig(updates=updates))
     _, result = train_on(trainer, groups, [1.0, 1.0], learner, step=1, policy_version=VERSION)
     assert result.diagnostics["mismatch_nats"] < 1e-5
+    assert result.diagnostics["bit_equal_fraction"] > 0.5, "the second update's tokens do not count"
     assert (result.diagnostics["k3_nats"] > 1e-4) == (updates > 1)  # the second one has drifted
