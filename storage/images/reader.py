@@ -8,11 +8,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from bus.errors import ConfigError
 from bus.images import PlacedImage, image_digest
@@ -39,7 +41,12 @@ class ImageReader:
             int(config[name]) for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")
         )
         """The tokens before an image, for each merged patch of it, and behind it."""
+        self.shown_ids = frozenset(
+            int(config[name]) for name in ("image_token_id", "video_token_id") if name in config
+        )
+        """Tokens that stand for a patch of an image or a video."""
         self._merge = int(self._processor.merge_size)
+        self._side = self._merge * int(self._processor.patch_size)
         self._read_once = lru_cache(REMEMBERED)(self._read)  # siblings show the same one
         self._patches: OrderedDict[tuple[str, int, int], NDArray[np.float32]] = OrderedDict()
 
@@ -57,22 +64,47 @@ class ImageReader:
         return self._read_once(data)
 
     def _read(self, data: bytes) -> PlacedImage:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
         _, pixels = decoded(data)
         width, height = pixels.size
-        size, factor = self._processor.size, self._merge * self._processor.patch_size
         try:
-            height, width = smart_resize(
-                height,
-                width,
-                factor=factor,
-                min_pixels=size["shortest_edge"],
-                max_pixels=size["longest_edge"],
-            )
+            height, width = self._size(height, width)
         except ValueError as error:
             raise ImageError(f"an image of {width} x {height} pixels is too narrow: {error}") from error
-        return PlacedImage(image_digest(data), 0, height // factor, width // factor, data)
+        return PlacedImage(image_digest(data), 0, height // self._side, width // self._side, data)
+
+    def _size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width in pixels to which an image is resized."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        size = self._processor.size
+        found: tuple[int, int] = smart_resize(
+            height,
+            width,
+            factor=self._side,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+        return found
+
+    def resized(self, image: PlacedImage) -> bytes:
+        """Return a PNG of the pixels of which the patches of an image are made.
+
+        Another image processor of this model makes the same patches of it, whatever that resizes with: it
+        finds the image upright, in RGB and of its final size. Raises `ImageError` where it would resize it
+        again."""
+        height, width = image.rows * self._side, image.columns * self._side
+        _, pixels = decoded(image.data)
+        if (again := self._size(height, width)) != (height, width):
+            raise ImageError(
+                f"an image of {pixels.width} x {pixels.height} pixels is resized to {width} x {height} ones, "
+                f"and those to {again[1]} x {again[0]}: save one that is less narrow"
+            )
+        one = self._processor
+        planes = np.asarray(pixels).transpose(2, 0, 1)
+        made = np.asarray(one.resize(planes, one.size, one.resample, self._side))
+        file = BytesIO()
+        Image.fromarray(made.transpose(1, 2, 0)).save(file, "PNG", compress_level=1)  # it is read once
+        return file.getvalue()
 
     def patches(self, image: PlacedImage) -> NDArray[np.float32]:
         """Return the patches of an image, [rows * columns * merged, values].

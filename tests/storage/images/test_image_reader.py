@@ -35,6 +35,29 @@ def test_patches_and_tokens_are_those_of_transformers_processor(model, height, w
     assert image.rows * image.columns * 4 == len(reader.patches(image))
 
 
+@pytest.mark.parametrize(("height", "width"), [(16, 24), (7, 90), (200, 120), (1, 1), (37, 53)])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_resized_image_has_the_patches_of_the_image_and_is_resized_no_more(model, height, width, kind):
+    reader = ImageReader.of(model)
+    image = reader.read(picture(height, width, kind=kind))
+    resized = reader.read(reader.resized(image))
+    pixels = Image.open(BytesIO(resized.data))
+    assert (pixels.mode, pixels.size) == ("RGB", (image.columns * 8, image.rows * 8))
+    np.testing.assert_array_equal(reader.patches(resized), reader.patches(image))
+
+
+def test_an_image_that_would_be_resized_twice_has_no_final_size(model, tmp_path):
+    narrow = tmp_path / "model"
+    shutil.copytree(model, narrow)
+    file = narrow / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    settings["size"] = {"shortest_edge": 64, "longest_edge": 64 * 4}  # four tokens
+    file.write_text(json.dumps(settings))
+    reader = ImageReader.of(narrow)
+    with pytest.raises(ImageError, match=r"of 1200 x 8 pixels is resized to .*save one that is less narrow"):
+        reader.resized(reader.read(picture(8, 1200)))
+
+
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     file = BytesIO()
     image.save(file, kind, **options)
