@@ -12,6 +12,8 @@ from learner.scoring.logprobs import score
 
 SEQUENCES = 4
 LENGTH = 32
+LEFT_FREE = 7
+"""Tokens of the context that SGLang keeps from prompts, those that it scores among them."""
 SEED = 17
 """Seed of the tokens: random ones suit any vocabulary, and reach rows that training does not."""
 
@@ -19,7 +21,8 @@ SEED = 17
 def probe_tokens(config: PretrainedConfig) -> np.ndarray:
     """Return the sequences for a model, int32 [4, 32], or shorter ones where its context is."""
     text = config.get_text_config()
-    length = min(LENGTH, getattr(text, "max_position_embeddings", LENGTH))
+    context = getattr(text, "max_position_embeddings", LEFT_FREE + LENGTH)
+    length = min(LENGTH, max(2, context - LEFT_FREE))
     return np.random.default_rng(SEED).integers(0, text.vocab_size, (SEQUENCES, length), dtype=np.int32)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
@@ -17,7 +18,7 @@ from learner.backends.output import policy_output
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.publication.probe import scored_probe
+from learner.publication.probe import probe_tokens, scored_probe
 from learner.scoring.logprobs import Scores, score
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
@@ -223,3 +224,9 @@ def test_a_tag_that_is_held_again_follows_the_policy():
     with trainer.frozen.in_place("reference"):
         assert all(torch.equal(now[name], found) for name, found in trainer.export().items())
     assert any(not torch.equal(first[name], now[name]) for name in now)
+
+
+@pytest.mark.parametrize(("context", "length"), [(4096, 32), (39, 32), (32, 25), (4, 2)])
+def test_the_probe_is_no_longer_than_what_servers_score_in_a_small_context(context, length):
+    tokens = probe_tokens(Qwen3Config(vocab_size=40, max_position_embeddings=context))
+    assert tokens.shape == (4, length)
