@@ -121,9 +121,15 @@ class ChatFormat:
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> tuple[int, ...]:
         """Return the tokens of a chat up to where the assistant starts to speak. Raises `MessagesError`."""
+        return self.prompt(messages, tools)[0]
+
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+        """Return what `encode_chat` does, and the images among the tokens. Raises `MessagesError`."""
         shown = ShownImages(self._images)
-        prompt = self._prompt(checked_messages(messages, shown), checked_tools(tools), shown)
-        return tuple(prompt.token_ids.tolist())
+        prompt = self._prompt(checked_messages(messages, shown), checked_tools(tools, shown), shown)
+        return tuple(prompt.token_ids.tolist()), shown.with_data(prompt.images)
 
     def render_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
@@ -184,7 +190,7 @@ class ChatFormat:
         conversations: Sequence[tuple[int, Conversation]],
     ) -> Context:  # fmt: skip
         shown = ShownImages(self._images)
-        checked, offered = checked_messages(messages, shown), checked_tools(tools)
+        checked, offered = checked_messages(messages, shown), checked_tools(tools, shown)
         # what a message with images says is told by their digests, as well as by their long texts
         given = [one if DIGESTS in one else message for one, message in zip(checked, messages, strict=True)]
         prints = tuple(map(fingerprint, checked, given))

@@ -44,10 +44,13 @@ def checked_messages(
     return checked
 
 
-def checked_tools(tools: Sequence[Tool] | None) -> list[Tool]:
-    """Return the tools. Raises `MessagesError` for one that is no function in the shape of OpenAI's."""
+def checked_tools(tools: Sequence[Tool] | None, shown: ShownImages | None = None) -> list[Tool]:
+    """Return the tools. Raises `MessagesError` for one that is no function in the shape of OpenAI's, or whose
+    texts `shown` would take for an image."""
     for tool in tools or ():
-        tool_name(tool)
+        name = tool_name(tool)
+        if shown is not None:
+            shown.refuse_marker(tool, f"tool {name}")
     return list(tools or ())
 
 
@@ -72,6 +75,7 @@ def _checked(message: ChatMessage, where: str, shown: ShownImages) -> dict[str, 
         kept["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = _checked_calls(calls, where)
+    shown.refuse_marker({key: value for key, value in kept.items() if key != "content"}, where)
     return kept
 
 

@@ -44,12 +44,12 @@ class ShownImages:
         self._of_message.append(image.digest)
         return self._chat.marker
 
-    def refuse_marker(self, text: str, where: str) -> None:
-        """Raise `MessagesError` for a text that would be taken for an image."""
+    def refuse_marker(self, said: object, where: str) -> None:
+        """Raise `MessagesError` for a text that would be taken for an image: `said`, or one within it."""
         if self._chat is None:
             return
         try:
-            self._chat.refuse_marker(text)
+            self._chat.refuse_marker(said)
         except ImageError as error:
             raise MessagesError(f"{where}: {error}") from error
 

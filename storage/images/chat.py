@@ -4,7 +4,7 @@ An image becomes the three tokens that Qwen's chat templates write for one, what
 <|vision_start|><|image_pad|><|vision_end|>. In the tokens, the middle one is repeated for each merged patch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -42,9 +42,9 @@ class ImageChat:
         reader = ImageReader.of(directory)
         return None if reader is None else cls(reader, tokenizer)
 
-    def refuse_marker(self, text: str) -> None:
-        """Raise `ImageError` for a text that would be taken for an image."""
-        if self._reserved in text:
+    def refuse_marker(self, said: object) -> None:
+        """Raise `ImageError` for a text that would be taken for an image: `said`, or one within it."""
+        if any(self._reserved in text for text in _texts(said)):
             raise ImageError(f"it has {self._reserved} in its text, which stands for an image: leave it out")
 
     def expanded(
@@ -78,10 +78,27 @@ def inlined(messages: Iterable[Json], images: ImageChat | None) -> tuple[list[Js
     return [_inlined(message, images, found) for message in messages], found
 
 
+def _texts(said: object) -> Iterator[str]:
+    """Return all texts in JSON, the names in it too."""
+    if isinstance(said, str):
+        yield said
+    elif isinstance(said, Mapping):
+        for name, value in said.items():
+            yield str(name)
+            yield from _texts(value)
+    elif isinstance(said, Sequence):
+        for value in said:
+            yield from _texts(value)
+
+
 def _inlined(message: Json, images: ImageChat | None, found: list[PlacedImage]) -> Json:
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(message, dict) or not isinstance(parts, list):
-        if isinstance(parts, str) and images is not None:
+    if not isinstance(message, dict):
+        return message
+    parts = message.get("content")
+    if images is not None:
+        images.refuse_marker({name: said for name, said in message.items() if name != "content"})
+    if not isinstance(parts, list):
+        if images is not None:
             images.refuse_marker(parts)
         return message
     return {**message, "content": "".join(_text(part, images, found) for part in parts)}

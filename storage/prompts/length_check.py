@@ -82,6 +82,8 @@ def long_prompts(
         number = start + len(rendered) + 1
         try:
             messages, shown = inlined(chat, images)
+            if images is not None:
+                images.refuse_marker(prompt.tools)
             text = tokenizer.apply_chat_template(
                 messages, tools=prompt.tools or None, tokenize=False, add_generation_prompt=True
             )

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors import group
-from actors.engines.base import Sampling
+from actors.engines.base import ChatReply, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode
 from actors.policy.messages import MessagesError
@@ -102,6 +102,54 @@ async def test_tokens_that_go_on_without_messages_keep_the_images(policy):
     await policy.generate([*trajectory.token_ids.tolist(), 7])
     [trajectory] = policy.trajectories(1.0)
     assert places(policy._engine.requests[-1].images) == [(2, 2, 3)]
+
+
+MARKED = "see <|image_pad|>"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "system", "content": MARKED},
+        {"role": "user", "content": [{"type": "text", "text": MARKED}]},
+        {"role": "tool", "content": MARKED, "tool_call_id": "c"},
+        {"role": "tool", "content": "", "tool_call_id": "c", "name": MARKED},
+        {"role": "assistant", "content": "", "reasoning": MARKED},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "function": {"name": "look", "arguments": '{"at": "<|image_pad|>"}'}}],
+        },
+    ],
+)
+async def test_a_text_is_taken_for_an_image_nowhere_in_a_message(policy, message):
+    with pytest.raises(MessagesError, match=r"message 1: it has <\|image_pad\|> in its text"):
+        await policy.chat([user(image_part(RED)), message, user()])
+
+
+async def test_a_text_is_taken_for_an_image_in_no_tool(policy):
+    tool = {"type": "function", "function": {"name": "look", "description": MARKED}}
+    with pytest.raises(MessagesError, match=r"tool look: it has <\|image_pad\|> in its text"):
+        await policy.chat([user()], tools=[tool])
+
+
+class Answering(ScriptedEngine):
+    """An engine of which only texts are known."""
+
+    async def chat(self, messages, tools, sampling):
+        return ChatReply("3", None, (), "stop")
+
+
+async def test_an_answer_of_which_texts_alone_are_known_is_recorded_with_its_images(directory):
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    images = ImageChat.of(directory, tokenizer)
+    policy = Policy(Answering(lambda _: []), tokenizer, Sampling(max_new_tokens=8), images=images)
+    await policy.chat([user(image_part(RED))])
+    [trajectory] = policy.trajectories(1.0)
+    assert places(trajectory.images) == [(2, 2, 3)]
+    assert trajectory.images[0].data == RED
+    shown = trajectory.token_ids == images.reader.token_ids[1]
+    assert shown.nonzero()[0].tolist() == list(range(2, 8))
 
 
 @pytest.mark.parametrize(

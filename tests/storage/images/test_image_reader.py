@@ -197,5 +197,8 @@ def test_text_that_would_stand_for_an_image_is_refused(model):
     chat = ImageChat.of(model, AutoTokenizer.from_pretrained(model))
     with pytest.raises(ImageError, match=r"it has <\|image_pad\|> in its text"):
         inlined([{"role": "user", "content": "see <|image_pad|>"}], chat)
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "<|image_pad|>"}}]}
+    with pytest.raises(ImageError, match=r"has <\|image_pad\|> in its text"):
+        inlined([called], chat)
     with pytest.raises(ImageError, match="the chat template shows 0 images of 1"):
         chat.expanded([1, 2], [chat.reader.read(picture())])
