@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from bus.blobs import get_blob, put_only_blob
 from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, RunIdentity, RunRecord
 from bus.pace import tell_pace
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
@@ -34,14 +34,10 @@ from storage.evaluation_config import EvaluationSetConfig
 from storage.metrics.recorder import Sink, record_metrics
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import each_prompt, encoded_prompts, load_prompts, refuse_large
-from storage.prompts.generators import generate_task
+from storage.prompts.dataset import encoded_prompts, refuse_large
 from storage.prompts.length_check import check_lengths, check_prompt_lengths, lengths_exceeded
-from storage.prompts.mixture import Source
+from storage.prompts.run_prompts import Prompts, read_prompts
 from storage.prompts.source_report import report_sources
-from storage.prompts.sources import with_choices
-from storage.prompts.stored_prompts import StoredPrompts
-from storage.prompts.training_prompts import training_prompts
 from storage.prompts.updates import DataUpdates
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY, Quarantine
 from storage.shard.server import Shard
@@ -81,53 +77,6 @@ class StorageSettings:
     """Whether held-out prompts are announced, for the learner to have answered."""
     sinks: tuple[Sink, ...] = ()
     """Take each row of the run's metrics besides the files."""
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """What a run trains on and measures with."""
-
-    training: StoredPrompts
-    heldout: list[Prompt]
-    source: str
-    """Where those to train on come from, for a human."""
-    sources: tuple[Source, ...] = ()
-    """Sources that are mixed, whose prompts follow one another in `training`."""
-    sets: dict[str, list[Prompt]] = field(default_factory=dict)
-    """Further held-out prompts, by the name of their data set."""
-
-
-def read_prompts(
-    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig] = ()
-) -> Prompts:
-    """Read the prompt files, writing them first where the configuration names a task instead.
-
-    Those to train on are copied into `run` and stay on disk. Raises `ConfigError` for whatever is wrong
-    with them; a run that is new leaves nothing then.
-    """
-    with run.unmade_on_error():
-        return _read_prompts(data, run, seed, evaluation_sets)
-
-
-def _read_prompts(
-    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig]
-) -> Prompts:
-    training, heldout = data.prompts, data.heldout
-    if training is None and data.task is not None and not data.sources:
-        files = generate_task(data.task, run.data, seed=seed)
-        training, heldout = files.prompts, heldout or files.heldout
-    if training is None and not data.sources:
-        raise ConfigError(
-            "no prompts: give --prompts FILE, data.sources, or --data.task sort for a generated task"
-        )
-    measured = load_prompts(heldout, data.keys) if heldout else []
-    sets = {
-        one.name: list(with_choices(each_prompt(one.prompts, data.keys), one.reward, one.environment))
-        for one in evaluation_sets
-    }
-    stored, sources = training_prompts(training or data.sources, data.keys, run.data)  # takes longest
-    names = str(training) if training else " and ".join(str(one.prompts) for one in data.sources)
-    return Prompts(stored, measured, names, sources, sets)
 
 
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:

@@ -20,7 +20,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import refuse_large
-from storage.service import read_prompts
+from storage.prompts.run_prompts import read_prompts
 
 PROMPTS = 1_000_000
 WORDS = 40

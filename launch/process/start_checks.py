@@ -22,7 +22,7 @@ from storage.metrics.sinks import refuse_missing
 from storage.prompts.dataset import refuse_large
 from storage.prompts.generators import load_demonstrations
 from storage.prompts.length_check import check_prompt_lengths
-from storage.service import Prompts, read_prompts
+from storage.prompts.run_prompts import Prompts, read_prompts
 
 
 async def check_start(config: RunConfig, run: RunDirectory) -> Prompts:

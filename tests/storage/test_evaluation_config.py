@@ -9,7 +9,7 @@ from launch.config import resolve
 from storage.config import DataConfig
 from storage.disk.run_directory import RunDirectory
 from storage.evaluation_config import EvaluationConfig, EvaluationSetConfig
-from storage.service import read_prompts
+from storage.prompts.run_prompts import read_prompts
 
 AIME = {"name": "aime", "prompts": "a.jsonl"}
 
