@@ -5,7 +5,7 @@ import json
 import platform
 import secrets
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from bus.blobs import get_blob, put_only_blob
 from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, RunIdentity, RunRecord
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
 from bus.pace import tell_pace
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
@@ -35,7 +35,13 @@ from storage.metrics.recorder import Sink, record_metrics
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import encoded_prompts, refuse_large
-from storage.prompts.length_check import check_lengths, check_prompt_lengths, lengths_exceeded
+from storage.prompts.length_check import (
+    check_lengths,
+    check_measured,
+    check_measured_prompts,
+    check_prompt_lengths,
+    lengths_exceeded,
+)
 from storage.prompts.run_prompts import Prompts, read_prompts
 from storage.prompts.source_report import report_sources
 from storage.prompts.updates import DataUpdates
@@ -92,6 +98,8 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
         opening = asyncio.to_thread(Ledger.open, settings.run.ledger)  # a large one takes longer than a role
         ledger = opened.enter_context(closing(await opening))
+        if settings.model is not None:
+            await asyncio.to_thread(check_measured_prompts, prompts.measured, settings.model)
         refuses = settings.data.long_prompts == "refuse"
         if refuses and settings.model is not None and LENGTHS_CHECKED not in ledger.facts:
             longest = settings.max_new_tokens
@@ -113,7 +121,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
         await _announce(bus, settings, prompts)
-        service = _Service(bus, settings, sets, ledger, held)
+        service = _Service(bus, settings, sets, ledger, held, measured=prompts.measured)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
 
 
@@ -159,10 +167,11 @@ class _Service:
 
     def __init__(
         self, bus: Bus, settings: StorageSettings, data: DataSets, ledger: Ledger,
-        held: list[HeldShard],
+        held: list[HeldShard], *, measured: Mapping[str, Sequence[Prompt]],
     ) -> None:  # fmt: skip
         self._bus = bus
         self._settings = settings
+        self._measured = measured
         self._data = data
         self._data_updates = DataUpdates(
             bus, ledger, data,
@@ -251,6 +260,7 @@ class _Service:
                 self._data.skip_long(found)
             else:
                 await check_lengths(self._bus, model, prompts, max_new_tokens=longest)
+            await check_measured(self._bus, model, self._measured)
             self._ledger.set_fact(LENGTHS_CHECKED, checked)
 
     async def _remember_vocabulary(self, model: BlobRef) -> None:

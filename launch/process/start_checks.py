@@ -21,7 +21,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
 from storage.prompts.dataset import refuse_large
 from storage.prompts.generators import load_demonstrations
-from storage.prompts.length_check import check_prompt_lengths
+from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
 
 
@@ -93,8 +93,10 @@ async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.E
     run = RunDirectory(config.directory, config.run)
     run.refuse_other_format()
     model, limit = model_here(config.model.path, run), config.sampling.max_new_tokens
-    if model is not None and config.data.long_prompts == "refuse":
-        await asyncio.to_thread(check_prompt_lengths, prompts.training, model, max_new_tokens=limit)
+    if model is not None:
+        await asyncio.to_thread(check_measured_prompts, prompts.measured, model)
+        if config.data.long_prompts == "refuse":
+            await asyncio.to_thread(check_prompt_lengths, prompts.training, model, max_new_tokens=limit)
     bus = "a bus of its own"
     if stop is not None:
         bus = f"the bus at {without_credentials(config.bus.url)} answers"

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,11 @@ from bus.blobs import get_blob
 from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
+from bus.images import PlacedImage
 from bus.messages import BlobRef, ModelFiles, Prompt
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
+from storage.images.reader import ImageReader
 from storage.weights.model_files import unbundle
 
 BATCH = 1024
@@ -52,6 +54,44 @@ async def lengths_exceeded(
         )
 
 
+async def check_measured(bus: Bus, model: BlobRef, measured: Mapping[str, Sequence[Prompt]]) -> None:
+    """Do `check_measured_prompts` with the model files on the bus. Raises `BusError` when they are gone."""
+    if any(measured.values()):
+        async with _files(bus, model) as directory:
+            await asyncio.to_thread(check_measured_prompts, measured, directory)
+
+
+def check_measured_prompts(measured: Mapping[str, Sequence[Prompt]], model_directory: Path) -> None:
+    """Raise `ConfigError` for a held-out prompt that shows an image which the model cannot see, or whose text
+    it would take for one.
+
+    Args:
+        measured: held-out prompts, by what they are called.
+        model_directory: files of the model."""
+    images = None
+    if ImageReader.of(model_directory) is not None:
+        with _IMPORTING:
+            from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model_directory, trust_remote_code=False)
+        images = ImageChat.of(model_directory, tokenizer)
+    for name, prompts in measured.items():
+        for number, prompt in enumerate(prompts, start=1):
+            try:
+                _with_texts(prompt, images)
+            except ImageError as error:
+                raise ConfigError(f"prompt {number} of the {name}: {error}") from error
+
+
+def _with_texts(prompt: Prompt, images: ImageChat | None) -> tuple[list[Json], list[PlacedImage]]:
+    """Return the chat of a prompt, whose images have become text, and the images. Raises `ImageError`."""
+    content = prompt.content
+    chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if images is not None:
+        images.refuse_marker(prompt.tools)
+    return inlined(chat, images)
+
+
 def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int) -> None:
     """Raise `ConfigError` for the first prompt that leaves no room for `max_new_tokens` in the context, or
     that the model's chat template refuses."""
@@ -77,13 +117,9 @@ def long_prompts(
     rendered: list[_Rendered] = []
     start = 0
     for prompt in prompts:
-        content = prompt.content
-        chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
         number = start + len(rendered) + 1
         try:
-            messages, shown = inlined(chat, images)
-            if images is not None:
-                images.refuse_marker(prompt.tools)
+            messages, shown = _with_texts(prompt, images)
             text = tokenizer.apply_chat_template(
                 messages, tools=prompt.tools or None, tokenize=False, add_generation_prompt=True
             )

@@ -11,7 +11,7 @@ import pytest
 from transformers import Qwen3Config
 
 from bus.blobs import get_blob, put_blob
-from bus.codec import decode, encode
+from bus.codec import Json, decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import ConfigError
@@ -29,6 +29,7 @@ from storage.store.replay import ReplayStore
 from storage.weights.model_files import bundle, unbundle
 from tests.conftest import Connect
 from tests.factories import make_trajectory
+from tests.pictures import image_part, picture
 from tests.storage.serving import (
     BLOB,
     SMALL,
@@ -55,7 +56,7 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return bundle(directory)
 
 
-def write_prompts(path: Path, *contents: str) -> Path:
+def write_prompts(path: Path, *contents: Json) -> Path:
     path.write_text("".join(json.dumps({"prompt": content}) + "\n" for content in contents))
     return path
 
@@ -217,6 +218,30 @@ async def test_prompt_longer_than_the_context_stops_the_run_and_is_named(bus, tm
         await run_storage(bus, make_settings(tmp_path, "2 + 2 =", "x" * 21), asyncio.Event())
     reason = r"prompt 2 has 23 tokens: with 10 new ones it exceeds the model's context of 32"
     assert failure.group_contains(ConfigError, match=reason)
+    assert await messages(bus, "TASKS") == 0
+
+
+@pytest.mark.parametrize("model_is_here", [True, False])
+async def test_a_held_out_image_that_the_model_cannot_see_stops_the_run(
+    bus, tmp_path, model_files, model_is_here
+):
+    settings = make_settings(tmp_path, "2 + 2 =")
+    shown = [{"role": "user", "content": [image_part(picture())]}]
+    heldout = write_prompts(tmp_path / "heldout.jsonl", "3 + 3 =", shown)
+    settings = replace(settings, data=settings.data.model_copy(update={"heldout": heldout}))
+    if model_is_here:
+        unbundle(model_files, tmp_path / "model")
+        settings = replace(settings, model=tmp_path / "model")
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    reason = "prompt 2 of the held-out prompts: it shows an image, and the model reads nothing but text"
+    async with asyncio.timeout(60):
+        with pytest.raises(ConfigError if model_is_here else ExceptionGroup) as failure:
+            await run_storage(bus, settings, asyncio.Event())
+    assert (await bus.get("run", RunRecord) is None) == model_is_here
+    if model_is_here:
+        failure.match(reason)
+    else:
+        assert failure.group_contains(ConfigError, match=reason)
     assert await messages(bus, "TASKS") == 0
 
 

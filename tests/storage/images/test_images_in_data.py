@@ -11,7 +11,7 @@ from PIL import Image
 from bus.errors import ConfigError
 from storage.config import PromptKeys
 from storage.prompts.dataset import load_prompts
-from storage.prompts.length_check import check_prompt_lengths
+from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from tests.pictures import data_uri, image_part, picture, vision_directory
 
 
@@ -145,7 +145,22 @@ def test_a_model_without_vision_refuses_images_before_the_run(tmp_path):
 
     model = build_model_directory(tmp_path / "model", ScratchModel(hidden_size=16, heads=2), seed=0)
     prompts = load_prompts(rows(tmp_path / "a.jsonl", image_part(picture())), PromptKeys())
-    with pytest.raises(
-        ConfigError, match="prompt 1: it shows an image, and the model reads nothing but text"
-    ):
+    unseen = "it shows an image, and the model reads nothing but text"
+    with pytest.raises(ConfigError, match=f"prompt 1: {unseen}"):
         check_prompt_lengths(prompts, model, max_new_tokens=4)
+    text = load_prompts(rows(tmp_path / "b.jsonl", {"type": "text", "text": "see"}), PromptKeys())
+    check_measured_prompts({"held-out prompts": text}, model)
+    with pytest.raises(ConfigError, match=f"prompt 2 of the evaluation.sets 'charts': {unseen}"):
+        check_measured_prompts(
+            {"held-out prompts": text, "evaluation.sets 'charts'": [*text, *prompts]}, model
+        )
+
+
+def test_a_text_that_would_be_taken_for_an_image_is_refused_in_held_out_prompts(tmp_path):
+    model = vision_directory(tmp_path / "model")
+    shown = load_prompts(rows(tmp_path / "a.jsonl", image_part(picture())), PromptKeys())
+    check_measured_prompts({"held-out prompts": shown}, model)
+    part = {"type": "text", "text": "see <|image_pad|>"}
+    marked = load_prompts(rows(tmp_path / "b.jsonl", part), PromptKeys())
+    with pytest.raises(ConfigError, match=r"prompt 1 of the held-out prompts: it has <\|image_pad\|>"):
+        check_measured_prompts({"held-out prompts": marked}, model)
