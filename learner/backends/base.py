@@ -7,6 +7,7 @@ backend is built is decided in learner/backends/factory.py.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +60,9 @@ class StepResult:
         return found if found is not None and isfinite(found) else None
 
 
+NO_TENSORS: Callable[[], Iterator[tuple[str, Tensor]]] = partial(iter, ())
+
+
 @dataclass(frozen=True, slots=True)
 class Exported:
     """The weights by Hugging Face name, or adapters by peft's, where they lie."""
@@ -72,6 +76,9 @@ class Exported:
     other than the first."""
     exact: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Weights that are computed with in a dtype of their own, in which they are published."""
+    unchanging: Callable[[], Iterator[tuple[str, Tensor]]] = NO_TENSORS
+    """Reads those that are not trained and lie with the initial model, on the first rank, one after another;
+    an equal function reads equal ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
@@ -127,9 +127,12 @@ class _Buffers:
         self._weights: Exported | None = None
         self._sources: list[Tensor] = []
         self._places: list[Tensor] = []
+        self._unchanging: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
+        """Read those that are here and do not change."""
 
     def fill(self, weights: Exported) -> None:
-        """Copy the weights in; where each goes is found out once."""
+        """Copy the weights in; where each goes is found out once, and those that do not change are read
+        once."""
         if weights is not self._weights:
             self._weights, self._sources = weights, list(weights.here.values())
             self._places = [self.tensors[name].view(view.shape) for name, view in weights.here.items()]
@@ -137,6 +140,10 @@ class _Buffers:
             torch._foreach_copy_(self._places, self._sources, non_blocking=True)
         for name, tensor in weights.rest():
             self.tensors[name].copy_(tensor, non_blocking=True)
+        if self._unchanging != weights.unchanging:
+            for name, tensor in weights.unchanging():
+                self.tensors[name].copy_(tensor)
+            self._unchanging = weights.unchanging
 
 
 def host_tensors(state: Mapping[str, Tensor]) -> dict[str, HostTensor]:

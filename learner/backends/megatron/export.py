@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ class WeightExport:
     def __init__(
         self, chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, beside: SomeWeights
     ) -> None:
-        """Export `beside` with the model's weights, as it is, read anew each time."""
+        """Export `beside` with the model's weights, as it is."""
         self._chunks = chunks
         self._beside = beside
         self._hf_config = hf_config
@@ -40,8 +39,12 @@ class WeightExport:
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
-        yield from stream_hf_weights(self._chunks, self._hf_config, self._holders())
+        yield from self.trained()
         yield from self._others()
+
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield those of the model, as `stream` does."""
+        return stream_hf_weights(self._chunks, self._hf_config, self._holders())
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         if dist.get_rank() == 0:
@@ -65,8 +68,9 @@ class WeightExport:
             self._exported = Exported(
                 shapes | {name: self._beside.spec(name).shape for name in self._beside},
                 here,
-                lambda: chain(rest(), self._others()),
+                rest,
                 float32_weights(self._hf_config) | self._beside.dtypes(),
+                self._others,
             )
         return self._exported
 

@@ -226,7 +226,11 @@ class Trainer:
             return self._export.views()
         if self.lora.config.publish == "adapter":
             return self.lora.exported(self.dtype)
-        return replace(self._export.views(), here={}, rest=self.streamed)
+        return replace(self._export.views(), here={}, rest=self._merged)
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.lora is not None  # it merges what is published
+        return self.lora.merged(self._export.trained())
 
     @property
     def size_bytes(self) -> int:

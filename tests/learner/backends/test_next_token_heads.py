@@ -14,10 +14,11 @@ from learner.backends.megatron.conversion.convert import hf_to_megatron, megatro
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import save_checkpoint
-from learner.config.lora import LoraConfig
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from learner.model_directories.lazy_weights import SomeWeights
 from learner.model_directories.model_directory import load_hf_directory
 from learner.publication.host_copy import HostCopy
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
@@ -79,6 +80,32 @@ def test_they_are_published_in_their_own_types():
     )
 
 
+class CountedReads(SomeWeights):
+    """Weights that note which of them were read."""
+
+    def __init__(self, state):
+        super().__init__(state, state.keys())
+        self.read = []
+
+    def __getitem__(self, name):
+        self.read.append(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("lora", [NO_LORA, LoraConfig(rank=2, targets=("o_proj",), publish="merged")])
+def test_they_are_read_once_for_each_of_the_two_copies_on_the_host(lora):
+    model = tiny_model("glm4_moe", num_mtp_layers=1)
+    state = CountedReads({**hf_state(model), **heads()})
+    trainer, host = Trainer(model.config, state, OptimizerConfig(lr=1e-2), lora=lora), HostCopy(torch.float32)
+    state.read.clear()
+    for _ in range(4):
+        published = asyncio.run(host.take(trainer.exported()).arrived())
+        for name, tensor in heads().items():
+            assert published[name].words.tobytes() == tensor.numpy().tobytes()
+        step(trainer)
+    assert sorted(name for name in state.read if name in heads()) == sorted([*heads()] * 2)
+
+
 @pytest.mark.parametrize("publish", ["merged", "adapter"])
 def test_they_go_along_with_adapters(publish):
     lora = LoraConfig(rank=2, targets=("o_proj",), publish=publish)
@@ -138,7 +165,8 @@ def exported_by(layout):
     divide_world(parallel)
     trainer = trainer_of("deepseek_v3", parallel=parallel)
     step(trainer)
-    return behind(trainer.export()), {name for name, _ in trainer.exported().rest()}
+    exported = trainer.exported()
+    return behind(trainer.export()), {name for name, _ in (*exported.rest(), *exported.unchanging())}
 
 
 @pytest.mark.slow
