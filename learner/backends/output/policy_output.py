@@ -21,6 +21,12 @@ LEAST_ROWS = 256
 """Least rows of logits at a time: matrix products of fewer rows are slow."""
 
 
+def chunk_rows(columns: int, *, exact: bool = False) -> int:
+    """Return how many rows of logits are alive at a time, of a rank that has so many columns."""
+    bytes_each = 16 if exact else 4  # exact ones are float64 at first
+    return max(LEAST_ROWS, LOGITS_BYTES // (bytes_each * columns))
+
+
 def policy_output(  # noqa: PLR0913 - what both backends know
     hidden: Tensor, weight: Tensor, batch: MicroBatch, token_loss: TokenLoss | None, top: int, *,
     first_label: int = 0, largest_part: int | None = None, group: dist.ProcessGroup | None = None,
@@ -45,8 +51,7 @@ def policy_output(  # noqa: PLR0913 - what both backends know
         exact: compute in exact arithmetic, of a vocabulary that is on one rank.
     """
     rows, labels = hidden.index_select(0, batch.predicting), batch.labels.index_select(0, batch.trained)
-    bytes_each = 16 if exact else 4  # exact ones are float64 at first
-    chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (bytes_each * (largest_part or len(weight))))
+    chunk_size = chunk_rows(largest_part or len(weight), exact=exact)
     temperatures = batch.of_trained("temperatures")
     project = partial(exact_linear if exact else F.linear, weight=weight)
     shared: dict[str, Any] = {"temperatures": temperatures, "group": group, "chunk_size": chunk_size}
