@@ -94,9 +94,30 @@ def bucketed_attention(
 
     Returns [T, heads, d].
     """
-    padded = (laid_out(x, buckets, slots) for x in (query, key, value))
-    by_head = (tuple(x.transpose(1, 2) for x in bucket) for bucket in zip(*padded, strict=True))
-    flat = [attend(q, k, v).transpose(1, 2).flatten(0, 1) for q, k, v in by_head]
+
+    def mix(*heads: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in heads)
+        return attend(q, k, v).transpose(1, 2)
+
+    return within_sequences(mix, (query, key, value), buckets, slots)
+
+
+def within_sequences(
+    mix: Callable[..., Tensor], packed: Sequence[Tensor], buckets: Sequence[Bucket], slots: Tensor | None
+) -> Tensor:
+    """Mix the tokens of each sequence, and none with those of another.
+
+    Args:
+        mix: makes [sequences, length, ...] of as many as there are in `packed`, by causal steps: shorter
+            sequences have zeros behind them, which no token of theirs may see.
+        packed: each [T, ...].
+        buckets: of sequences, which hold all T tokens.
+        slots: int64 [T], place of each token in the padded buckets laid end to end; `None` is the same place.
+
+    Returns [T, ...].
+    """
+    padded = (laid_out(x, buckets, slots) for x in packed)
+    flat = [mix(*of_bucket).flatten(0, 1) for of_bucket in zip(*padded, strict=True)]
     return flat[0] if slots is None else torch.cat(flat).index_select(0, slots)
 
 

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.backends.fsdp.attention import PackedSequences
-from learner.backends.packed_attention import laid_out
+from learner.backends.packed_attention import within_sequences
 
 
 class Recurrent(NamedTuple):
@@ -54,6 +53,5 @@ def _mixed(
     """Do what the layer does, [1, T, hidden] to the same, within each sequence of a pack if there is one."""
     if packed is None:
         return mix(hidden_states, **others)
-    apart = laid_out(hidden_states[0], packed.buckets, packed.slots)
-    mixed = torch.cat([mix(each, **others).flatten(0, 1) for each in apart])
-    return mixed.index_select(0, packed.slots)[None]
+    mixing = partial(mix, **others)
+    return within_sequences(mixing, [hidden_states[0]], packed.buckets, packed.slots)[None]
