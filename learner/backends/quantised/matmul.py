@@ -4,6 +4,8 @@ Three products make a linear layer's step (arXiv:2209.05433). Those of the forwa
 inputs are in fp8 here, e4m3 with float32 scales of the moment, and added up in float32. That of the gradient
 of weights is in the model's type, with its sum in float32, as without fp8."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +29,10 @@ def row_codes(values: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales).clamp(-LARGEST, LARGEST).to(CODES), scales
 
 
-_compiled_row_codes = torch.compile(row_codes, dynamic=True)
+@cache
+def _compiled_row_codes() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return `row_codes` for CUDA: without it, torch's compiler need not be loaded, which takes a second."""
+    return torch.compile(row_codes, dynamic=True)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -37,7 +42,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return ((codes.float() @ others.float().t()) * scales * other_scales.t()).to(left.dtype)
     if not len(left):
         return left.new_empty(0, len(right))
-    (codes, scales), (others, other_scales) = _compiled_row_codes(left), _compiled_row_codes(right)
+    compiled = _compiled_row_codes()
+    (codes, scales), (others, other_scales) = compiled(left), compiled(right)
     return torch._scaled_mm(
         codes,
         others.t(),

@@ -3,7 +3,8 @@
 megatron-core 0.16.1 names its device in the code: `torch.cuda.current_device()`, `tensor.cuda()`,
 `device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`. PyTorch has a `torch.cpu` and a `Tensor.cpu` of
 the same shape, so it is enough that the functions of a few modules say `cpu` where they say `cuda`: here the
-names and constants of their code objects are replaced. Nothing in torch is touched.
+names and constants of their code objects are replaced. It also has torch compile functions, left here
+as they are: to load torch's compiler takes a second, and to run it many. Nothing in torch stays touched.
 """
 
 import importlib
@@ -68,7 +69,7 @@ def adapt_megatron_to_cpu() -> None:
     """
     if torch.cuda.is_available():
         return
-    with megatron_import_warnings_silenced():
+    with megatron_import_warnings_silenced(), _nothing_compiled():
         found = importlib.import_module("megatron.core").__version__
     if found != MEGATRON_VERSION:
         raise ConfigError(
@@ -76,7 +77,7 @@ def adapt_megatron_to_cpu() -> None:
             f"megatron-core {MEGATRON_VERSION} to machines without CUDA, found {found}: "
             f"install megatron-core=={MEGATRON_VERSION}"
         )
-    with megatron_import_warnings_silenced():
+    with megatron_import_warnings_silenced(), _nothing_compiled():
         modules = [importlib.import_module(name) for name in MODULES_NAMING_CUDA]
     for module in modules:
         if not sum(_adapt(function) for function in _functions(module)):
@@ -106,6 +107,17 @@ def megatron_import_warnings_silenced() -> Iterator[None]:
         for message in EXPECTED_IMPORT_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         yield
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Let what is imported take a decorator that does nothing for torch.compile."""
+    compiles = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiles
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         if x.is_cuda:
-            return _compiled(x, self.factors, self.eps)
+            return _compiled()(x, self.factors, self.eps)
         if x.dtype == torch.float32:
             return _RMSNorm.apply(x, self.factors, self.eps)  # type: ignore[no-any-return, no-untyped-call]
         if self.centred:
@@ -44,8 +46,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight.float()).to(x.dtype)
 
 
-_compiled = torch.compile(_rms_norm)
-torch._dynamo.config.recompile_limit = 64  # compiled for every layout of the input, with and without gradient
+@cache
+def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Return `_rms_norm` for CUDA: without it, torch's compiler need not be loaded, which takes a second."""
+    torch._dynamo.config.recompile_limit = 64  # for every layout of the input, with and without gradient
+    return torch.compile(_rms_norm)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -26,3 +29,15 @@ def test_a_module_that_names_no_cuda_is_reported():
 def test_torch_itself_is_left_alone():
     assert torch.cuda.current_device.__module__ == "torch.cuda"
     assert torch.cuda.synchronize.__module__ == "torch.cuda"
+    assert torch.compile.__module__ == "torch"
+
+
+@pytest.mark.slow
+def test_a_learner_starts_without_the_compiler_that_it_does_not_use():
+    program = (
+        "import sys; import learner.service; "
+        "print([name for name in ('torch._inductor.compile_fx', 'megatron.core') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "['megatron.core']"
