@@ -20,7 +20,11 @@ from storage.dispatch import dispatcher
 from tests.object_store import ObjectStore
 
 hypothesis.settings.load_profile("ci")  # the same examples everywhere, however slow the machine
-gc.disable()  # until all is imported and collected
+gc.disable()  # until all is imported and collected, of which hardly anything is garbage
+UNFREEZE = gc.unfreeze
+gc.unfreeze = lambda: (
+    None
+)  # what is imported stays frozen when a service that a test ran in this process ends
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
 RUN = "test"
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -32,9 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of garbage collections: tests and megatron-core begin many, and each would
-    look at millions of objects again."""
-    gc.collect()
+    """Leave what is imported out of garbage collections: tests begin many, and each would look at millions of
+    objects again."""
     gc.freeze()
     gc.enable()
 
@@ -45,6 +48,15 @@ def logging_as_before() -> Iterator[None]:
     settings = structlog.get_config()
     yield
     structlog.configure(**settings)
+
+
+@pytest.fixture
+def unfrozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is left out of garbage collections, as in a process that begins."""
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
 from bus.policy_names import DEFAULT_POLICY
 from bus.process_state import ProcessState
+from bus.process_tuning import no_collections
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
@@ -218,7 +219,8 @@ async def serve_learner(
 
 
 async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asyncio.Event) -> None:
-    from learner.service import run
+    with no_collections():
+        from learner.service import run
 
     def record() -> None:  # not before: a learner that is refused has trained nothing
         write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
@@ -269,7 +271,8 @@ async def serve_shadow(
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
-        from learner.history.shadow import ShadowSettings, run_shadow
+        with no_collections():
+            from learner.history.shadow import ShadowSettings, run_shadow
 
         directory = RunDirectory(config.directory, config.run)
         settings, demonstrations = await asyncio.to_thread(learner_settings, config, directory)
@@ -293,8 +296,9 @@ def _refuse_no_checkpoint(directory: Path | None) -> None:
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
     """Run an actor process until `stop` or the end of the run."""
-    from actors.environments.build import built_environment
-    from actors.rewards.group_filters import load_filter
+    with no_collections():
+        from actors.environments.build import built_environment
+        from actors.rewards.group_filters import load_filter
 
     async with connected(where, "actors", stop) as bus:
         config = await joined(bus, where, overrides, stop)
@@ -306,7 +310,8 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
             bus.state.wait_for("its libraries to be loaded")
             log.info("actors_starting", run=config.run)
-            from actors.service import ActorSettings, run_actors
+            with no_collections():
+                from actors.service import ActorSettings, run_actors
 
             further = await _further_policies(bus, config, overrides, stop, opened)
             settings = ActorSettings(

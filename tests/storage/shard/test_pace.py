@@ -5,11 +5,18 @@ import sys
 
 import pytest
 
-from bus.process_tuning import COLLECT_EVERY, SWITCH_INTERVAL_S, few_collections, paced
+from bus.process_tuning import (
+    COLLECT_EVERY,
+    SWITCH_INTERVAL_S,
+    few_collections,
+    no_collections,
+    paced,
+)
 from storage.disk.run_directory import RunDirectory
 from storage.shard.service import hold_shards
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_inside_threads_take_turns_sooner_and_collections_are_rarer():
     interval, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
     with paced():
@@ -21,6 +28,7 @@ def test_inside_threads_take_turns_sooner_and_collections_are_rarer():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_who_goes_in_last_may_come_out_last():
     thresholds = gc.get_threshold()
     first, second = few_collections(), paced()
@@ -32,6 +40,15 @@ def test_who_goes_in_last_may_come_out_last():
     second.__exit__(None, None, None)
     assert gc.get_threshold() == thresholds
     assert gc.get_freeze_count() == 0
+
+
+def test_nothing_is_collected_while_libraries_are_loaded_and_all_is_as_before_then():
+    with no_collections():
+        assert not gc.isenabled()
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.nats
