@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ def world() -> Iterator[None]:
     torch.set_num_threads(1)
     init_world()
     yield
+    gc.collect()  # trainers are garbage in cycles, and keep the threads of the world's groups
     close_world()
 
 

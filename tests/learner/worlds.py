@@ -1,5 +1,6 @@
 """Worlds of gloo processes that stay up while test after test divides them another way."""
 
+import gc
 import multiprocessing
 import os
 import time
@@ -93,6 +94,7 @@ class _World:
 def _serve(rank: int, ranks: int, port: int, pipe: connection.Connection) -> None:
     from learner.backends.factory import init_world
 
+    gc.freeze()  # what was imported is no garbage, and need not be looked at whenever the world is divided
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),

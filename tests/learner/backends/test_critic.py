@@ -10,7 +10,6 @@ from bus.errors import ConfigError, TrainingError
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import CriticSource
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
 from learner.config.batch import BatchConfig
@@ -24,6 +23,7 @@ from learner.data.packing import pack
 from learner.scoring.values import with_values
 from tests.learner.backends.test_trained_advantages import groups_of, logprobs
 from tests.learner.critics import credit_of, source_of, tiny_critic, values_of
+from tests.learner.division import divide_world
 from tests.learner.muon_reference import ReferenceMuon
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import hf_state, random_samples, tiny_model

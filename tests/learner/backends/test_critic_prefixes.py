@@ -6,7 +6,6 @@ import torch
 
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
 from learner.config.batch import BatchConfig
@@ -18,6 +17,7 @@ from learner.data.packing import Sample, pack
 from learner.scoring.values import with_values
 from tests.learner.backends.test_shared_prefixes import one_prompt
 from tests.learner.critics import source_of, tiny_critic
+from tests.learner.division import divide_world
 from tests.learner.siblings import siblings
 from tests.learner.tiny import hf_state, tiny_model
 from tests.learner.world.ranks_worker import group

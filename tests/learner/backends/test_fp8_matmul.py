@@ -12,7 +12,6 @@ from bus.errors import ConfigError
 from launch.config import resolve
 from learner import service
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.matmul import Fp8Linear, product
 from learner.config.learner import LearnerConfig
@@ -23,6 +22,7 @@ from learner.data.packing import pack
 from learner.initial import prepare
 from learner.progress import Progress
 from learner.restore import restore_alone
+from tests.learner.division import divide_world
 from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 

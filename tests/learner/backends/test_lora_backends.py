@@ -11,7 +11,6 @@ from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.lora import refuse_other_adapters, saved_settings
 from learner.backends.megatron.conversion.base import is_adapter
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
@@ -22,6 +21,7 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
 from learner.model_directories.model_directory import load_hf_directory
 from storage.disk.checkpoints import latest
+from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]

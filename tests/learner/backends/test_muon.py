@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from bus.errors import ConfigError
 from learner.backends.base import Backend
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.trainable import TrainableWeights
 from learner.backends.update import matrix_exchange
@@ -28,6 +27,7 @@ from learner.data.packing import pack
 from storage.disk.checkpoints import latest
 from tests.learner.backends.fsdp.families import family_config
 from tests.learner.backends.test_update import Questions
+from tests.learner.division import divide_world
 from tests.learner.muon_reference import ReferenceMuon, expected_step
 from tests.learner.reference import reference_step
 from tests.learner.tiny import SIZES, TIS, hf_state, random_samples, tiny_model

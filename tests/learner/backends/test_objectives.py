@@ -17,7 +17,6 @@ from learner.algorithms.objective import CORRECTIONS, LOSSES, REJECTIONS, Object
 from learner.algorithms.selection import with_selections
 from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.correction import (
@@ -52,8 +51,9 @@ from learner.config.parallel import ParallelConfig
 from learner.config.plugin import Plugin
 from learner.data.packing import Sample, pack
 from learner.scoring.logprobs import with_logprobs
+from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer
-from tests.learner.tiny import VOCAB, hf_state, random_samples, reference_logits, tiny_model
+from tests.learner.tiny import VOCAB, hf_state, random_samples, reference_logits, tiny_config, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
@@ -195,17 +195,23 @@ LAYOUTS = {
 POLICY_VERSION = 3
 POLICY, REFERENCE, TEACHER, OTHER_TEACHER = 0, 1, 2, 3
 """Seeds of their weights."""
+FROZEN = {"reference": REFERENCE, "teacher": TEACHER, "teacher.other": OTHER_TEACHER}
+
+
+@cache
+def state_of(seed: int) -> dict[str, Tensor]:
+    """Return the weights of a policy, which nobody changes."""
+    return hf_state(tiny_model(seed=seed))
 
 
 def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
     """Return what each update did, and the weights then; on a rank of a world."""
     parallel = ParallelConfig(**case.layout)
     divide_world(parallel)
-    model = tiny_model(seed=POLICY)
-    trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=parallel)
-    trainer.frozen.load("reference", model.config, hf_state(tiny_model(seed=REFERENCE)), Path("elsewhere"))
-    for tag, seed in ("teacher", TEACHER), ("teacher.other", OTHER_TEACHER):
-        trainer.frozen.load(tag, model.config, hf_state(tiny_model(seed=seed)), Path("elsewhere"))
+    config = tiny_config()
+    trainer = Trainer(config, state_of(POLICY), OPTIMIZER, parallel=parallel)
+    for tag, seed in FROZEN.items():
+        trainer.frozen.load(tag, config, state_of(seed), Path("elsewhere"))
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     learner, results = case.learner, []
     for step in range(STEPS):
@@ -219,6 +225,12 @@ def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
                 trainer.train_step(pack(chosen, 40), Objective.of(learner), policy_version=POLICY_VERSION)
             )
     return results, trainer.export()
+
+
+@cache
+def trained_alone(objective: str) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """Return what `train` does in a world of one, to tests that look at it in several ways."""
+    return train(Case(objective))
 
 
 def of_update(number: int, learner: LearnerConfig) -> list[int]:
@@ -523,19 +535,26 @@ def picked_by_formula(
 
 
 @cache
+def frozen_logprobs(step: int, kept_sets: bool) -> dict[str, list[Tensor]]:
+    """Return the `sample_logprobs` of each frozen policy, which are the same for all objectives."""
+    samples = samples_of(step, "kept sets" if kept_sets else "")
+    with torch.no_grad():
+        return {tag: sample_logprobs(tiny_model(seed=seed), samples) for tag, seed in FROZEN.items()}
+
+
+@cache
 def expected(objective: str) -> tuple[list[tuple[float, float, float]], dict[str, Tensor]]:
     """Loss, gradient norm and k3 to the reference of every update, by transformers and torch alone."""
     learner, policy = Case(objective).learner, tiny_model(seed=POLICY)
-    others = {"reference": tiny_model(seed=REFERENCE), "teacher": tiny_model(seed=TEACHER)}
-    others["teacher.other"] = tiny_model(seed=OTHER_TEACHER)
     optimizer, found = reference_optimizer(policy, OPTIMIZER), []
     for step in range(STEPS):
         samples = samples_of(step, objective)
-        with torch.no_grad():
-            old = [each[0] for each in sample_logprobs(policy, samples)]
-            frozen = {tag: sample_logprobs(model, samples) for tag, model in others.items()}
+        logprobs = sample_logprobs(policy, samples)
+        old = [each[0].detach() for each in logprobs]
+        frozen = frozen_logprobs(step, objective.startswith("kept sets"))
         for n in range(learner.batch.updates):
-            total, k3, count, logprobs = 0.0, 0.0, 0, sample_logprobs(policy, samples)
+            total, k3, count = 0.0, 0.0, 0
+            logprobs = sample_logprobs(policy, samples) if n else logprobs
             picked = picked_by_formula(learner, samples, old, of_update(n, learner))
             for i in of_update(n, learner):
                 mask = torch.from_numpy(samples[i].loss_mask[1:])
@@ -566,8 +585,7 @@ def assert_as_expected(case: Case, steps: list[StepResult], weights: dict[str, T
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_four_steps_follow_plain_torch_adamw(objective):
-    case = Case(objective)
-    assert_as_expected(case, *train(case))
+    assert_as_expected(Case(objective), *trained_alone(objective))
 
 
 def test_everything_that_there_is_is_trained_here():
@@ -595,13 +613,13 @@ def test_everything_that_there_is_is_trained_here():
 
 @pytest.mark.parametrize("objective", ["clip-cov", "aipo", "gmpo", "decoupled, interpolated"])
 def test_what_a_loss_clips_is_some_of_the_tokens(objective):
-    clipped = [step.diagnostics["clipped_fraction"] for step in train(Case(objective))[0]]
+    clipped = [step.diagnostics["clipped_fraction"] for step in trained_alone(objective)[0]]
     assert 0 < max(clipped) < 1
 
 
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "rejection" in OBJECTIVES[name]])
 def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
-    steps, _ = train(Case(objective))
+    steps, _ = trained_alone(objective)
     assert all(0 < step.diagnostics["rejected_fraction"] < 1 for step in steps)
     assert all(step.denominator == step.tokens for step in steps)  # from before the rejection
 
@@ -646,7 +664,7 @@ def test_a_correction_sees_whole_sequences_whose_tokens_are_divided_over_ranks(w
     case = Case(objective, *LAYOUTS["cp2"])
     answers = worlds.run(case.ranks, train, case)
     assert_as_expected(case, *answers[0])
-    alone, _ = train(Case(objective))
+    alone, _ = trained_alone(objective)
     for (steps, _), name in product(answers, counted):
         found = [step.diagnostics[name] for step in steps]
         assert found == pytest.approx([step.diagnostics[name] for step in alone], abs=1e-6)

@@ -16,7 +16,6 @@ from bus.errors import ConfigError, TrainingError
 from learner.backends.megatron.optimizer import offload, state_file
 from learner.backends.megatron.optimizer.offload import FiledAdamW, OffloadedAdamW
 from learner.backends.megatron.optimizer.state_file import StateFile
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
     load_checkpoint,
@@ -26,6 +25,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest as latest_checkpoint
+from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 

@@ -15,7 +15,6 @@ from bus.errors import ConfigError
 from learner.backends.base import Backend
 from learner.backends.factory import refuse_quantisation, rounding_of
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import Part, RoundedWeights
@@ -30,6 +29,7 @@ from storage.disk.checkpoints import latest
 from storage.weights.fp8 import dequantised
 from storage.weights.quantisation import BLOCKS, FORMATS
 from storage.weights.quantised_tensors import quantised
+from tests.learner.division import divide_world
 from tests.learner.fp8_reference import served
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model

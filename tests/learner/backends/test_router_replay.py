@@ -10,13 +10,13 @@ from bus.errors import ConfigError
 from learner.backends.factory import refuse_router_replay
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.router_replay import RouterExperts
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import OWN_CHOICE, pack
 from tests.learner.backends.router_reference import chosen_experts, given, sent_to
+from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 

@@ -18,7 +18,6 @@ from learner.backends.factory import refuse_batches
 from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.model import build_model
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.correction import SequenceTIS
@@ -31,6 +30,7 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import Sample, pack
 from learner.metrics import step_values
 from learner.scoring.logprobs import score
+from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.siblings import siblings
 from tests.learner.tiny import FAMILIES, TIS, hf_state, tiny_config, tiny_model

@@ -12,7 +12,6 @@ from learner.algorithms.advantages.sums import exact_sums
 from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.rl_step import train_on
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GDPOAdvantage, GRPOAdvantage, OverlongPenalty
 from learner.config.hooks import HookConfig
@@ -21,6 +20,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from tests.factories import make_trajectory
+from tests.learner.division import divide_world
 from tests.learner.tiny import VOCAB, hf_state, tiny_model
 
 GROUPS = [

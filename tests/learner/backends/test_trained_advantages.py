@@ -13,7 +13,6 @@ from bus.trajectory import Trajectory, Turn
 from learner.algorithms.advantages.estimator import ESTIMATORS
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import (
     DiscountedReturns,
@@ -38,6 +37,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from tests.factories import make_trajectory
+from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import VOCAB, hf_state, reference_logits, tiny_model
 

@@ -9,7 +9,6 @@ import torch
 from bus.errors import ConfigError
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.advantage import GAEAdvantage
@@ -22,6 +21,7 @@ from learner.data.packing import pack
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.backends.test_trained_advantages import groups_of
 from tests.learner.critics import source_of, tiny_critic
+from tests.learner.division import divide_world
 from tests.learner.tiny import hf_state, tiny_model
 
 CRITIC = CriticConfig(level="turn", optimizer=CriticOptimizerConfig(lr=5e-3, warmup_steps=4))

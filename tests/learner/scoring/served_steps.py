@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 
 from bus.trajectory import SOURCE
 from learner.algorithms.rl_step import train_on
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.scoring.served_teachers import teachers_asked
 from tests.factories import make_trajectory
+from tests.learner.division import divide_world
 from tests.learner.tiny import VOCAB, hf_state, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)

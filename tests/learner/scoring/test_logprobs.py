@@ -11,7 +11,6 @@ import torch
 from transformers import Qwen3Config
 
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.output import output_layer as head
 from learner.backends.output import policy_output
@@ -20,6 +19,7 @@ from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.publication.probe import probe_tokens, scored_probe
 from learner.scoring.logprobs import Scores, score
+from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bus.errors import ConfigError
 from learner.backends.factory import build_backend
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
 from learner.checkpoint.commit import (
@@ -35,6 +34,7 @@ from learner.scoring.frozen_policies import hold_frozen_policies
 from storage.disk.checkpoints import latest as latest_checkpoint
 from storage.store.replay import ReplayStore
 from storage.weights.quantisation import FORMATS
+from tests.learner.division import divide_world
 from tests.learner.mini_run import LEARNER, MiniRun, mini_run
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 from tests.storage.serving import SHARDS

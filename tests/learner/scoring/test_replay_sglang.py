@@ -14,7 +14,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from actors.engines.base import Generation
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
@@ -22,6 +21,7 @@ from learner.data.packing import Sample
 from learner.scoring.logprobs import score
 from tests.actors.sglang_served import CONFIG
 from tests.actors.tiny import request
+from tests.learner.division import divide_world
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]
 PROMPTS = [[1 + n, 7, 30 - n, 12] for n in range(16)]

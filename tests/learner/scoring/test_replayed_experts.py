@@ -9,11 +9,11 @@ from actors.engines.base import Sampling
 from bus.errors import TrainingError
 from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from tests.learner.division import divide_world
 from tests.learner.stored_rollouts import stored_rollouts
 from tests.learner.tiny import hf_state, tiny_model
 

@@ -9,7 +9,6 @@ from actors.engines.base import Sampling
 from bus.trajectory import Trajectory
 from learner.algorithms.objective import Objective
 from learner.algorithms.rl_step import train_on
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
@@ -19,6 +18,7 @@ from learner.data.batches import recorded_samples
 from learner.data.packing import pack
 from learner.metrics import batch_values
 from learner.scoring.logprobs import score
+from tests.learner.division import divide_world
 from tests.learner.stored_rollouts import stored_rollouts
 from tests.learner.tiny import hf_state, tiny_model
 

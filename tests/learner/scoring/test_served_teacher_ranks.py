@@ -10,7 +10,6 @@ import torch
 
 from bus.requests import GroupRef
 from bus.trajectory import Groups
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import TeacherConfig
@@ -20,6 +19,7 @@ from learner.data.top_tokens import TopTokens
 from learner.scoring.served_teachers import TeacherAnswers
 from learner.world.process_group import Peers
 from learner.world.rank import Rank
+from tests.learner.division import divide_world
 from tests.learner.mini_run import MiniRun
 from tests.learner.scoring.served_model import ServedModel
 from tests.learner.scoring.served_steps import OPTIMIZER, groups_of, stepped, teacher

@@ -12,7 +12,6 @@ from learner.algorithms.objective import Objective
 from learner.backends.factory import refuse_router_replay
 from learner.backends.fsdp import router_replay
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.correction import TokenTIS
 from learner.config.learner import LearnerConfig
@@ -22,6 +21,7 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import OWN_CHOICE, pack
 from tests.learner.backends.fsdp.families import FAMILIES, family_config, family_model
 from tests.learner.backends.router_reference import chosen_experts, given, sent_to
+from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 

@@ -21,13 +21,13 @@ from learner.backends.megatron.model.context_attention import (
 )
 from learner.backends.megatron.model.ring_attention import _Exchange, attend_around
 from learner.backends.megatron.model.ring_layout import RingLayout
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.packed_attention import of_one_width
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.world.process_group import device
+from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 HEADS, GROUPS, WIDTH = 6, 2, 16
