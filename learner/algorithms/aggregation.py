@@ -34,7 +34,8 @@ def sequence_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
 
 
 def prompt_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
-    """Return the mean over prompts of the mean over all tokens of a prompt's trajectories."""
+    """Return the mean over prompts of the mean over all tokens of a prompt's trajectories (ScaleRL,
+    arXiv:2510.13786)."""
     _, of = np.unique(prompts, return_inverse=True)
     tokens = np.bincount(of, weights=lengths)[of]
     weights = 1.0 / np.maximum(tokens, 1)

@@ -108,7 +108,8 @@ class TokenRange(Config):
 
 
 class BinaryTV(Config):
-    """Tokens are rejected whose probability moved too far in the direction of their advantage (DPPO-TV)."""
+    """Tokens are rejected whose probability moved too far in the direction of their advantage (DPPO-TV,
+    arXiv:2602.04879)."""
 
     type: Literal["binary_tv"] = "binary_tv"
     """Name of the rejection."""
@@ -118,7 +119,8 @@ class BinaryTV(Config):
 
 
 class BinaryKL(Config):
-    """Tokens are rejected that moved too far in nats in the direction of their advantage (DPPO-KL)."""
+    """Tokens are rejected that moved too far in nats in the direction of their advantage (DPPO-KL,
+    arXiv:2602.04879)."""
 
     type: Literal["binary_kl"] = "binary_kl"
     """Name of the rejection."""
@@ -129,12 +131,12 @@ class BinaryKL(Config):
 
 class BinaryKLTwoWay(Config):
     """Tokens are rejected whose probability differs by too many nats from what it was, in either direction
-    and whatever their advantage (KPop)."""
+    and whatever their advantage (KPop, ringtech.notion.site/kpop)."""
 
     type: Literal["binary_kl_two_way"] = "binary_kl_two_way"
     """Name of the rejection."""
 
-    largest_kl_either_way: float = Field(0.05, gt=0)
+    largest_kl_either_way: float = Field(0.1, gt=0)
     """Largest KL in nats, between taking the token or not, that is trained on: that of the policies in either
     order."""
 

@@ -28,7 +28,8 @@ def binary_tv(
 ) -> Tensor:
     """Reject tokens whose probability moved more than `largest_change` in the direction of their advantage.
 
-    That is the total variation between the two policies as to whether the token is taken (DPPO-TV)."""
+    That is the total variation between the two policies as to whether the token is taken (DPPO-TV,
+    arXiv:2602.04879)."""
     moved = logprobs.exp() - (logprobs - log_ratio).exp()
     return ~((moved.abs() > largest_change) & (moved * advantages > 0))
 
@@ -38,7 +39,8 @@ def binary_kl(
 ) -> Tensor:
     """Reject tokens that have moved by more than `largest_kl` nats in the direction of their advantage.
 
-    That is KL(mu || pi) as to whether the token is taken, mu having sampled it (DPPO-KL)."""
+    That is KL(mu || pi) as to whether the token is taken, mu having sampled it (DPPO-KL,
+    arXiv:2602.04879)."""
     kl = _binary_kl(logprobs - log_ratio, logprobs)
     return ~((kl > largest_kl) & (log_ratio * advantages > 0))
 
@@ -48,7 +50,8 @@ def binary_kl_two_way(
 ) -> Tensor:
     """Reject tokens that differ by more than `largest_kl_either_way` nats.
 
-    That is the larger of KL(mu || pi) and KL(pi || mu) as to whether the token is taken (KPop)."""
+    That is the larger of KL(mu || pi) and KL(pi || mu) as to whether the token is taken (KPop,
+    ringtech.notion.site/kpop)."""
     then = logprobs - log_ratio
     return torch.maximum(_binary_kl(then, logprobs), _binary_kl(logprobs, then)) <= largest_kl_either_way
 
