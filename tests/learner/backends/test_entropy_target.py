@@ -1,15 +1,19 @@
 """The entropy bonus is adapted to a target, whatever the ranks, and goes on where it was after a resume."""
 
+from functools import cache
+
 import pytest
 from pydantic import ValidationError
 
 from learner.algorithms.entropy_bonus import EntropyBonus
 from learner.algorithms.objective import Objective
+from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.entropy import EntropyTargetConfig
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest
 from tests.learner.tiny import hf_state, random_samples, tiny_model
@@ -71,6 +75,49 @@ def test_the_weight_goes_on_after_a_resume(tmp_path):
     resumed = new_trainer()
     load_checkpoint(resumed, latest(tmp_path))
     assert trained(resumed, learner, range(2, 4)) == whole[2:]
+
+
+LENGTHS, UPDATES = [9, 17, 20, 5], 6
+LAYOUTS = {
+    "dp2": {},
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "cp2": {"context": 2},
+}
+
+
+def adapted(nats: float, layout: dict[str, int]) -> tuple[list[tuple[float, float]], EntropyBonus | None]:
+    """Return entropy and weight of each update, and what a checkpoint would keep; on a rank of a world."""
+    divide_world(ParallelConfig(**layout))
+    model = tiny_model()
+    config, parallel = OptimizerConfig(lr=1e-2), ParallelConfig(**layout)
+    trainer = Trainer(model.config, hf_state(model), config, parallel=parallel)
+    rank, ranks = trainer.data_parallel_group.rank(), trainer.data_parallel_group.size()
+    found = []
+    for step in range(UPDATES):
+        own = random_samples(LENGTHS, seed=step)[rank::ranks]
+        result = trainer.train_step(pack(own, 40), Objective.of(learner_with(nats, 0.1)), policy_version=3)
+        found.append((result.diagnostics["entropy_nats"], result.diagnostics["entropy_coef"]))
+    return found, trainer.counts.entropy_bonus
+
+
+@cache
+def of_one_rank() -> tuple[float, list[tuple[float, float]], EntropyBonus | None]:
+    """A target that some updates are above and some below, and what it leads to."""
+    without = sorted(entropy for entropy, _ in adapted(100.0, {})[0])
+    nats = (without[UPDATES // 2 - 1] + without[UPDATES // 2]) / 2
+    return nats, *adapted(nats, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_of_a_layout_adapts_the_weight_as_one_rank_does(worlds, name):
+    nats, updates, bonus = of_one_rank()
+    assert len({coef for _, coef in updates}) > 2  # it has gone up and down
+    assert len({entropy < nats for entropy, _ in updates}) == 2
+    for found, kept in worlds.run(2, adapted, nats, LAYOUTS[name]):
+        assert found == [pytest.approx(update, abs=1e-5) for update in updates]
+        assert kept == bonus
 
 
 def test_an_update_that_is_skipped_leaves_the_weight_alone():
