@@ -35,7 +35,8 @@ def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
 
 def told_by(engine: EngineConfig, sampling: SamplingConfig) -> EngineConfig:
     """Return the settings of engines that can tell what `sampling` keeps: a server of our own whose SGLang
-    cannot does not start then, for a setting that it does not know."""
+    cannot does not start then, for a setting that it does not know. Raises as `refuse_untold_masks` does."""
+    refuse_untold_masks(sampling, engine)
     if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig) or engine.attached:
         return engine
     return engine.model_copy(update={"server": {MASK_TOKENS: LARGEST_TOLD, **engine.server}})

@@ -333,6 +333,7 @@ async def _further_policies(
 ) -> "dict[str, FurtherSettings]":
     """Return what an actor needs to know of each further policy, with a connection as long as `opened`."""
     from actors.further_policies.further_policy import FurtherSettings
+    from actors.policy.cut_off_sampling import told_by
 
     found = {}
     for name, policy in config.policies.items():
@@ -340,7 +341,8 @@ async def _further_policies(
         connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop)
         connection = await opened.enter_async_context(connecting)
         found[name] = FurtherSettings(
-            connection, own.actors.engine, policy.agents, own.admission.max_staleness,
+            connection, told_by(own.actors.engine, config.sampling), policy.agents,
+            max_staleness=own.admission.max_staleness,
             exact=own.model.numerics == "exact",
             shares_servers=shares_servers(config, name, own.actors.engine),
         )  # fmt: skip

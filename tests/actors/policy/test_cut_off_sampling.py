@@ -65,6 +65,8 @@ def test_servers_that_do_not_tell_what_they_kept_are_refused(settings, why):
     engine = SglangEngineConfig(**settings)
     with pytest.raises(ConfigError, match=why):
         refuse_untold_masks(CUT, engine)
+    with pytest.raises(ConfigError, match=why):
+        told_by(engine, CUT)
     refuse_untold_masks(SamplingConfig(top_p=0.9), engine)
     refuse_untold_masks(CUT, SglangEngineConfig(server={"speculative_algorithm": "DFLASH"}))
     refuse_untold_masks(CUT, EmbeddedEngineConfig())
