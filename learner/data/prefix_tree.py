@@ -18,11 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bus.config import LEAST_SHARED
 from learner.publication.transfer import to_device
-
-LEAST_SHARED = 32
-"""Fewest tokens that make a segment. Attention has a call of its own for each level of segments that others
-follow, which a few common tokens are not worth."""
 
 
 class Segment(NamedTuple):

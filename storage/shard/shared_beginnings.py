@@ -6,17 +6,20 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.config import LEAST_SHARED
 
-def different_beginnings(sequences: Sequence[NDArray[np.int32]]) -> int:
-    """Return how many different beginnings these sequences have, of one token and more.
 
-    So many tokens go through a model that computes each of them once. In lexicographic order each sequence
-    has more in common with its neighbours than with any other.
+def different_beginnings(sequences: Sequence[NDArray[np.int32]], *, least: int = LEAST_SHARED) -> int:
+    """Count the different beginnings of these sequences, of one token and more: so many tokens go through a
+    model that computes each of them once.
+
+    In lexicographic order each sequence has more in common with its neighbours than with any other. What is
+    less than `least` tokens in common counts for each.
     """
     # Bytes of big-endian numbers are in the order of the numbers.
     ordered = sorted(sequences, key=lambda tokens: tokens.astype(">i4").tobytes())
-    shared = sum(_common_length(before, after) for before, after in pairwise(ordered))
-    return sum(map(len, sequences)) - shared
+    common = (_common_length(before, after) for before, after in pairwise(ordered))
+    return sum(map(len, sequences)) - sum(length for length in common if length >= least)
 
 
 def _common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

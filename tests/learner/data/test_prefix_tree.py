@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus.config import LEAST_SHARED
 from learner.data.packing import Sample, numbered_packs, pack
 from learner.data.prefix_tree import (
-    LEAST_SHARED,
     chunks_within,
     computed_tokens,
     prefix_paths,
