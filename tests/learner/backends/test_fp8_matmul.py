@@ -126,11 +126,10 @@ def test_what_cannot_be_multiplied_in_fp8_is_refused_by_name(backend):
 
 
 def test_a_model_without_layers_of_known_names_is_refused():
-    config = AutoConfig.for_model("gpt_neox", hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
-                                  intermediate_size=128, vocab_size=60)  # fmt: skip
+    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=1, n_head=4, n_positions=64, vocab_size=60)
     model = AutoModelForCausalLM.from_config(config)
     trainer = FsdpTrainer(config, hf_state(model), OPTIMIZER)
-    with pytest.raises(ConfigError, match=r"fp8_matmul=true knows no layer of GPTNeoXForCausalLM, .* false"):
+    with pytest.raises(ConfigError, match=r"fp8_matmul=true knows no layer of GPT2LMHeadModel, .* false"):
         trainer.multiply_in_fp8()
 
 
