@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+import structlog
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends import multi_tensor
@@ -11,11 +13,19 @@ from learner.backends.megatron.ddp import LINEAR
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.quantised.matmul import Fp8Linear, refuse_sizes
 
+log = structlog.get_logger()
+SLOWER = (
+    "learner.fp8_matmul=true has no product for the experts of a layer together, and small ones may take "
+    "longer so than in bfloat16: compare the tokens/s of both, or set it to false"
+)
+
 
 def multiply_in_fp8(chunks: Sequence[torch.nn.Module]) -> None:
     """Change the linear layers of the transformer blocks; embeddings, the output layer and routers stay.
 
-    Raises `ConfigError` for a layer whose sizes do not allow it."""
+    Experts, which would be computed together otherwise, are then computed one after another: the first rank
+    says so. Raises `ConfigError` for a layer whose sizes do not allow it."""
+    experts = 0
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if isinstance(module, LINEAR) and "decoder.layers." in name:
@@ -23,6 +33,9 @@ def multiply_in_fp8(chunks: Sequence[torch.nn.Module]) -> None:
                 module._forward_impl = _linear
             if isinstance(module, GroupedExperts):
                 module.in_fp8 = True
+                experts = module.num_local_experts
+    if experts and dist.get_rank() == 0:
+        log.warning("experts_one_after_another", experts_of_a_rank=experts, reason=SLOWER)
 
 
 def _linear(

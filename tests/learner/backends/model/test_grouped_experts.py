@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.model import grouped_experts
@@ -54,14 +55,17 @@ def test_an_expert_without_tokens_has_no_gradient(monkeypatch, family):
     assert_alike(monkeypatch, 0.03, family=family, dtype=torch.bfloat16, lengths=[1])
 
 
-def test_experts_that_multiply_in_fp8_are_not_computed_together(monkeypatch):
+def test_experts_that_multiply_in_fp8_are_not_computed_together_and_the_start_says_so(monkeypatch):
     monkeypatch.setattr(grouped_experts, "has_kernel", lambda _: True)
     monkeypatch.setattr(grouped_experts, "grouped", None)
     built = built_from(tiny_model("qwen3_moe", **SIZES, moe_intermediate_size=48))
     [batch] = pack(random_samples([40, 60]), 1000)
     with pytest.raises(TypeError):
         built.logits(batch)
-    multiply_in_fp8([built])
+    with capture_logs() as said:
+        multiply_in_fp8([built])
+    [line] = said
+    assert (line["event"], line["experts_of_a_rank"]) == ("experts_one_after_another", 4)
     assert built.logits(batch).isfinite().all()
 
 
