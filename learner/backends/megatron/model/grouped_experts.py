@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.core import SequentialMLP, tensor_parallel, weighted_bias_swiglu_impl
+from learner.backends.megatron.model.gathering import finish_gathering
 
 LAYERS = ("linear_fc1", "linear_fc2")
 """Names of an expert's layers: gate and up projection, and down projection."""
@@ -50,6 +51,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         weights_of_tokens = weights_of_tokens[:, None]
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         first, second = ([getattr(each, name) for each in self.local_experts] for name in LAYERS)
+        for layer in (*first, *second):
+            finish_gathering(layer)
         hidden = grouped(tokens, ends, [layer.weight for layer in first])
         if self.config.add_bias_linear:
             hidden = hidden + by_group([layer.bias for layer in first], ends, len(tokens))

@@ -24,6 +24,7 @@ from learner.backends.megatron.core import (
 from learner.backends.megatron.layout import layers_of_last_stage, layout_problems, padded_vocabulary
 from learner.backends.megatron.model.attention import pack_layout
 from learner.backends.megatron.model.context_attention import ContextRanks
+from learner.backends.megatron.model.gathering import finish_gathering
 from learner.backends.megatron.model.layers import block_spec
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.rope import ropes_of
@@ -129,19 +130,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
         else:
-            _finish_gathering(self.output_layer)
+            finish_gathering(self.output_layer)
         first = self.pg_collection.tp.rank() * len(weight)
         real = self.real_vocab_size - first
         return first, weight[:real] if real < len(weight) else weight
-
-
-def _finish_gathering(layer: torch.nn.Module) -> None:
-    """Wait for the updated weights of `layer`, as megatron-core's hooks do when a layer is called.
-
-    This layer is not called. Without the wait its gather would outlive the pass and replace the next one.
-    """
-    for hook in layer._forward_pre_hooks.values():
-        hook(layer, ())
 
 
 def build_chunks(

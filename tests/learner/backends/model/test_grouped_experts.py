@@ -6,6 +6,7 @@ from structlog.testing import capture_logs
 
 from learner.backends.megatron.fp8 import multiply_in_fp8
 from learner.backends.megatron.model import grouped_experts
+from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.data.packing import pack
 from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import random_samples, tiny_model
@@ -67,6 +68,19 @@ def test_experts_that_multiply_in_fp8_are_not_computed_together_and_the_start_sa
     [line] = said
     assert (line["event"], line["experts_of_a_rank"]) == ("experts_one_after_another", 4)
     assert built.logits(batch).isfinite().all()
+
+
+def test_experts_that_are_computed_together_wait_for_the_weights_of_each_as_their_layers_would(monkeypatch):
+    """With learner.parallel.overlap_param_gather hooks of the layers wait, and no layer is called."""
+    monkeypatch.setattr(grouped_experts, "has_kernel", lambda _: True)
+    built, waited = built_from(tiny_model("qwen3_moe", **SIZES)), []
+    experts = next(module for module in built.modules() if isinstance(module, GroupedExperts))
+    layers = [layer for each in experts.local_experts for layer in (each.linear_fc1, each.linear_fc2)]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, _: waited.append(layer))
+    [batch] = pack(random_samples([40, 60]), 1000)
+    built.logits(batch)
+    assert {*waited} == {*layers}
 
 
 def test_experts_of_widths_that_the_kernel_does_not_take_are_not_computed_together(monkeypatch):
