@@ -1,88 +1,26 @@
 """DeepSeek-V3 and R1, and Kimi-K2, whose heads for several next tokens are kept as they come."""
 
 import math
-import re
 from functools import partial
 
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
-    CHOICE_BIAS,
     QKV_WEIGHT,
     SHARED_LAYER,
-    Experts,
     Family,
     LatentSizes,
-    Requirement,
     Rule,
     layer_rule,
-    shared_expert_rules,
 )
-from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT, QWEN_ROUTER
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_BEST_OF_A_GROUP = 2
-"""Experts of a group whose scores together are the group's."""
-
-
-def deepseek_experts(hf_config: PretrainedConfig) -> Experts:
-    """Read the experts of DeepSeek's configuration and those that took its names."""
-    return Experts(
-        count=hf_config.n_routed_experts,
-        per_token=hf_config.num_experts_per_tok,
-        intermediate=hf_config.moe_intermediate_size,
-        sparse_layers=tuple(
-            layer >= (hf_config.first_k_dense_replace or 0) for layer in range(hf_config.num_hidden_layers)
-        ),
-        renormalize=hf_config.norm_topk_prob,
-        shared=(hf_config.n_shared_experts or 0) * hf_config.moe_intermediate_size or None,
-        shared_gate=False,
-        score="sigmoid",
-        scale=hf_config.routed_scaling_factor,
-        choice_bias=True,
-        groups=hf_config.n_group,
-        chosen_groups=hf_config.topk_group,
-    )
-
-
-def _groups_fit(groups: int | None, hf_config: PretrainedConfig) -> bool:
-    experts: int = hf_config.n_routed_experts
-    if groups is None or groups < 1 or experts % groups:
-        return False
-    return experts // groups >= _BEST_OF_A_GROUP
-
-
-def _chosen_groups_fit(chosen: int | None, hf_config: PretrainedConfig) -> bool:
-    groups: int = hf_config.n_group
-    if not _groups_fit(groups, hf_config):
-        return True  # that is told alone
-    wanted: int = hf_config.num_experts_per_tok or 0
-    of_group: int = hf_config.n_routed_experts // groups
-    return chosen is not None and 0 < chosen <= groups and chosen * of_group >= wanted
-
-
-DEEPSEEK_ROUTER = (
-    *QWEN_ROUTER,
-    layer_rule(CHOICE_BIAS, ["mlp.gate.e_score_correction_bias"]),
+from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
+from learner.backends.megatron.conversion.sigmoid_routing import (
+    REQUIREMENTS,
+    ROUTER,
+    SHARED_EXPERT,
+    experts_of,
+    is_behind,
 )
-DEEPSEEK_SHARED_EXPERT = shared_expert_rules("mlp.shared_experts")
-DEEPSEEK_ROUTING: tuple[Requirement, ...] = (
-    ("n_group", _groups_fit, "groups must divide n_routed_experts into two or more"),
-    (
-        "topk_group",
-        _chosen_groups_fit,
-        "must be at most n_group, and so many groups must have num_experts_per_tok experts",
-    ),
-    ("num_experts_per_tok", lambda count, _: count is not None, "must be a number of experts"),
-    ("first_k_dense_replace", lambda count, _: count is not None, "must be a number of layers"),
-    ("norm_topk_prob", lambda wanted, _: wanted, "weights of experts must be normalised"),
-)
-
-
-def is_behind(layers: int, heads: int, name: str) -> bool:
-    """Tell weights of a head for several next tokens, which files have as layers behind the model's."""
-    place = _LAYER.match(name)
-    return place is not None and layers <= int(place[1]) < layers + heads
 
 
 def _attention_rules(queries_are_narrowed: bool) -> tuple[Rule, ...]:
@@ -119,9 +57,9 @@ def deepseek_v3(hf_config: PretrainedConfig) -> Family:
     shared_rules = tuple(rule for rule in SHARED_LAYER if rule is not QKV_WEIGHT)
     return Family(
         layer_rules=(*shared_rules, *_attention_rules(hf_config.q_lora_rank is not None)),
-        router_rules=(*DEEPSEEK_ROUTER, *DEEPSEEK_SHARED_EXPERT),
+        router_rules=(*ROUTER, *SHARED_EXPERT),
         expert_rules=QWEN_EXPERT,
-        experts=deepseek_experts,
+        experts=experts_of,
         latent=LatentSizes(
             query_rank=hf_config.q_lora_rank,
             rank=hf_config.kv_lora_rank,
@@ -132,7 +70,7 @@ def deepseek_v3(hf_config: PretrainedConfig) -> Family:
         ),
         attention_scale=_attention_scale(hf_config),
         requirements=(
-            *DEEPSEEK_ROUTING,
+            *REQUIREMENTS,
             ("n_shared_experts", lambda count, _: bool(count), "there must be at least 1"),
             ("scoring_func", lambda score, _: score in (None, "sigmoid"), "only sigmoid is supported"),
             ("topk_method", lambda way, _: way in (None, "noaux_tc"), "only noaux_tc is supported"),

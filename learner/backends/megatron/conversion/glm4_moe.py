@@ -19,14 +19,14 @@ from learner.backends.megatron.conversion.base import (
     layer_rule,
     replaced,
 )
-from learner.backends.megatron.conversion.deepseek_v3 import (
-    DEEPSEEK_ROUTER,
-    DEEPSEEK_ROUTING,
-    DEEPSEEK_SHARED_EXPERT,
-    deepseek_experts,
+from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
+from learner.backends.megatron.conversion.sigmoid_routing import (
+    REQUIREMENTS,
+    ROUTER,
+    SHARED_EXPERT,
+    experts_of,
     is_behind,
 )
-from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
 
 
 def _rotated_in_halves(heads: Tensor, dimension: int) -> Tensor:
@@ -92,10 +92,10 @@ def glm4_moe(hf_config: PretrainedConfig) -> Family:
     """Return the family as a configuration has it: with or without norms of queries and keys, and biases."""
     return Family(
         layer_rules=replaced(SHARED_LAYER, _attention_rules(hf_config)),
-        router_rules=(*DEEPSEEK_ROUTER, *(DEEPSEEK_SHARED_EXPERT if hf_config.n_shared_experts else ())),
+        router_rules=(*ROUTER, *(SHARED_EXPERT if hf_config.n_shared_experts else ())),
         expert_rules=QWEN_EXPERT,
-        experts=deepseek_experts,
-        requirements=DEEPSEEK_ROUTING,
+        experts=experts_of,
+        requirements=REQUIREMENTS,
         qkv_bias=hf_config.attention_bias,
         qk_norm=hf_config.use_qk_norm,
         rotated_parts=(0.5, 1.0),
