@@ -5,7 +5,6 @@ import time
 from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from bus.codec import Json
 from bus.connection import Bus
@@ -20,13 +19,13 @@ from learner import lineage, trained_logprobs
 from learner.algorithms.rl_step import lineage_line
 from learner.backends.base import StepResult
 from learner.best_checkpoint import BestCheckpoint
-from learner.checkpoint.commit import WRITING_TIMEOUT_S
+from learner.checkpointing import Checkpointing
 from learner.colocation import Device
 from learner.data.batches import StepBatch
 from learner.evaluation import HeldOut
 from learner.metrics import StepReporter, batch_values, read_values, step_values
 from learner.next_batch import NextBatch
-from learner.progress import Progress, refuse_other_history, values_to_save
+from learner.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
@@ -34,11 +33,9 @@ from learner.settings import LearnerSettings
 from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
-from storage.disk.atomic_files import write_json
 from storage.weights.blob_stores import blob_store
 
 WAITING = "waiting for the batch"
-WRITTEN_POLL_S = 0.05
 LAST_WORDS_S = 5.0
 """A learner that stops waits no longer for storage to answer."""
 
@@ -82,12 +79,9 @@ class Learner:
             reader, world, progress,
             steps=settings.learner.steps, on_wait=partial(self._waits.__setitem__, "batch"),
         )  # fmt: skip
-        self._saving: tuple[int, dict[str, Any]] | None = None
-        """Step and progress of the checkpoint that is being written."""
-        self._saved_step = progress.step
-        """Step of the checkpoint begun last."""
-        self._saving_since = 0.0
-        """Monotonic time at which that checkpoint was begun."""
+        self._checkpoints = Checkpointing(
+            settings, world, progress, committed=self._tell_committed, on_doing=self._note_doing
+        )
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
         self._steps = StepReporter(bus, incarnation, self._tasks, settings.diagnostics)
@@ -151,7 +145,7 @@ class Learner:
         await self._published()
         if progress.policy_version > 0:
             await self._evaluate()
-        await self._checkpoint()
+        await self._checkpoints.begin()
 
     async def _warmed_up(self) -> bool:
         """Take all steps on demonstrations; return False if `stop` came before the last."""
@@ -174,24 +168,11 @@ class Learner:
         progress, learner = self.progress, self._settings.learner
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
-                if self._saving is not None and (self._is_overdue or await self._world.call(Rank.written)):
-                    await self._checkpointed()
-                if self._saving is None and self._checkpoint_is_due(learner.checkpoint.save_every):
-                    await self._checkpoint()
+                await self._checkpoints.after_step()
                 if progress.target_reached_step is not None and await self._latest_reaches_target():
                     return
-                if self._best.keeps(progress.step) and self._saved_step != progress.step:
-                    await self._checkpoint()
-
-    @property
-    def _is_overdue(self) -> bool:
-        """Return whether the checkpoint under way takes so long that its disk must be taken to hang."""
-        return time.monotonic() > self._saving_since + WRITING_TIMEOUT_S
-
-    def _checkpoint_is_due(self, save_every: int) -> bool:
-        """Return whether a multiple of `save_every` was passed since the checkpoint begun last. One that the
-        disk is still writing then is followed by the next as soon as it is done, and delays no step."""
-        return self.progress.step // save_every > self._saved_step // save_every
+                if self._best.keeps(progress.step) and self._checkpoints.saved_step != progress.step:
+                    await self._checkpoints.begin()
 
     async def _step(self) -> bool:
         """Take one optimizer step and publish; return False if `stop` came before it."""
@@ -264,14 +245,14 @@ class Learner:
         await self._tell(self._reader.resumed(self.progress.step))
         await self._published()
         await self._accuracy_now()
-        await self._checkpoint()
-        await self._checkpointed()  # before the export, which may fail: then nothing is trained twice
+        await self._checkpoints.begin()
+        await self._checkpoints.finish()  # before the export, which may fail: then nothing is trained twice
         copied = None if self._stop.is_set() else await self._exported()
         if copied is not None:
             self.progress.stage = "done"
             self._heldout.warn_of_missing()
-            await self._checkpoint()
-            await self._checkpointed()
+            await self._checkpoints.begin()
+            await self._checkpoints.finish()
             latest = self._weights.latest
             self._announce(copied, latest.probe if latest is not None else None)
             await self._published()
@@ -298,7 +279,7 @@ class Learner:
                 copied = await self._world.call(Rank.copy_weights)
         return copied
 
-    # --- publication, evaluation, checkpoints ---
+    # --- publication and evaluation ---
 
     async def _publish(self, result: StepResult | None = None) -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
@@ -354,26 +335,7 @@ class Learner:
                 target=self._settings.learner.target_accuracy,
             )  # fmt: skip
 
-    async def _checkpoint(self) -> None:
-        """Begin to save; the files are written while training goes on."""
-        await self._checkpointed()
-        self._doing = "copying the state for a checkpoint"
-        values = await asyncio.to_thread(values_to_save, self._settings, self.progress)
-        self._saved_step, self._saving_since = self.progress.step, time.monotonic()
-        self._saving = self._saved_step, values
-        await self._world.call(Rank.save, *self._saving)
-
-    async def _checkpointed(self) -> None:
-        """See the save through; only then may storage forget that these groups could be needed again."""
-        if self._saving is None:
-            return
-        self._doing = "finishing a checkpoint"
-        (step, progress), self._saving = self._saving, None
-        # asked again and again, so that no collective waits for a disk
-        while not await self._world.call(Rank.written) and not self._is_overdue:  # noqa: ASYNC110
-            await asyncio.sleep(WRITTEN_POLL_S)
-        await self._world.call(Rank.saved)
-        await asyncio.to_thread(write_json, self._settings.progress, progress)
+    async def _tell_committed(self, step: int) -> None:
         await self._tell(self._reader.committed(step))
 
     async def _tell(self, telling: Coroutine[None, None, None]) -> None:
@@ -381,6 +343,9 @@ class Learner:
         await ended_soon_after(self._stop, telling, LAST_WORDS_S)
 
     # --- what others see ---
+
+    def _note_doing(self, doing: str) -> None:
+        self._doing = doing
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         progress, doing, waits = self.progress, self._doing, self._waits["devices"]

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
 from bus.errors import FencedError, StorageError
-from learner import train
+from learner import checkpointing
 from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint import commit
@@ -191,7 +191,7 @@ async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
         return write(staged)
 
     monkeypatch.setattr(Staged, "write", hang)
-    for module in (train, commit):
+    for module in (checkpointing, commit):
         monkeypatch.setattr(module, "WRITING_TIMEOUT_S", 0.5)
     with learning(bus, tmp_path, asyncio.Event(), save_every=1) as (learner, trainer, _):
         trainer.released.set()
@@ -200,7 +200,7 @@ async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(2))
             await until(lambda: learner.progress.step == 1 and waits_for_a_batch(learner), seconds=20)
-            monkeypatch.setattr(learner, "_saving_since", -1.0)  # an hour later
+            monkeypatch.setattr(learner._checkpoints, "_saving_since", -1.0)  # an hour later
             await send_groups(bus, range(2, 4))
             with pytest.raises(ExceptionGroup) as ended:
                 async with asyncio.timeout(20):
