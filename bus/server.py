@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 import structlog
 
-from bus.child_process import die_with_parent
+from bus.child_process import tied_to_parent
 from bus.errors import BusError, ConfigError
 
 if TYPE_CHECKING:  # it loads a library of cryptography, which few processes need
@@ -115,14 +115,10 @@ class NatsServer:
         config = self.directory / "nats.conf"
         config.write_text(self._config())
         log_file = self.directory / "nats.log"
+        command = (nats_binary(), "-c", str(config), "-l", str(log_file))
+        tied = tied_to_parent(command, signal.SIGKILL)  # it dies at once: the next server needs the port
         self._process = await asyncio.create_subprocess_exec(
-            nats_binary(),
-            "-c",
-            str(config),
-            "-l",
-            str(log_file),
-            start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),  # at once: the next server needs the port
+            *tied.command, start_new_session=True, preexec_fn=tied.preexec_fn
         )
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from actors.environments.agent_config import AgentConfig
-from bus.child_process import die_with_parent
+from bus.child_process import tied_to_parent
 from bus.errors import ConfigError, SluiceError
 from bus.plugins import refuse_of_record
 from bus.waiting import cancelled
@@ -105,11 +105,12 @@ async def run_program(
     """Run a program until it ends; `None` sets no bound. Raises `ProgramError`.
 
     However this ends, also by cancellation, no process of the program's group is left."""
+    tied = tied_to_parent(arguments, signal.SIGKILL, path=variables.get("PATH"))
     async with _output(most_output_bytes) as (output, writing):
         try:
             process = await asyncio.create_subprocess_exec(
-                *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
-                env=variables, start_new_session=True, preexec_fn=die_with_parent(signal.SIGKILL),
+                *tied.command, stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
+                env=variables, start_new_session=True, preexec_fn=tied.preexec_fn,
             )  # fmt: skip
         except OSError as error:
             raise ProgramError(f"cannot start {arguments[0]!r}: {error.strerror}") from error
