@@ -144,7 +144,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # 25 s of waiting, for settings that hardly ever change
 @pytest.mark.nats
 async def test_a_silent_client_is_noticed_within_20_s_and_a_slow_one_is_left_alone(
     server: NatsServer, bus: Bus

@@ -16,6 +16,7 @@ def world() -> Iterator[None]:
     init_world()
     yield
     gc.collect()  # trainers are garbage in cycles, and keep the threads of the world's groups
+    gc.freeze()  # megatron-core collects garbage at each checkpoint: what is left is none
     close_world()
 
 

@@ -163,7 +163,15 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-MARKS = {name: pytest.mark.slow if LAYOUTS[name][0] == 2 else pytest.mark.nightly for name in LAYOUTS}
+NIGHTLY = (
+    "dp2 plain", "dp2 overlapped", "tp2", "tp2 sp glm", "tp2 sp gemma", "tp2 sp some", "tp2 sp dora",
+    "tp2 sp some of one key-value head",
+)  # fmt: skip
+"""Layouts of two ranks whose parts other layouts have too."""
+MARKS = {
+    name: pytest.mark.slow if LAYOUTS[name][0] == 2 and name not in NIGHTLY else pytest.mark.nightly
+    for name in LAYOUTS
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in LAYOUTS])

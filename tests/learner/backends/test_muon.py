@@ -142,10 +142,15 @@ LAYOUTS = {
 """Ranks, `learner.parallel` and changes of the model; in the last, only the second stage has experts."""
 
 
+NIGHTLY = ("dp2", "tp2 plain", "tp2 ep2 glm", "tp2 ep2 plain", "ep2")
+"""Layouts of two ranks whose parts other layouts have too."""
+
+
 def marked(name: str) -> object:
     if name == "tp2":
         return name
-    return pytest.param(name, marks=pytest.mark.nightly if LAYOUTS[name][0] > 2 else pytest.mark.slow)
+    nightly = LAYOUTS[name][0] > 2 or name in NIGHTLY
+    return pytest.param(name, marks=pytest.mark.nightly if nightly else pytest.mark.slow)
 
 
 def test_four_steps_follow_the_papers_on_one_rank():

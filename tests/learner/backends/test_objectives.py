@@ -1,5 +1,6 @@
 """Objectives that look at other policies train as transformers with torch's AdamW does, on every layout."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, product
@@ -624,27 +625,22 @@ def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
     assert all(step.denominator == step.tokens for step in steps)  # from before the rejection
 
 
+DIVIDED = (
+    "k3 in the loss", "k1 in the advantage", "decoupled", "sequences", "traces", "masked sequences",
+    "several rejections", "topr", "regression", "decoupled, second moment", "two teachers",
+    "kept sets, two top-k teachers, decoupled", "kept sets", "kept sets, clipped by sequence",
+)  # fmt: skip
+"""Objectives whose parts see several tokens, or several ranks, at a time."""
+
+
+def objectives_on_layouts() -> Iterator[object]:
+    """Yield pairs: nightly all, and in the slow suite two layouts of each objective."""
+    for (m, layout), (n, objective) in product(enumerate(LAYOUTS), enumerate(DIVIDED)):
+        yield pytest.param(layout, objective, marks=() if (m + n) % 3 == 0 else pytest.mark.nightly)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "objective",
-    [
-        "k3 in the loss",
-        "k1 in the advantage",
-        "decoupled",
-        "sequences",
-        "traces",
-        "masked sequences",
-        "several rejections",
-        "topr",
-        "regression",
-        "decoupled, second moment",
-        "two teachers",
-        "kept sets, two top-k teachers, decoupled",
-        "kept sets",
-        "kept sets, clipped by sequence",
-    ],
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "objective"), [*objectives_on_layouts()])
 def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):
     case = Case(objective, *LAYOUTS[layout])
     answers = worlds.run(case.ranks, train, case)

@@ -170,8 +170,14 @@ NIGHTLY = (
     "tp2 cp2 of one key-value head", "pp2 cp2 ring", "cp4 ring", "dp2 tp2 sp ep2",
     "tp4 sp of two key-value heads", "pp2 cp2 tied", "dp2 pp2 vpp2 overlapped", "cp2 ep4 mixtral recomputed",
     "cp2 pp2 short whole",
+    "dp2 plain overlapped", "tp2 plain tied", "tp2 odd tied vocabulary", "tp2 sp plain tied",
+    "tp2 sp plain of one key-value head", "pp2 plain", "cp2 plain tied", "cp2 llama3", "tp2 sp yarn",
+    "cp2 ring short whole", "cp2 ring window", "ep2 overlapped", "ep2 plain tied mixtral", "cp2 moe",
+    "cp2 glm", "tp2 sp moe", "cp2 deepseek", "ep2 deepseek", "dp2 deepseek overlapped",
+    "dp2 gemma overlapped", "dp2 gpt-oss overlapped", "cp2 gemma", "ep2 gpt-oss",
+    "cp2 short whole gpt-oss", "tp2 sp ep2 plain gpt-oss",
 )  # fmt: skip
-"""Layouts of four ranks whose parts other layouts have too."""
+"""Layouts whose parts, and parts of whose models, other layouts have too."""
 
 
 def marked(name: str) -> object:
@@ -242,6 +248,9 @@ def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, 
     }
 
 
+FURTHER_IN_BFLOAT16 = ("dp2 plain", "pp2 tied", "cp2", "dp2 tp2 sp overlapped")
+
+
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
     case = CASES[name]
@@ -263,7 +272,10 @@ def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp2 plain", "tp2 sp", "pp2 tied", "cp2", "ep2", "dp2 tp2 sp overlapped"])
+@pytest.mark.parametrize(
+    "name",
+    ["tp2 sp", "ep2", *(pytest.param(name, marks=pytest.mark.nightly) for name in FURTHER_IN_BFLOAT16)],
+)
 def test_in_bfloat16_a_layout_does_what_one_rank_does(worlds, name):
     case = CASES[name]
     [(steps, weights), *_] = worlds.run(case.ranks, train, case, torch.bfloat16)

@@ -187,8 +187,14 @@ LAYOUTS = {
 """Ranks, backend, format, `learner.parallel` and changes of the model."""
 
 
+NIGHTLY = ("dp2 plain", "tp2", "tp2 of one key-value head", "fsdp2", "tp2 etp2")
+"""Layouts whose parts other layouts have too."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in LAYOUTS]
+)
 def test_every_layout_computes_with_the_weights_that_whole_matrices_give(worlds, name):
     ranks, backend, form, layout, changes = LAYOUTS[name]
     found = worlds.run(ranks, train, backend, form, changes, layout)[0]

@@ -1,5 +1,6 @@
 """Runs, for each kind of optimizer, six steps, and three, a checkpoint and three. Run by torchrun."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -86,9 +87,10 @@ def restored(kind: str, root: Path) -> dict[str, str]:
     return {name: tensor_digest(tensor) for name, tensor in trainer.export().items()}
 
 
-def main(root: Path, resumed: Path) -> None:
-    """Print from rank 0: all kinds whole and in halves, and the same from what lies in `resumed`."""
+def main(root: Path, resumed: Path, kinds: list[str]) -> None:
+    """Print from rank 0: the kinds whole and in halves, and the same from what lies in `resumed`."""
     torch.set_num_threads(1)
+    gc.freeze()  # megatron-core collects garbage at each checkpoint: what is imported is none
     init_world()
     results = {
         kind: {
@@ -98,7 +100,7 @@ def main(root: Path, resumed: Path) -> None:
             "other's second half": second_half(kind, resumed),
             "other's restored": restored(kind, resumed),
         }
-        for kind in KINDS
+        for kind in kinds
     }
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(results) + "\n")
@@ -106,4 +108,4 @@ def main(root: Path, resumed: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

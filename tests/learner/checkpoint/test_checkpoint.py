@@ -79,7 +79,9 @@ RESUMED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss")
     "family",
     ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in RESUMED)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.nightly])]
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype, family):
     uninterrupted = train(trainer_of(tiny_model(family), dtype=dtype), range(6))
     first = trainer_of(tiny_model(family), dtype=dtype)

@@ -14,12 +14,19 @@ REPOSITORY = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("resume_worker.py")
 IN_EVERY_RUN = ("main weights on the host",)
 """Kinds that are not marked slow; test_checkpoint.py has float32."""
+NIGHTLY = ("on the host", "both", "muon, main weights", "fsdp, muon", "fsdp, all in bfloat16")
+"""Kinds whose parts other kinds have too."""
 ROUNDED = 2e-3
 """Says how far a world of another size departs where bfloat16 rounds what was added up in another order."""
 
 
+def marked(kind: str, *marks: pytest.MarkDecorator) -> object:
+    """Return a kind as a parameter, with `marks` and by when it is tested."""
+    return pytest.param(kind, marks=[*marks, pytest.mark.nightly] if kind in NIGHTLY else marks)
+
+
 @pytest.mark.parametrize(
-    "kind", [kind if kind in IN_EVERY_RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    "kind", [kind if kind in IN_EVERY_RUN else marked(kind, pytest.mark.slow) for kind in KINDS]
 )
 def test_one_rank_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
     resumed = first_half(kind, tmp_path) + second_half(kind, tmp_path)
@@ -28,13 +35,17 @@ def test_one_rank_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """Return what two ranks found, what one found alone, and what they saved, two and one."""
+def two_ranks(request, tmp_path_factory):
+    """Return what two ranks found, what one found alone, and what they saved, two and one.
+
+    It is of those kinds alone that are to be tested."""
     saved, root = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    alone = {kind: first_half(kind, root) + second_half(kind, root) for kind in KINDS}
+    tests = [item for item in request.session.items if "two_ranks" in getattr(item, "fixturenames", ())]
+    kinds = sorted({item.callspec.params["kind"] for item in tests})
+    alone = {kind: first_half(kind, root) + second_half(kind, root) for kind in kinds}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, *launcher, str(WORKER), str(saved), str(root)],
+        [sys.executable, *launcher, str(WORKER), str(saved), str(root), *kinds],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -45,7 +56,7 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [marked(kind) for kind in KINDS])
 def test_two_ranks_go_on_as_if_they_had_not_stopped(two_ranks, kind):
     found = two_ranks[0][kind]
     for ours, expected in zip(found["halves"], found["whole"], strict=True):
@@ -63,7 +74,7 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(two_ranks, kind
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [marked(kind) for kind in KINDS])
 def test_another_number_of_ranks_has_the_same_weights_bit_for_bit(two_ranks, kind):
     found, _, saved, root = two_ranks
     assert found[kind]["restored"] == restored(kind, saved)

@@ -364,7 +364,12 @@ def assert_reads_as(twin: ReplayStore, store: ReplayStore, gone: set[int], rng: 
 
 @pytest.mark.usefixtures("merge_four", "no_fsync")
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 24))]
+    "seed",
+    [
+        *range(2),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(8, 24)),
+    ],
 )
 def test_a_store_that_forgets_is_like_its_twin_that_does_not(tmp_path, seed):
     """Appends, redeliveries, closing, merging, settling, retiring, crashes and restarts in any order."""

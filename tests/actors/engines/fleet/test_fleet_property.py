@@ -204,7 +204,7 @@ def test_every_request_ends_once_and_whole(kinds, seed, per_engine):
     run_virtually(live_through(kinds, seed, per_engine))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=2000)
 @given(**INTERLEAVINGS)
 def test_every_request_ends_once_and_whole_in_thousands_of_interleavings(kinds, seed, per_engine):

@@ -82,7 +82,9 @@ def test_a_model_of_mixed_dtypes_comes_back_with_each_tensors_own(tmp_path):
     assert load_hf_config(tmp_path / "back").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.nightly])]
+)
 @pytest.mark.parametrize(
     "family",
     [f if f in ("qwen3", "qwen3_moe") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES],
