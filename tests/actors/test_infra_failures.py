@@ -107,7 +107,9 @@ def p_of_mean(rewards: list[float], everything: list[float]) -> float:
 ONCE_EACH = RetriesConfig(**dict.fromkeys(RetriesConfig.model_fields, 1))
 
 
-@pytest.mark.parametrize(("retries", "expected"), [(RetriesConfig(), 0.1), (ONCE_EACH, 0.01)])
+@pytest.mark.parametrize(
+    ("retries", "expected"), [pytest.param(RetriesConfig(), 0.1, marks=pytest.mark.slow), (ONCE_EACH, 0.01)]
+)
 async def test_failures_of_a_tenth_of_the_episodes_bias_neither_rewards_nor_advantages(
     bus, engine, monkeypatch, retries, expected
 ):

@@ -166,7 +166,9 @@ async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
     await learner.none_is_left()  # the engine said that it left
 
 
-@pytest.mark.parametrize(("sessions", "says"), [(True, ["target"] * 2), (False, [None])])
+@pytest.mark.parametrize(
+    ("sessions", "says"), [(True, ["target"] * 2), pytest.param(False, [None], marks=pytest.mark.slow)]
+)
 async def test_a_draft_model_of_its_own_gets_nothing_of_what_is_sent(learner, serving, sessions, says):
     async with serving() as (engine, server):
         server.speculation, server.draft, server.update_sessions = "EAGLE", "/draft", sessions
@@ -217,7 +219,9 @@ async def test_a_later_version_is_sent_where_the_announced_one_is_gone_and_is_no
         assert len(server.said) == said
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["before it answers", "after"])
+@pytest.mark.parametrize(
+    "early", [pytest.param(False, marks=pytest.mark.slow), True], ids=["before it answers", "after"]
+)
 async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched(learner, serving, early):
     async with serving() as (engine, server):
         await engine.start()

@@ -30,6 +30,7 @@ def small(tmp_path: Path, **layer: object) -> dict:
     return {"directory": tmp_path / "runs", "data": {"prompts": tmp_path / "p.jsonl"}, **layer}
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "launch", "local", "--preset", "sort", "--dry-run"]
     (tmp_path / "tmp").mkdir()

@@ -46,6 +46,7 @@ print({expression})
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_is_fetched_once_and_then_found_without_the_hub(hub: ThreadingHTTPServer, tmp_path: Path):
     there, gone = hub.server_port, 1
     for name in (NAME, "models/no--name"):

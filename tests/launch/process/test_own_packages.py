@@ -29,7 +29,7 @@ def test_both_lists_of_our_packages_name_what_the_repository_has():
     assert set(PACKAGES) == set(OWN_PACKAGES) == found
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("command", [(sys.executable, "-m", *HELP), module_command(*HELP)])
 def test_a_command_runs_beside_files_named_like_our_packages(directory: Path, command, first: bool):
     search = f"{directory}{os.pathsep}{ROOT}" if first else str(ROOT)

@@ -57,7 +57,9 @@ def take(decoder: BatchedDecoder, learner: Backend, version: int) -> None:
     decoder.swap_weights(weights, version)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "qwen2"))]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_batch_of_the_engine_and_any_pack_of_the_learner_agree_to_the_bit(backend, family):
     learner = learner_of(backend, family)
@@ -99,8 +101,15 @@ def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_co
         assert not found.any(), f"version {version}"
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "int4"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("megatron", "fp8_block"),
+        ("fsdp", "int4"),
+        pytest.param("megatron", "int4", marks=pytest.mark.slow),
+        pytest.param("fsdp", "fp8_block", marks=pytest.mark.slow),
+    ],
+)
 def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_bit(backend, name):
     model = tiny_model(hidden_size=128, intermediate_size=256, head_dim=32)
     learner = BACKENDS[backend](model.config, hf_state(model), OPTIMIZER, exact=True)
@@ -125,7 +134,7 @@ def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
     assert not differences(learner, sampled, 0, 200).any()
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, monkeypatch):
     learner = learner_of(backend, "qwen3", parallel=ParallelConfig(recompute=recompute))
@@ -172,7 +181,7 @@ def test_it_trains_as_ordinary_arithmetic_does(backend):
         assert (exact.export()[name] - weight).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_threads_give_the_same_bits(backend):
     learner = learner_of(backend, "qwen3")
     decoder = decoder_of(learner.hf_config)

@@ -134,6 +134,7 @@ def test_conversion_keeps_them_there_and_back(tmp_path, family):
     same(load_file(back), load_file(file))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_gets_them_from_the_model_it_began_with(tmp_path):
     trainer = trainer_of("glm4_moe")
     save_checkpoint(trainer, tmp_path / "checkpoints", 1, {}, keep=1)

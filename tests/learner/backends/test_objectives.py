@@ -584,7 +584,21 @@ def assert_as_expected(case: Case, steps: list[StepResult], weights: dict[str, T
         assert (weights[name] - weight).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+VARIANTS = (
+    "k1 in the loss", "k2 in the loss", "k3 in the advantage", "both, clipped", "decoupled, penalised",
+    "kept sets, two top-k teachers, decoupled", "kept sets, clipped by sequence", "decoupled, unbiased",
+    "geometric tis", "clipped weights", "masked weights", "clipped sequences", "masked sequences",
+    "decoupled, second moment",
+)  # fmt: skip
+"""Objectives whose parts others have too."""
+
+
+def marked(objective: str) -> object:
+    """Return an objective as a parameter, marked by when it is tested."""
+    return pytest.param(objective, marks=pytest.mark.slow) if objective in VARIANTS else objective
+
+
+@pytest.mark.parametrize("objective", [marked(name) for name in OBJECTIVES])
 def test_four_steps_follow_plain_torch_adamw(objective):
     assert_as_expected(Case(objective), *trained_alone(objective))
 
@@ -618,7 +632,9 @@ def test_what_a_loss_clips_is_some_of_the_tokens(objective):
     assert 0 < max(clipped) < 1
 
 
-@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "rejection" in OBJECTIVES[name]])
+@pytest.mark.parametrize(
+    "objective", [marked(name) for name in OBJECTIVES if "rejection" in OBJECTIVES[name]]
+)
 def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
     steps, _ = trained_alone(objective)
     assert all(0 < step.diagnostics["rejected_fraction"] < 1 for step in steps)

@@ -223,7 +223,7 @@ def trainer_of(backend: type[Backend], dtype: torch.dtype = torch.float32) -> Ba
     return trainer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_a_resume_goes_on_to_the_bit(backend, dtype, tmp_path: Path):
     trainer, resumed = (trainer_of(backend, dtype) for _ in range(2))

@@ -43,7 +43,8 @@ def trainer_of(request):
     ],
 )
 @pytest.mark.parametrize(
-    ("loss", "config", "temperatures"), [("sft", SFTLoss(), 1.0), ("tis", TIS, (0.5, 0.8, 2.0))]
+    ("loss", "config", "temperatures"),
+    [pytest.param("sft", SFTLoss(), 1.0, marks=pytest.mark.slow), ("tis", TIS, (0.5, 0.8, 2.0))],
 )
 def test_four_steps_follow_plain_torch_adamw(trainer_of, loss, config, temperatures, family, tied):
     reference = tiny_model(family, tied=tied)

@@ -81,7 +81,7 @@ def assert_trained(weights, trainer):
 
 
 @pytest.mark.parametrize("decomposed", [False, True], ids=["plain", "with lengths of rows"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path, dtype, decomposed):
     learner = Learner(bus, tmp_path, dtype, decomposed=decomposed)
     await learner.publisher.start(tmp_path)

@@ -12,7 +12,10 @@ from storage.prompts.generators import TASKS, generate_task, load_demonstrations
 KEYS = PromptKeys()
 
 
-@pytest.fixture(scope="module", params=["sort", "addition", "product"])
+@pytest.fixture(
+    scope="module",
+    params=["sort", *(pytest.param(name, marks=pytest.mark.slow) for name in ("addition", "product"))],
+)
 def generated(request, tmp_path_factory):
     return request.param, generate_task(request.param, tmp_path_factory.mktemp(request.param), seed=1)
 

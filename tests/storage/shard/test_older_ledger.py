@@ -79,11 +79,16 @@ def bring_back(ledger: Path, name: str) -> None:
     shutil.copy(ledger.with_name(name), ledger)
 
 
+def one_in_every_run(number: int) -> list[object]:
+    """Return the ways in which a ledger is older; the others than this one are tested with the slow tests."""
+    return [pytest.param(name, marks=() if n == number else pytest.mark.slow) for n, name in enumerate(WHEN)]
+
+
 def said(name: str, ledger: str, shard: str) -> str:
     return rf"{ledger} is older than what .*{shard}/\.settled notes of it: .*{WHEN[name]}\. Restore the newer"
 
 
-@pytest.mark.parametrize("name", WHEN)
+@pytest.mark.parametrize("name", one_in_every_run(0))
 async def test_dispatcher_ends_when_shards_have_settled_more_than_its_ledger_knows(
     bus: Bus, tmp_path: Path, name: str
 ):
@@ -95,7 +100,7 @@ async def test_dispatcher_ends_when_shards_have_settled_more_than_its_ledger_kno
     assert failure.group_contains(LostDataError, match=said(name, r"ledger\.sqlite", r"shard_0\d"))
 
 
-@pytest.mark.parametrize("name", WHEN)
+@pytest.mark.parametrize("name", one_in_every_run(1))
 async def test_shard_that_starts_beside_an_older_ledger_ends(bus: Bus, tmp_path: Path, name: str):
     async with settled_groups(bus, tmp_path):
         pass
@@ -106,7 +111,7 @@ async def test_shard_that_starts_beside_an_older_ledger_ends(bus: Bus, tmp_path:
     assert failure.group_contains(LostDataError, match=said(name, "the dispatcher's ledger", "shard_01"))
 
 
-@pytest.mark.parametrize("name", WHEN)
+@pytest.mark.parametrize("name", one_in_every_run(2))
 async def test_storage_with_its_shards_does_not_start_on_an_older_ledger(bus: Bus, tmp_path: Path, name: str):
     async with settled_groups(bus, tmp_path):
         pass
