@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from bus.child_process import RUN_MODULE, die_with_parent, module_command
+from bus.child_process import RUN_MODULE, module_command, tied_to_parent
 from bus.errors import SluiceError
 from launch.environment_variables import without_setting_variables
 from launch.process.runtime import TEMPORARY
@@ -43,11 +43,13 @@ class LocalRun:
     async def start(self) -> None:
         """Start the run, or start it again."""
         self.killed = False
+        command = module_command("launch", "local", "--directory", str(self.run.path.parent))
+        tied = tied_to_parent([*command, *self.settings])
         with self.log.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                *module_command("launch", "local", "--directory", str(self.run.path.parent)), *self.settings,
+                *tied.command,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                preexec_fn=die_with_parent(), env=without_setting_variables(),
+                preexec_fn=tied.preexec_fn, env=without_setting_variables(),
             )  # fmt: skip
 
     async def end(self, timeout_s: float = END_TIMEOUT_S) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import structlog
 
-from bus.child_process import die_with_parent
+from bus.child_process import tied_to_parent
 from bus.errors import ConfigError, LostDataError, SluiceError
 from launch.config import SupervisionConfig
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
@@ -180,15 +180,16 @@ class Supervisor:
 
     async def _spawn(self, part: Part) -> None:
         part.started.append(time.monotonic())
+        tied = tied_to_parent(part.command)
         with self._log_file(part).open("ab") as output:
             part.log_start = output.tell()
             part.process = await asyncio.create_subprocess_exec(
-                *part.command,
+                *tied.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
-                preexec_fn=die_with_parent(),
+                preexec_fn=tied.preexec_fn,
                 pass_fds=self._inherited,
                 env=os.environ | part.environment | {SUPERVISOR: str(os.getpid())},
             )
