@@ -5,13 +5,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from bus.errors import ConfigError
 from learner.config.model import ScratchModel
@@ -59,6 +53,9 @@ def _other_sizes(found: PretrainedConfig, wanted: PretrainedConfig) -> Iterator[
 
 def build_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) -> Path:
     """Write config, random weights (drawn from `seed`) and tokenizer into `directory`; returns it."""
+    # These take a second to load, which a learner that goes on has no use for.
+    from transformers import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
+
     sees = sizes.vision.layers > 0
     tokenizer = character_tokenizer(images=sees)
     config = _config(sizes, tokenizer)

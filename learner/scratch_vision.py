@@ -1,12 +1,14 @@
 """The vision tower of a scratch model, and the image processor of its directory."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from learner.config.model import ScratchVision
+
+if TYPE_CHECKING:  # it loads transformers' models, which takes a second
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 MERGE = 2
@@ -51,8 +53,10 @@ def vision_config(
     )  # fmt: skip
 
 
-def image_processor(sizes: ScratchVision) -> Qwen2VLImageProcessorPil:
+def image_processor(sizes: ScratchVision) -> "Qwen2VLImageProcessorPil":
     """Return what makes patches of images."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     token = (MERGE * sizes.patch_size) ** 2
     return Qwen2VLImageProcessorPil(
         patch_size=sizes.patch_size,

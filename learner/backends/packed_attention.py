@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 LONGEST_TO_SHORTEST = 2
 """Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
@@ -144,6 +143,8 @@ def causal_varlen_attention(  # noqa: PLR0913 - those of torch's kernel
 ) -> Tensor:
     """Attend with torch's kernel for runs of any lengths; the last query of a run sees all its keys, or the
     last `window` of them."""
+    from torch.nn.attention.varlen import varlen_attn  # it loads torch's compiler, and only GPUs need it
+
     queries_per_group = query.shape[1] // key.shape[1]
     return varlen_attn(  # type: ignore[return-value]
         query,

@@ -6,19 +6,23 @@ and products of numbers, and copies. A pass at the start looks at every operatio
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
 from storage.numerics import functions
 from storage.numerics.self_check import refuse_other_arithmetic
 from storage.numerics.softmax import refuse_vocabulary
 from storage.numerics.sums import IntegerWeight
+
+if (
+    TYPE_CHECKING
+):  # transformers' models take a second to load, which a learner of megatron-core has no use for
+    from transformers import PreTrainedModel
 
 MOVES = {
     "_to_copy", "_unsafe_view", "alias", "arange", "cat", "clone", "copy_", "detach", "embedding", "empty",
@@ -86,7 +90,7 @@ def _mean(x: Tensor, *dims: Any, dim: Any = None, keepdim: bool = False, **other
 
 
 def make_exact(
-    model: PreTrainedModel, forward: Callable[[], object], *, keeps_weights: bool = False
+    model: "PreTrainedModel", forward: Callable[[], object], *, keeps_weights: bool = False
 ) -> ExactFunctions:
     """Have a float32 model compute in exact arithmetic from now on.
 

@@ -9,6 +9,7 @@ as they are: to load torch's compiler takes a second, and to run it many. Nothin
 
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def adapt_megatron_to_cpu() -> None:
     """
     if torch.cuda.is_available():
         return
-    with megatron_import_warnings_silenced(), _nothing_compiled():
+    with megatron_import_warnings_silenced(), _little_loaded():
         found = importlib.import_module("megatron.core").__version__
     if found != MEGATRON_VERSION:
         raise ConfigError(
@@ -77,7 +78,7 @@ def adapt_megatron_to_cpu() -> None:
             f"megatron-core {MEGATRON_VERSION} to machines without CUDA, found {found}: "
             f"install megatron-core=={MEGATRON_VERSION}"
         )
-    with megatron_import_warnings_silenced(), _nothing_compiled():
+    with megatron_import_warnings_silenced(), _little_loaded():
         modules = [importlib.import_module(name) for name in MODULES_NAMING_CUDA]
     for module in modules:
         if not sum(_adapt(function) for function in _functions(module)):
@@ -110,14 +111,22 @@ def megatron_import_warnings_silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Let what is imported take a decorator that does nothing for torch.compile."""
+def _little_loaded() -> Iterator[None]:
+    """Let what is imported take a decorator that does nothing for torch.compile, and do without wandb.
+
+    megatron-core's inference would load wandb, which takes half a second. A sink of metrics loads it when
+    there is one."""
     compiles = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
+    hidden = "wandb" not in sys.modules
+    if hidden:
+        sys.modules["wandb"] = None  # type: ignore[assignment]  # as importlib documents it
     try:
         yield
     finally:
         torch.compile = compiles
+        if hidden:
+            del sys.modules["wandb"]
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:

@@ -33,10 +33,10 @@ def test_torch_itself_is_left_alone():
 
 
 @pytest.mark.slow
-def test_a_learner_starts_without_the_compiler_that_it_does_not_use():
+def test_a_learner_starts_without_what_it_does_not_use():
+    libraries = ("torch._dynamo", "torch._inductor", "transformers.modeling_utils", "wandb", "megatron.core")
     program = (
-        "import sys; import learner.service; "
-        "print([name for name in ('torch._inductor.compile_fx', 'megatron.core') if name in sys.modules])"
+        f"import sys; import learner.service; print([name for name in {libraries} if name in sys.modules])"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
