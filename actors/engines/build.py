@@ -38,13 +38,13 @@ def build_engine(
     return SglangEngine(model, config, log_file, first_gpu=first_gpu, served=served)
 
 
-def refuse_untried_images(config: EngineConfig, model: Path) -> None:
-    """Raise `ConfigError` for a vision-language model on an engine that was not tried with images."""
-    if not isinstance(config, EmbeddedEngineConfig) and ImageReader.of(model) is not None:
-        raise ConfigError(
-            f"actors.engine.type={config.type} was not tried with images, and {model} is a vision-language "
-            'model: set actors.engine.type = "embedded" (docs/vision.md)'
-        )
+def refuse_unfit_for_images(config: EngineConfig, model: Path) -> None:
+    """Raise `ConfigError` for a vision-language model on an engine whose settings do not fit one."""
+    if isinstance(config, EmbeddedEngineConfig) or not config.unfit_for_images:
+        return
+    if ImageReader.of(model) is not None:
+        listed = "\n".join(f"- {problem}" for problem in config.unfit_for_images)
+        raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")
 
 
 def engine_builds(

@@ -162,6 +162,26 @@ class SglangEngineConfig(Config):
         """Return whether weights that this host has are written to files for the server."""
         return self.update == "disk" or (self.update == "group" and not self.attached)
 
+    @property
+    def unfit_for_images(self) -> tuple[str, ...]:
+        """Return what is wrong with these settings for a vision-language model, each with the remedy."""
+        problems = (
+            (
+                self.disaggregation.enabled,
+                "disaggregation.enabled: images go to single servers only: leave it out",
+            ),
+            (
+                self.adapter == "loaded",
+                "adapter=loaded: SGLang adds no adapters to a vision tower: set it to merged",
+            ),
+            (
+                self.pause == "retract",
+                "pause=retract: SGLang would compute a prompt again, and its images as before: set it to "
+                "in_place or drain",
+            ),
+        )
+        return tuple(f"actors.engine.{problem}" for wrong, problem in problems if wrong)
+
     @model_validator(mode="after")
     def _attached_servers_are_not_ours(self) -> Self:
         for url in self.attached:

@@ -22,10 +22,8 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         problems.append(
             f'learner.backend={config.learner.backend} trains text models alone: set it to "fsdp"'
         )
-    if config.actors.engine.type != "embedded":
-        problems.append(
-            f'actors.engine.type={config.actors.engine.type} was not tried with images: set it to "embedded"'
-        )
+    if config.actors.engine.type == "sglang":
+        problems += config.actors.engine.unfit_for_images
     if config.model.numerics == "exact":
         problems.append("model.numerics=exact is for text models: set it to fast")
     if (problem := config.learner.unseeing_teachers) is not None:

@@ -49,6 +49,28 @@ def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
 
 
 @pytest.mark.nightly
+def test_counting_on_sglang_trains_on_pictures_as_the_learner_sees_them(tmp_path: Path):
+    local = Command(
+        tmp_path, "local", "--preset", "count", "--directory", str(tmp_path / "runs"), "--warmup.steps", "2",
+        "--warmup.batch-size", "16", "--learner.steps", "4", "--learner.target-accuracy", "none",
+        "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
+        "--evaluation.every-versions", "2", "--actors.engine.type", "sglang",
+    )  # fmt: skip
+    try:
+        assert local.wait(540.0) == 0, local.said()
+    finally:
+        local.kill()
+    run = tmp_path / "runs/count"
+    assert json.loads((run / "summary.json").read_text())["accounted"]
+    rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    mismatches = [row["policy/mismatch_nats"] for row in rows if "policy/mismatch_nats" in row]
+    assert mismatches, "some tokens were drawn by the weights they were trained at"
+    assert max(mismatches) < 1e-5
+    assert max(probed(run)) < 1e-4
+    assert any(row["kind"] == "evaluation" for row in rows)
+
+
+@pytest.mark.nightly
 def test_a_run_whose_server_adds_the_adapters_itself_trains_on_what_the_learner_computes(tmp_path: Path):
     local = Command(
         tmp_path, "local", *SMALL, "--run", "adapted", "--actors.engine.type", "sglang",

@@ -49,6 +49,13 @@ def ended(
 ) -> Generation:  # fmt: skip
     """Return a generation of which the server has said, last, how it ended. Raises as `read_answer` does."""
     reason = _finish_reason(meta, request)
+    read = meta.get("prompt_tokens")
+    if request.images and reason != "abort" and read != len(request.token_ids):
+        raise RequestRefusedError(
+            f"{_name(request)}: SGLang reads {read} tokens, and with its images they are "
+            f"{len(request.token_ids)}: its model directory needs the run's preprocessor_config.json, and "
+            "mm_process_config must not be set"
+        )
     if reason == "length" and len(tokens) and int(tokens[-1]) in request.sampling.stop_token_ids:
         reason = "stop"  # SGLang looks at the limit first: an answer that ends with its last token is whole
     return Generation(

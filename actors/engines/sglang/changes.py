@@ -26,7 +26,7 @@ Found = tuple[Words, Words]
 """Gaps between the changed elements of a tensor (uint16 [N], see `sluice_changes.GAPS`), and their words [N].
 
 Numpy computes them: torch releases the interpreter in every step and then waits for a busy event loop."""
-COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
 EXPERTS = ("mixtral", "qwen3_moe")
 GAP = np.dtype(np.uint16)

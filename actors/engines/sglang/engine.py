@@ -31,6 +31,7 @@ from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.pausing import load_paused
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
+from actors.engines.sglang.sent_images import SentImages
 from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
 from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
@@ -68,6 +69,7 @@ class SglangEngine:
         """Its own, and further ones at the server."""
         self._own = self.policies.own
         self._updates: AdapterUpdates | None = None
+        self._images = SentImages.of(model_dir)
         self._held = HeldWeights(model_dir, config.weights_directory)
         self._server: Server = server_of(config, self._held.directory, log_file, first_gpu)
         self._client: SglangClient | None = None
@@ -136,10 +138,7 @@ class SglangEngine:
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         if self._routing is not None:
             self._facts.refuse_silence_of_experts(self.url)
-        if not self._facts.reports_spans and self._config.pause != "drain":
-            log.warning(
-                "sglang_reports_no_versions_per_token", version=self._facts.version, pause="interrupt"
-            )
+        self._facts.warn_of_silence_of_versions(self._config.pause)
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watching_ended)
         if self._facts.tells_loads:
@@ -152,6 +151,7 @@ class SglangEngine:
         An update may end it with the tokens so far, where a server says of no token which weights drew it.
         With `policy` it is for one that is served beside the engine's own."""
         with self.in_progress.new(request, policy or self._own) as flight:
+            flight.request = await self._images.prepared(request)
             while flight.begins_again(generation := await self._send(flight, policy or self._own)):
                 self.in_progress.renew(flight)
             return generation

@@ -4,8 +4,8 @@ import uuid
 from typing import Any
 
 from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.sglang.sent_images import image_fields
 from bus.config import MOST_KEPT
-from bus.errors import RequestRefusedError
 
 Json = dict[str, Any]
 
@@ -17,16 +17,16 @@ def probe_body() -> Json:
 
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: str = "") -> Json:
-    """Return what /generate wants for a request, which an adapter of that name is to answer, if any."""
-    if request.images:
-        raise RequestRefusedError(f"{request.request_id} shows images, which are not sent to SGLang")
+    """Return what /generate wants for a request, which an adapter of that name is to answer, if any.
+
+    Raises `RequestRefusedError` for images that it could not have."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     most_kept = min(sampling.top_k or MOST_KEPT, MOST_KEPT) if sampling.records_kept else sampling.top_k
     routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     return {
         "rid": rid,
-        "input_ids": [int(token) for token in request.token_ids],
+        **image_fields(request, salt),
         "sampling_params": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

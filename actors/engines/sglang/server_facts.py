@@ -1,10 +1,17 @@
 """What an SGLang server says of itself when it is up."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import structlog
+
 from bus.errors import ConfigError
+
+log = structlog.get_logger()
+SEES_BYTES = (0, 5, 23)
+"""Version from which it knows images by the bytes that it was sent, not by the patches it makes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,22 @@ class ServerFacts:
         """Return whether updates of the policy must not get to its draft model, or to that of half of a
         pair."""
         return any(map(own_draft, self.settings))
+
+    def warn_of_silence_of_versions(self, pause: str) -> None:
+        """Log it where answers do not say which weights drew a token: an update ends what is under way.
+
+        `pause` is what the configuration wants of it."""
+        if not self.reports_spans and pause != "drain":
+            log.warning("sglang_reports_no_versions_per_token", version=self.version, pause="interrupt")
+
+    def refuse_old_images(self, url: str) -> None:
+        """Raise `ConfigError` for a server that would show images as its vision tower saw them before."""
+        numbers = tuple(int(number) for number in re.findall(r"\d+", self.version)[:3])
+        if numbers < SEES_BYTES:
+            raise ConfigError(
+                f"the model sees images, and the server at {url} is SGLang {self.version}, which keeps what "
+                "its vision tower made of one over updates of weights: use 0.5.23 or later"
+            )
 
     def refuse_silence_of_experts(self, url: str) -> None:
         """Raise `ConfigError` unless the server, which is at `url`, says where tokens went."""

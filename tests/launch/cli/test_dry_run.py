@@ -72,9 +72,9 @@ def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: P
             {
                 "model": {"scratch": {"context": 1024, "vision": {"layers": 1}}},
                 "learner": {"backend": "fsdp"},
-                "actors": {"engine": {"type": "sglang"}},
+                "actors": {"engine": {"type": "sglang", "pause": "retract"}},
             },
-            "actors.engine.type=sglang was not tried with images",
+            "- actors.engine.pause=retract: SGLang would compute a prompt again",
         ),
         (
             {

@@ -4,16 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
-from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.build import refuse_untried_images
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.sglang.request_bodies import request_body
-from bus.errors import ConfigError, RequestRefusedError
-from storage.images.chat import ImageChat, inlined
+from bus.errors import ConfigError
+from tests.actors.shown import asked, recomputed
 from tests.pictures import image_part, picture, vision_directory
 
 CONFIG = EmbeddedEngineConfig(dtype="float32", slots=8, threads=1, seed=0)
@@ -27,35 +23,6 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(directory):
     return AutoModelForImageTextToText.from_pretrained(directory).eval()
-
-
-def asked(directory, name, *parts, new=9) -> GenerationRequest:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    chat = ImageChat.of(directory, tokenizer)
-    [message], found = inlined([{"role": "user", "content": list(parts)}], chat)
-    tokens, images = chat.expanded(tokenizer.encode(message["content"]), found)
-    return GenerationRequest(name, tokens, Sampling(max_new_tokens=new), images=images)
-
-
-@torch.inference_mode()
-def recomputed(model, directory, request, generation) -> np.ndarray:
-    """Log-probs of the sampled tokens by transformers' own forward over the whole sequence."""
-    reader = ImageChat.of(directory, AutoTokenizer.from_pretrained(directory)).reader
-    tokens = torch.tensor([[*request.token_ids, *generation.token_ids.tolist()]])
-    shown = {}
-    if request.images:
-        kinds = torch.zeros_like(tokens)
-        for image in request.images:
-            kinds[0, image.start : image.stop] = 1
-        shown = {
-            "pixel_values": torch.from_numpy(np.concatenate([reader.patches(one) for one in request.images])),
-            "image_grid_thw": torch.tensor([reader.grid(one) for one in request.images]),
-            "mm_token_type_ids": kinds,
-        }
-    logits = model(input_ids=tokens, use_cache=False, **shown).logits[0]
-    sampled = torch.from_numpy(generation.token_ids).long()
-    behind = logits.log_softmax(-1)[len(request.token_ids) - 1 : -1]
-    return behind.gather(1, sampled[:, None])[:, 0].numpy()
 
 
 async def test_log_probs_are_those_of_transformers_for_prompts_with_images_and_without(directory, model):
@@ -93,11 +60,3 @@ async def test_prompts_of_the_same_tokens_and_other_images_are_other_prompts(dir
 def test_exact_arithmetic_is_refused_for_images(directory):
     with pytest.raises(ConfigError, match=r"model\.numerics=exact is for text alone"):
         EmbeddedEngine.from_directory(directory, CONFIG, exact=True)
-
-
-def test_an_engine_that_was_not_tried_with_images_is_refused_by_name(directory):
-    with pytest.raises(ConfigError, match=r"actors.engine.type=sglang was not tried .*embedded"):
-        refuse_untried_images(SglangEngineConfig(), directory)
-    refuse_untried_images(CONFIG, directory)
-    with pytest.raises(RequestRefusedError, match="shows images, which are not sent to SGLang"):
-        request_body(asked(directory, "one", image_part(picture())), rid="r", salt="")
