@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
@@ -68,10 +68,14 @@ class ImageFiles:
     """The directory of the data file, to which paths are relative."""
     read: set[Path] = field(default_factory=set)
     """Those that were read."""
+    fetch: Callable[[Path], None] | None = None
+    """What fetches a file that is not here, if it knows from where."""
 
     def bytes_of(self, name: str) -> bytes:
         """Read a file. Raises `ImageError`."""
         path = self.directory / name
+        if self.fetch is not None and not path.exists():
+            self.fetch(path)
         try:
             data = path.read_bytes()
         except OSError as error:

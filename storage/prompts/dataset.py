@@ -9,6 +9,7 @@ from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.config import PromptKeys
 from storage.images.encoded import ImageError, ImageFiles, embedded
+from storage.prompts.hub_data import fetch_images
 from storage.prompts.rows import Row, missing_key, read_rows
 from storage.prompts.stored_prompts import StoredPrompts
 from storage.prompts.tool_schemas import tool_schemas
@@ -79,7 +80,7 @@ def prompt_content(row: Row, key: str, images: set[Path] | None = None) -> str |
     if isinstance(content, str) and not (isinstance(column, list) and column):
         return content
     chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    files = ImageFiles(row.directory, set() if images is None else images)
+    files = ImageFiles(row.directory, set() if images is None else images, fetch_images)
     try:
         return embedded(chat, files, column)
     except ImageError as error:

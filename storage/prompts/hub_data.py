@@ -1,6 +1,9 @@
 """Finds a data set by its name on the Hugging Face hub, and keeps it in that library's cache."""
 
+import glob
+import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +13,10 @@ from bus.errors import ConfigError
 
 log = structlog.get_logger()
 NAME = re.compile(r"hf:/+(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?(?P<rest>(/.*)?)")
+SNAPSHOT = re.compile(
+    r".*/datasets--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<below>(.*/)?)[^/]+"
+)
+"""Path of a file of a data set in the cache of the hub's library."""
 PATTERNS = ("*.parquet", "*.jsonl", "*.arrow")
 """Files that hold rows."""
 
@@ -25,26 +32,48 @@ def fetched_data(path: Path) -> Path:
 
     What an earlier call has fetched stays at its commit, so that a run that goes on has the same prompts.
     Raises `ConfigError` when there is none and the hub cannot be reached, or refuses it."""
-    from huggingface_hub import snapshot_download
-
     found = NAME.fullmatch(str(path))
     if found is None:
         raise ConfigError(f"{path}: write a data set of the hub as hf://ORGANISATION/NAME[@REVISION][/SPLIT]")
+    revision = _commit_here(found["repo"], found["revision"]) or found["revision"]
+    snapshot = _downloaded(found["repo"], revision, _wanted(found["rest"]))
+    log.info("hub_data_found", name=found["repo"], commit=snapshot.name)
+    return snapshot / found["rest"].strip("/")
+
+
+def fetch_images(file: Path) -> None:
+    """Fetch the file of an image that rows of a data set of the hub name, if it is one and not here yet.
+
+    With it come all files of its kind that lie beside it or below: rows name many. Raises `ConfigError` when
+    the hub cannot be reached, or refuses them."""
+    file = Path(os.path.normpath(file))  # the files of a snapshot are links, its directories are none
+    found = SNAPSHOT.fullmatch(str(file))
+    if found is not None and not file.exists():
+        named = f"*{file.suffix}" if file.suffix else glob.escape(file.name)
+        _fetch_all(f"{found['owner']}/{found['name']}", found["commit"], glob.escape(found["below"]) + named)
+
+
+@cache
+def _fetch_all(repo: str, commit: str, pattern: str) -> None:
+    _downloaded(repo, commit, [pattern])
+    log.info("hub_images_found", name=repo, files=pattern)
+
+
+def _downloaded(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Return the snapshot of a data set with the files of these patterns. Raises `ConfigError`."""
+    from huggingface_hub import snapshot_download
+
     try:
         snapshot = snapshot_download(
-            found["repo"],
-            repo_type="dataset",
-            revision=_commit_here(found["repo"], found["revision"]) or found["revision"],
-            allow_patterns=_wanted(found["rest"]),
+            repo, repo_type="dataset", revision=revision, allow_patterns=list(patterns)
         )
     except (http_error(), OSError, ValueError) as error:  # OSError: no network, or no room
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"hf://{found['repo']}: the Hugging Face hub does not give this data set ({reason}): check its "
+            f"hf://{repo}: the Hugging Face hub does not give this data set ({reason}): check its "
             "name and the network, or give a file or directory that is here (a gated one needs HF_TOKEN)"
         ) from error
-    log.info("hub_data_found", name=found["repo"], commit=Path(snapshot).name)
-    return Path(snapshot, found["rest"].strip("/"))
+    return Path(snapshot)
 
 
 def http_error() -> type[Exception]:

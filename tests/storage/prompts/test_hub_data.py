@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.hub_server import COMMIT, NEWER, Repo, serving
+from tests.pictures import image_part, picture
 
 READ = {
     "hf://org/nums/main/train": [f"main/train-00000-of-00001.parquet:{n}" for n in range(3)],
@@ -97,6 +98,39 @@ def test_a_host_goes_on_with_the_commit_that_it_has_and_a_named_one_is_fetched(t
         again = read(["hf://org/rows/train"], tmp_path, **place)
         assert COMMIT in again.stdout, again.stderr
         assert NEWER in read([f"hf://org/rows@{NEWER}"], tmp_path, **place).stdout
+
+
+def test_images_that_rows_name_are_fetched_with_those_beside_them_and_no_others(tmp_path: Path):
+    rows = [
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": f"../shapes/{n}.png"}]}]}
+        for n in range(2)
+    ]
+    files = {
+        "data/train.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+        **{f"shapes/{n}.png": picture(seed=n) for n in range(3)},
+        "shapes/more/4.png": picture(seed=4),
+        "shapes/large.bin": b"not wanted",
+        "others/5.png": picture(seed=5),
+    }
+    with serving(Repo("org/shapes", files, kind="datasets")) as hub:
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+        found = read(["hf://org/shapes/train"], tmp_path, **place)
+    assert found.returncode == 0, found.stderr
+    [prompts] = json.loads(found.stdout.splitlines()[-1]).values()
+    assert [one[0]["content"][0] for one in prompts] == [image_part(picture(seed=n)) for n in range(2)]
+    [snapshot] = tmp_path.glob("hub/datasets--org--shapes/snapshots/*")
+    here = {str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if not file.is_dir()}
+    assert here == {"data/train.jsonl", *(f"shapes/{name}.png" for name in ("0", "1", "2", "more/4"))}
+
+
+def test_an_image_that_the_hub_does_not_have_is_refused_with_its_row(tmp_path: Path):
+    row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "no.png"}]}], "label": ""}
+    files = {"train.jsonl": json.dumps(row).encode(), "yes.png": picture()}
+    with serving(Repo("org/shapes", files, kind="datasets")) as hub:
+        found = read(["hf://org/shapes"], tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}")
+    said = found.stdout.splitlines()[-1]
+    assert "train.jsonl, line 1: 'prompt': the image" in said
+    assert "no.png cannot be read (No such file or directory): check the path" in said
 
 
 def test_a_download_that_breaks_off_is_an_error_with_its_remedy(tmp_path: Path):
