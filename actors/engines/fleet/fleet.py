@@ -342,14 +342,14 @@ class Fleet:
         if not able:
             return None
         least = min(able.values(), key=lambda member: (member.load, member.served))
-        held = able.get(self._affinity.holder(pending.tokens) or "") if len(able) > 1 else None
+        held = able.get(self._affinity.holder(pending.beginning) or "") if len(able) > 1 else None
         if held and held.load - least.load <= self._config.affinity_slack:
             return held
         return least
 
     def _note_affinity(self, pending: PendingRequest, member: Member) -> None:
         if member.state == "serving" and len(self._members) > 1:
-            self._affinity.note(pending.tokens, member.name)
+            self._affinity.note(pending.beginning, member.name)
 
     def _refuse_for_good(self, pending: PendingRequest) -> None:
         """Refuse a request that no engine takes, not even one that is being built."""

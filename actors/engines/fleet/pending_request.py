@@ -72,6 +72,17 @@ class PendingRequest:
             return self._prompt
         return np.concatenate([self._prompt, *(piece.token_ids for piece in self.pieces)])
 
+    @property
+    def beginning(self) -> np.ndarray:
+        """int32 [L], what two requests have in common that begin alike: `tokens`, and numbers below 0 that
+        tell images apart in place of the tokens that stand for them."""
+        if not self.request.images:
+            return self.tokens
+        found = self.tokens.copy()
+        for image in self.request.images:
+            found[image.start : image.stop] = -1 - int(image.digest[:7], 16)
+        return found
+
     @cached_property
     def _prompt(self) -> np.ndarray:
         return np.asarray(self.request.token_ids, np.int32)
