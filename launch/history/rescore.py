@@ -179,7 +179,9 @@ def _chat(model: Path) -> "ChatFormat":
     from transformers import AutoTokenizer
 
     from actors.policy.chat_format import ChatFormat
+    from storage.images.chat import ImageChat
 
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} is no model directory: name one with the run's tokenizer by --model")
-    return ChatFormat(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    return ChatFormat(tokenizer, images=ImageChat.of(model, tokenizer))

@@ -11,7 +11,7 @@ import pytest
 
 from actors.config import ActorsConfig
 from actors.policy.chat_format import ChatFormat
-from actors.rewards.rescoring import Rescored, rescore
+from actors.rewards.rescoring import Rescored, answer_of, rescore
 from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt
@@ -20,6 +20,7 @@ from launch.cli.main import main
 from launch.config import resolve
 from launch.history.environment_rewards import EnvironmentRewards
 from launch.history.rescore import Interval, Rescoring, parse_leases, run_rescore
+from launch.history.rescore import _chat as chat_of
 from launch.history.retrain import restore_run
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory, character_tokenizer
@@ -32,6 +33,7 @@ from storage.prompts.dataset import load_prompts
 from storage.prompts.epochs import PromptOrder
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
+from tests.pictures import image_part, picture, vision_directory
 
 TOKENIZER = character_tokenizer()
 CHAT = ChatFormat(TOKENIZER)
@@ -97,6 +99,20 @@ def test_groups_of_steps_are_scored_as_the_actor_would(run):
     assert Path(found.table) == run.path / "scores/exact.jsonl"
     assert rescored(run).groups == 3
     assert set(load_scores(Path(rescored(run, from_step=2, name="two").table))) == {(2, 0), (2, 1)}
+
+
+def test_an_answer_to_a_picture_is_found_again_in_its_trajectory(tmp_path):
+    chat = chat_of(vision_directory(tmp_path / "model"))
+    content = [{"role": "user", "content": [image_part(picture()), {"type": "text", "text": "how many?"}]}]
+    prompt = Prompt(content=content, label="3")
+    tokens, images = chat.prompt(content)
+    answer = [*chat.encode("3"), TOKENIZER.eos_token_id]
+    mask = np.arange(len(tokens) + len(answer)) >= len(tokens)
+    trajectory = replace(
+        make_trajectory(0, 0, tokens=len(mask)),
+        token_ids=np.array([*tokens, *answer], np.int32), loss_mask=mask, images=images,
+    )  # fmt: skip
+    assert answer_of(trajectory, prompt, chat).text == "3"
 
 
 def test_own_reward_gets_all_that_the_actors_gave_it(run, tmp_path, monkeypatch):
