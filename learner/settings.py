@@ -29,7 +29,7 @@ class EngineContext:
 def used_diagnostics(model: ModelConfig, learner: LearnerConfig) -> DiagnosticsConfig:
     """Return the ranges of figures. In exact arithmetic engine and learner agree to the bit, unless the
     weights have moved between the updates of a step."""
-    if model.numerics == "fast" or learner.batch.updates > 1:
+    if model.numerics != "exact" or learner.batch.updates > 1:
         return learner.diagnostics
     return learner.diagnostics.model_copy(update={"largest_mismatch_nats": 0.0})
 

@@ -343,8 +343,8 @@ def inexact(engine: EngineConfig) -> str:
     """Return why an engine cannot compute in exact arithmetic (model.numerics); empty if it can."""
     if not isinstance(engine, EmbeddedEngineConfig):
         return (
-            f"actors.engine.type={engine.type}: its kernels are not the learner's; set it to embedded (with "
-            "server.enable_deterministic_inference SGLang repeats itself, but not the learner)"
+            f"actors.engine.type={engine.type}: it adds up in another way; set it to embedded (or "
+            "model.numerics to sglang, with which the learner computes by SGLang's kernels)"
         )
     if engine.dtype != "float32":
         return f"actors.engine.dtype={engine.dtype}: set it to float32"

@@ -24,6 +24,7 @@ from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
 from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy, resolve
 from launch.evaluation_checks import refuse_nobody_rolls_out
+from launch.numerics_checks import engine_of
 from launch.policies import policy_bus, shares_servers
 from launch.process.bus_room import has_room, until_full
 from launch.process.gateway_access import gateway_token, refuse_open_gateway
@@ -315,7 +316,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
 
             further = await _further_policies(bus, config, overrides, stop, opened)
             settings = ActorSettings(
-                actors=config.actors,
+                actors=config.actors.model_copy(update={"engine": engine_of(config)}),
                 sampling=config.sampling,
                 shards=config.replay.shards,
                 logs=config.directory / config.run / "logs",
@@ -341,7 +342,7 @@ async def _further_policies(
         connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop)
         connection = await opened.enter_async_context(connecting)
         found[name] = FurtherSettings(
-            connection, told_by(own.actors.engine, config.sampling), policy.agents,
+            connection, told_by(engine_of(own), config.sampling), policy.agents,
             max_staleness=own.admission.max_staleness,
             exact=own.model.numerics == "exact",
             shares_servers=shares_servers(config, name, own.actors.engine),

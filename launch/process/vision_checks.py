@@ -24,8 +24,8 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         )
     if config.actors.engine.type == "sglang":
         problems += config.actors.engine.unfit_for_images
-    if config.model.numerics == "exact":
-        problems.append("model.numerics=exact is for text models: set it to fast")
+    if config.model.numerics != "fast":
+        problems.append(f"model.numerics={config.model.numerics} is for text models: set it to fast")
     if (problem := config.learner.unseeing_teachers) is not None:
         problems.append(problem)
     if problems:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -19,6 +20,7 @@ from learner.backends.megatron.model.windows import (
 from learner.backends.megatron.optimizer.state_file import StateFile
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
+from learner.backends.sglang_kernels.kernels import load_kernels
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.manifest import is_written_by
 from learner.config.backend import BackendName
@@ -130,7 +132,11 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
             f"learner.backend={backend} trains text models alone, and the model, a {hf_config.model_type}, "
             'is a vision-language model: set learner.backend = "fsdp" (docs/vision.md)'
         )
-    shown = {} if images is None else {"images": images}
+    if model.numerics == "sglang" and backend != "fsdp":
+        raise ConfigError(f"model.numerics=sglang with learner.backend={backend}: set learner.backend=fsdp")
+    shown: dict[str, Any] = {} if images is None else {"images": images}
+    if model.numerics == "sglang":
+        shown["kernels"] = load_kernels()
     return BACKENDS[backend]()(
         hf_config,
         state,

@@ -69,10 +69,11 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the learner's parameters and activations; the optimizer's main weights are float32."""
 
-    numerics: Literal["fast", "exact"] = "fast"
+    numerics: Literal["fast", "exact", "sglang"] = "fast"
     """Arithmetic of learner and engines. With `exact` both compute the log-prob of a token to the same bit,
     whatever else is in the batch, at two to three times the cost. It takes a dense model in float32 and the
-    embedded engine."""
+    embedded engine. With `sglang` the learner computes by SGLang's kernels, and servers run in the mode for
+    that: it takes a dense Qwen3 in bfloat16, GPUs and the FSDP backend (docs/exact.md)."""
 
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in Hugging Face names: these weights stay as they are."""

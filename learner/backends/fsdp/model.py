@@ -22,9 +22,11 @@ from bus.images import PlacedImage
 from learner.backends.fsdp.attention import PackedSequences
 from learner.backends.fsdp.build import attention_of
 from learner.backends.fsdp.router_replay import RouterReplay
+from learner.backends.fsdp.sglang_model import SglangArithmetic
 from learner.backends.fsdp.vision import PackedVision
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
+from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.world.process_group import device
 from storage.images.reader import ImageReader
@@ -36,10 +38,11 @@ class PackedModel(torch.nn.Module):
     """A causal language model over packed sequences, which may show images."""
 
     def __init__(
-        self, hf_model: PreTrainedModel, *, exact: bool = False, images: ImageReader | None = None
-    ) -> None:
-        """With `exact`, have the model compute in exact arithmetic (storage/numerics). `images` are those of
-        a vision-language model.
+        self, hf_model: PreTrainedModel, *, exact: bool = False, images: ImageReader | None = None,
+        kernels: SglangKernels | None = None,
+    ) -> None:  # fmt: skip
+        """With `exact`, have the model compute in exact arithmetic (storage/numerics); with `kernels`, as a
+        server of SGLang does. `images` are those of a vision-language model.
 
         Raises `ConfigError` for models that cannot."""
         super().__init__()
@@ -49,6 +52,7 @@ class PackedModel(torch.nn.Module):
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
         self.replay = RouterReplay(hf_model)
+        self.sglang = None if kernels is None else SglangArithmetic(hf_model, kernels)
         if exact:
             refuse_other_arithmetic(device())
             make_exact(hf_model, partial(self._hidden, empty_micro_batch()))
@@ -63,13 +67,18 @@ class PackedModel(torch.nn.Module):
         if plain:
             return (self._plain_logits(batch),)
         weight = self.hf.get_output_embeddings().weight
-        return policy_output(self._hidden(batch), weight, batch, token_loss, top, exact=self.exact)
+        kernels = None if self.sglang is None else self.sglang.kernels
+        return policy_output(
+            self._hidden(batch), weight, batch, token_loss, top, exact=self.exact, kernels=kernels
+        )
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         self.replay.refuse_others(batch)
         packed = PackedSequences.of(batch, self.windows, exact=self.exact)
         if self.vision is not None:
             return self.vision.hidden(batch, packed)
+        if self.sglang is not None:
+            return self.sglang.hidden(self.hf, batch, packed)
         output = self.hf.get_decoder()(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
@@ -98,7 +107,7 @@ class ShardedModel(PackedModel, FSDPModule):
 
 def shard(
     hf_model: PreTrainedModel, *, dtype: torch.dtype, offload: bool, recompute: bool, exact: bool = False,
-    images: ImageReader | None = None,
+    images: ImageReader | None = None, kernels: SglangKernels | None = None,
 ) -> ShardedModel:  # fmt: skip
     """Divide the float32 parameters of a model, its main weights, among all ranks.
 
@@ -112,8 +121,9 @@ def shard(
         recompute: the backward pass computes each layer again.
         exact: as `PackedModel` takes it.
         images: those of a vision-language model.
+        kernels: as `PackedModel` takes them.
     """
-    model = PackedModel(hf_model, exact=exact, images=images)
+    model = PackedModel(hf_model, exact=exact, images=images, kernels=kernels)
     place = device()
     mesh = init_device_mesh(place.type, (dist.get_world_size(),))
     offloading = CPUOffloadPolicy(pin_memory=place.type == "cuda") if offload else OffloadPolicy()

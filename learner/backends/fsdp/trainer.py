@@ -28,11 +28,13 @@ from learner.backends.fsdp.names import FileNames, lasting_tensors
 from learner.backends.fsdp.optimizer import ShardedOptimizer
 from learner.backends.fsdp.quantised import rounded_weights
 from learner.backends.fsdp.self_check import refuse_other_results
+from learner.backends.fsdp.sglang_model import refuse_other_dtype
 from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
 from learner.backends.given_experts import replay_figures
 from learner.backends.lora import refuse_other_adapters
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
+from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.backends.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide
@@ -70,14 +72,18 @@ class FsdpTrainer:
         lora: LoraConfig = NO_LORA,
         exact: bool = False,
         images: ImageReader | None = None,
+        kernels: SglangKernels | None = None,
     ) -> None:
         """Build the model, load `state` by Hugging Face names, and prove that it computes what transformers
         does. With `lora`, adapters are trained and `trainable` counts for nothing; with `exact`, log-probs
-        are those of the embedded engine to the bit. `images` are those of a vision-language model.
+        are those of the embedded engine to the bit; with `kernels`, it computes as a server of SGLang does.
+        `images` are those of a vision-language model.
 
         Raises `ConfigError` for models, settings and weights that cannot be trained."""
         if critic is not None:
             raise ConfigError("learner.backend=fsdp has no critic: use megatron, or an advantage without one")
+        if kernels is not None:
+            refuse_other_dtype(dtype)
         self.hf_config = hf_config
         self.dtype = dtype
         self._names = FileNames(hf_config)
@@ -89,7 +95,7 @@ class FsdpTrainer:
             self._frozen_weights = self._freeze(hf_model, trainable)
         self.model = shard(
             hf_model, dtype=dtype, offload=bool(optimizer.offload), recompute=parallel.recompute == "full",
-            exact=exact, images=images,
+            exact=exact, images=images, kernels=kernels,
         )  # fmt: skip
         self._offloaded = bool(optimizer.offload)
         self._tensors = lasting_tensors(hf_model)

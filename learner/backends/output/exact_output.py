@@ -1,4 +1,5 @@
-"""Log-probabilities of labels in exact arithmetic: those that the embedded engine records, to the bit.
+"""Log-probabilities of labels that are those an engine records, to the bit: of the embedded engine in exact
+arithmetic, or of SGLang by its own kernels.
 
 The logits of all trained tokens are computed chunk by chunk, and again in the backward pass where there are
 several chunks. Gradients are those of the ordinary output layer (output_layer.py).
@@ -22,17 +23,20 @@ from storage.numerics.elementary import exp
 from storage.numerics.functions import with_gradient
 from storage.numerics.softmax import largest_and_log_total
 
+Values = Callable[[Tensor, Tensor, Tensor, KeptColumns | None], tuple[Tensor, Tensor]]
+"""Log-probs and entropies, float32 [c], of logits [c, V], labels, factors of the logits and kept sets."""
+
 
 def exact_output(  # noqa: PLR0913 - those of all ways to compute it
     hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, token_loss: TokenLoss | None,
     chosen: KeptColumns | None, *, temperatures: Tensor, kept: KeptColumns | None,
-    group: dist.ProcessGroup | None, chunk_size: int,
+    group: dist.ProcessGroup | None, chunk_size: int, values: Values | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return what `policy_output` does (policy_output.py).
 
     Args:
         hidden: [N, H], inputs of the output layer.
-        project: the output layer in exact arithmetic, [c, H] to the logits [c, V].
+        project: the output layer as the engine computes it, [c, H] to the logits [c, V].
         labels: int64 [N].
         token_loss: the loss, where it is a sum over tokens.
         chosen: tokens of a teacher for each row; their log-probs are the ordinary ones.
@@ -40,13 +44,15 @@ def exact_output(  # noqa: PLR0913 - those of all ways to compute it
         kept: what each label was drawn from; `None` is the whole vocabulary for all.
         group: ranks that share the vocabulary, of which there is one.
         chunk_size: rows of logits alive at a time.
+        values: how the engine computes log-probs; exact arithmetic where it is left out.
     """
+    of_engine = values or _logprobs_and_entropy
 
     def one_chunk(rows: Tensor, targets: Tensor, scale: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
         of_rows = KeptColumns(*sets) if sets else None
 
         def exact(logits: Tensor) -> tuple[Tensor, Tensor]:
-            return _logprobs_and_entropy(logits, targets, scale, of_rows)
+            return of_engine(logits, targets, scale, of_rows)
 
         def ordinary(logits: Tensor) -> tuple[Tensor, Tensor]:
             return logprobs_of_logits(logits, targets, scale, of_rows, None)

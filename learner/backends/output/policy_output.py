@@ -8,9 +8,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from bus.errors import ConfigError
 from learner.backends.output.chosen_tokens import label_and_chosen_logprobs, top_tokens
 from learner.backends.output.exact_output import exact_output
-from learner.backends.output.output_layer import TokenLoss, kept_columns, label_logprobs, output_layer_loss
+from learner.backends.output.output_layer import (
+    KeptColumns,
+    TokenLoss,
+    kept_columns,
+    label_logprobs,
+    output_layer_loss,
+)
+from learner.backends.sglang_kernels.functions import linear as sglang_linear
+from learner.backends.sglang_kernels.functions import logprobs_and_entropy
+from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.data.packing import MicroBatch
 from storage.numerics.functions import linear as exact_linear
 
@@ -30,7 +40,7 @@ def chunk_rows(columns: int, *, exact: bool = False) -> int:
 def policy_output(  # noqa: PLR0913 - what both backends know
     hidden: Tensor, weight: Tensor, batch: MicroBatch, token_loss: TokenLoss | None, top: int, *,
     first_label: int = 0, largest_part: int | None = None, group: dist.ProcessGroup | None = None,
-    exact: bool = False,
+    exact: bool = False, kernels: SglangKernels | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
 
@@ -49,11 +59,14 @@ def policy_output(  # noqa: PLR0913 - what both backends know
             `weight`.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         exact: compute in exact arithmetic, of a vocabulary that is on one rank.
+        kernels: compute with these, of a vocabulary that is on one rank.
     """
     rows, labels = hidden.index_select(0, batch.predicting), batch.labels.index_select(0, batch.trained)
     chunk_size = chunk_rows(largest_part or len(weight), exact=exact)
     temperatures = batch.of_trained("temperatures")
     project = partial(exact_linear if exact else F.linear, weight=weight)
+    if kernels is not None:
+        project = partial(sglang_linear, kernels, weight=weight)
     shared: dict[str, Any] = {"temperatures": temperatures, "group": group, "chunk_size": chunk_size}
     if top:
         return top_tokens(rows, project, top, first=first_label, **shared)
@@ -64,8 +77,20 @@ def policy_output(  # noqa: PLR0913 - what both backends know
     chosen = kept_columns(None if taught is None else taught.index_select(0, batch.trained), first_label)
     if exact:
         return exact_output(rows, project, labels, token_loss, chosen, **shared)
+    if kernels is not None:
+        return exact_output(
+            rows, project, labels, token_loss, chosen, values=partial(_of_server, kernels), **shared
+        )
     if token_loss is not None:
         return output_layer_loss(rows, weight, labels, token_loss, **shared)
     if chosen is None:
         return label_logprobs(rows, project, labels, **shared)
     return label_and_chosen_logprobs(rows, project, labels, chosen, **shared)
+
+
+def _of_server(
+    kernels: SglangKernels, logits: Tensor, labels: Tensor, scale: Tensor, kept: KeptColumns | None
+) -> tuple[Tensor, Tensor]:
+    if kept is not None:
+        raise ConfigError("model.numerics=sglang has no kept sets: set sampling.keep_masks=false")
+    return logprobs_and_entropy(kernels, logits, labels, scale)
