@@ -39,7 +39,7 @@ def bench_bus(*, as_json: AsJson = False) -> None:
     """
     from launch.benchmarks.bus import bench_bus as measured
 
-    _measure(measured, as_json=as_json)
+    measure(measured, as_json=as_json)
 
 
 @bench.command(name="replay", usage="Usage: launch bench replay [--json]")
@@ -53,7 +53,7 @@ def bench_replay(*, as_json: AsJson = False) -> None:
     """
     from launch.benchmarks.replay import bench_replay as measured
 
-    _measure(measured, as_json=as_json)
+    measure(measured, as_json=as_json)
 
 
 @bench.command(name="gateway", usage="Usage: launch bench gateway [--json]")
@@ -67,7 +67,7 @@ def bench_gateway(*, as_json: AsJson = False) -> None:
     """
     from launch.benchmarks.gateway import bench_gateway as measured
 
-    _measure(measured, as_json=as_json)
+    measure(measured, as_json=as_json)
 
 
 @bench.command(name="episodes", usage="Usage: launch bench episodes [OPTIONS]")
@@ -92,7 +92,7 @@ def bench_episodes(
 
     configure_logging("warning")
     load = EpisodesLoad(episodes, turns, turn_s)
-    _measure(lambda: {"episodes": measured(load)}, as_json=as_json)
+    measure(lambda: {"episodes": measured(load)}, as_json=as_json)
 
 
 @bench.command(name="learner", usage="Usage: launch bench learner [--json]")
@@ -106,7 +106,7 @@ def bench_learner(*, as_json: AsJson = False) -> None:
     """
     from launch.benchmarks.learner import bench_learner as measured
 
-    _measure(measured, as_json=as_json)
+    measure(measured, as_json=as_json)
 
 
 @bench.command(name="prefix", usage="Usage: launch bench prefix [OPTIONS]")
@@ -134,7 +134,7 @@ def bench_prefix(
         if tokens is not None and tokens < 2:
             raise ConfigError(f"{flag} {tokens}: give 2 at least")
     workload = workload_of(prompt_tokens, answer_tokens)
-    _measure(lambda: measured(workload), as_json=as_json)
+    measure(lambda: measured(workload), as_json=as_json)
 
 
 @bench.command(name="weights", usage="Usage: launch bench weights [OPTIONS]")
@@ -168,7 +168,7 @@ def bench_weights(
     if versions < 1:
         raise ConfigError(f"--versions {versions}: measure one at least")
     config = settings_of(flags(settings))
-    _measure(lambda: measured(workload_of(model, config), config, versions=versions), as_json=as_json)
+    measure(lambda: measured(workload_of(model, config), config, versions=versions), as_json=as_json)
 
 
 @bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")
@@ -211,7 +211,7 @@ def bench_actors(
     refuse_several(engine)
     load = ActorLoad(concurrency=concurrency, new_tokens=new_tokens, rounds=rounds)
     made = partial(random_model, model)
-    _measure(lambda: measured(engine, made, load, embedded=not server_only), as_json=as_json)
+    measure(lambda: measured(engine, made, load, embedded=not server_only), as_json=as_json)
 
 
 @bench.command(name="actors-scale", usage="Usage: launch bench actors-scale [OPTIONS]")
@@ -244,7 +244,7 @@ def bench_actors_scale(
     if actors < 1 or not min(window_s, settle_s, rollout_s) > 0:
         raise ConfigError("--actors, --window-s, --settle-s and --rollout-s must be above 0")
     load = Load(actors, window_s, settle_s, rollout_s)
-    _measure(lambda: bench_many_actors(load), as_json=as_json)
+    measure(lambda: bench_many_actors(load), as_json=as_json)
 
 
 @bench.command(name="overlap", usage="Usage: launch bench overlap [OPTIONS]")
@@ -383,7 +383,7 @@ def age_of_process(created_s: float, now_s: float) -> float:
     return min(max(now_s - created_s, 0.0), OLDEST_S)
 
 
-def _measure(measured: Callable[[], object], *, as_json: bool) -> None:
+def measure(measured: Callable[[], object], *, as_json: bool) -> None:
     """Show what `measured` returns. SIGTERM ends it as Ctrl-C does, which leaves no gigabytes in /tmp."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what is in the background
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
