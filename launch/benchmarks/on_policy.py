@@ -227,19 +227,20 @@ def _sample(prompt: NDArray[np.int32], answer: NDArray[np.int32], logprobs: NDAr
 
 
 def differences(learner: Backend, samples: Sequence[Sample]) -> dict[str, float]:
-    """Compare log-probs: share that is equal to the bit, mean and largest distance in nats, estimates k1 and
-    k3 of the divergence, and the share of effective samples."""
+    """Compare log-probs: share that is equal to the bit, of all and of first tokens, which prompts alone
+    predict, mean and largest distance in nats, estimates k1 and k3 of the divergence, and the share of
+    effective samples."""
     found = score(learner, samples, tokens_per_micro_batch=BUDGET)
-    apart = np.concatenate(
-        [
-            (scores.logprobs - sample.streams["behaviour_logprobs"])[sample.loss_mask]
-            for sample, scores in zip(samples, found, strict=True)
-        ]
-    ).astype(np.float64)
+    by_answer = [
+        (scores.logprobs - sample.streams["behaviour_logprobs"])[sample.loss_mask].astype(np.float64)
+        for sample, scores in zip(samples, found, strict=True)
+    ]
+    apart, first = np.concatenate(by_answer), np.array([each[0] for each in by_answer])
     ratio = np.exp(apart)
     return {
         "tokens": len(apart),
         "bit_equal_fraction": float((apart == 0).mean()),
+        "bit_equal_fraction_of_first": float((first == 0).mean()),
         "mean_nats": float(np.abs(apart).mean()),
         "largest_nats": float(np.abs(apart).max()),
         "k1_nats": float(-apart.mean()),

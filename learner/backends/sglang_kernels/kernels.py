@@ -6,10 +6,12 @@ this file knows SGLang's modules.
 """
 
 import importlib
-import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,8 +28,8 @@ MODULES = (
     "sglang.kernels.ops.attention.extend_attention",
     "sglang.kernels.ops.attention.decode_attention",
 )
-NO_DEEPGEMM = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"
-"""Variable that chooses between two kernels for products, whose sums differ: 0 is Triton's."""
+DEEPGEMM = "sglang.srt.layers.deep_gemm_wrapper"
+"""Package with other kernels for products, whose sums differ. It imports the whole server and its models."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,30 @@ class SglangKernels:
 @cache
 def load_kernels() -> SglangKernels:
     """Import SGLang's kernels. Raises `ConfigError` where they are not installed or are others."""
-    os.environ.setdefault(NO_DEEPGEMM, "0")  # read on import
     try:
-        products, prefilling, decoding = (importlib.import_module(name) for name in MODULES)
+        with _without_deepgemm():
+            products, prefilling, decoding = (importlib.import_module(name) for name in MODULES)
         return from_modules(products, prefilling, decoding)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # the last where transformers is another
         raise ConfigError(
             f"model.numerics=sglang computes with SGLang's kernels, which the learner's environment does not "
             f"have ({error}): install the server's version of SGLang (0.5.17 or later) there, or set "
             "model.numerics=fast"
         ) from error
+
+
+@contextmanager
+def _without_deepgemm() -> Iterator[None]:
+    """While inside, have modules that look for DeepGEMM find that there is none."""
+    absent, says_so = ModuleType(DEEPGEMM), ModuleType(f"{DEEPGEMM}.configurer")
+    says_so.ENABLE_JIT_DEEPGEMM = False  # type: ignore[attr-defined]
+    stand_ins = {module.__name__: module for module in (absent, says_so)}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
 
 
 def from_modules(products: Any, prefilling: Any, decoding: Any) -> SglangKernels:
@@ -116,9 +132,9 @@ def from_modules(products: Any, prefilling: Any, decoding: Any) -> SglangKernels
         return attended
 
     return SglangKernels(
-        matmul=products.matmul_persistent,
+        matmul=lambda a, b: products.matmul_persistent(a, b) if len(a) else a @ b,  # no kernel takes nothing
         mean=lambda x: products.mean_dim(x, -1, keepdim=True),
-        log_softmax=products.log_softmax,
+        log_softmax=lambda logits: products.log_softmax(logits) if len(logits) else logits,
         prefill=prefill,
         decode=decoded,
     )

@@ -24,7 +24,7 @@ def answered(logprobs):
 
 def test_differences_by_hand(monkeypatch):
     samples = [answered([-1.0, -2.0]), answered([-3.0, -4.0])]
-    ours = [[-1.0, -2.0], [-3.25, -3.5]]
+    ours = [[-1.0, -2.0], [-3.25, -4.0]]
 
     def score(backend, given, **others):
         assert list(given) == samples
@@ -33,14 +33,15 @@ def test_differences_by_hand(monkeypatch):
 
     monkeypatch.setattr(on_policy, "score", score)
     found = differences(None, samples)
-    ratios = [1.0, 1.0, exp(-0.25), exp(0.5)]
+    ratios = [1.0, 1.0, exp(-0.25), 1.0]
     assert found.pop("tokens") == 4
     assert found == pytest.approx({
-        "bit_equal_fraction": 0.5,
-        "mean_nats": 0.1875,
-        "largest_nats": 0.5,
-        "k1_nats": -0.0625,
-        "k3_nats": np.mean([ratio - 1 for ratio in ratios]) - 0.0625,
+        "bit_equal_fraction": 0.75,
+        "bit_equal_fraction_of_first": 0.5,
+        "mean_nats": 0.0625,
+        "largest_nats": 0.25,
+        "k1_nats": 0.0625,
+        "k3_nats": np.mean([ratio - 1 for ratio in ratios]) + 0.0625,
         "ess_fraction": sum(ratios) ** 2 / (4 * sum(ratio**2 for ratio in ratios)),
     })  # fmt: skip
 
