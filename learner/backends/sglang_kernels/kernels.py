@@ -93,12 +93,14 @@ def _without_deepgemm() -> Iterator[None]:
     absent, says_so = ModuleType(DEEPGEMM), ModuleType(f"{DEEPGEMM}.configurer")
     says_so.ENABLE_JIT_DEEPGEMM = False  # type: ignore[attr-defined]
     stand_ins = {module.__name__: module for module in (absent, says_so)}
+    replaced = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
     sys.modules.update(stand_ins)
     try:
         yield
     finally:
         for name in stand_ins:
             del sys.modules[name]
+        sys.modules.update(replaced)
 
 
 def from_modules(products: Any, prefilling: Any, decoding: Any) -> SglangKernels:
