@@ -7,6 +7,7 @@ another.
 """
 
 import asyncio
+import gc
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,17 +112,14 @@ def bench_on_policy(
     state = {name: tensor.detach().cpu() for name, tensor in model.named_parameters()}
     config: PretrainedConfig = model.config
     del model
-    with _learner("fsdp", config, state) as learner:
-        versions = [state, _updated(learner, config, load)]
+    versions = [state, _updated(config, state, load)]
     answers = {mode: asyncio.run(_sampled(config, versions, settings[mode], load)) for mode in modes}
-    figures: dict[str, dict[str, dict[str, Json]]] = {mode: {} for mode in modes}
+    figures: dict[str, dict[str, dict[str, Json]]] = {mode: {name: {} for name in learners} for mode in modes}
     for name in learners:
         for version, weights in enumerate(versions):
-            with _learner(name, config, weights) as learner:
-                for mode in modes:
-                    found = figures[mode].setdefault(name, {})
-                    for ways in answers[mode][version]:
-                        found[ways.name] = dict(differences(learner, ways.samples))
+            of_version = {mode: answers[mode][version] for mode in modes}
+            for mode, found in _compared(name, config, weights, of_version).items():
+                figures[mode][name] |= found
     return {"model": load.model, "figures": figures}  # type: ignore[dict-item]  # of figures alone
 
 
@@ -147,11 +145,28 @@ def _learner(name: str, config: PretrainedConfig, state: State) -> Iterator[Back
         yield build_backend(model, config, state, OPTIMIZER, UNDIVIDED, backend=backend)
     finally:
         close_world()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
-def _updated(learner: Backend, config: PretrainedConfig, load: Load) -> State:
+def _compared(
+    name: str, config: PretrainedConfig, state: State, answers: Mapping[str, Sequence[Answers]]
+) -> dict[str, dict[str, Json]]:
+    """Return the figures of one learner at one version, by mode and way to sample."""
+    _free_memory()
+    with _learner(name, config, state) as learner:
+        return {
+            mode: {ways.name: dict(differences(learner, ways.samples)) for ways in of_mode}
+            for mode, of_mode in answers.items()
+        }
+
+
+def _free_memory() -> None:
+    """Free what a learner before has left on the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _updated(config: PretrainedConfig, state: State, load: Load) -> State:
     """Return the weights after updates on random tokens."""
     draw = np.random.default_rng(load.seed)
     samples = []
@@ -159,15 +174,18 @@ def _updated(learner: Backend, config: PretrainedConfig, load: Load) -> State:
         tokens = draw.integers(0, config.vocab_size, 64).astype(np.int32)
         sample = _sample(tokens[:16], tokens[16:], np.full(48, -3.0, np.float32))
         samples.append(sample.with_streams(advantages=1.0 - 2.0 * (number % 2)))
-    for _ in range(UPDATES):
-        learner.train_step(pack(samples, BUDGET), Objective(ReinforceLoss(), TokenTIS()), policy_version=0)
-    return {name: tensor.cpu() for name, tensor in learner.export().items()}
+    objective = Objective(ReinforceLoss(), TokenTIS())
+    with _learner("fsdp", config, state) as learner:
+        for _ in range(UPDATES):
+            learner.train_step(pack(samples, BUDGET), objective, policy_version=0)
+        return {name: tensor.cpu() for name, tensor in learner.export().items()}
 
 
 async def _sampled(
     config: PretrainedConfig, versions: Sequence[State], settings: SglangEngineConfig, load: Load
 ) -> list[list[Answers]]:
     """Return what a server answers with each version, in all ways to sample."""
+    _free_memory()
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
         config.save_pretrained(Path(directory, "model"))
         engine = SglangEngine(Path(directory, "model"), settings, Path(directory, "engine.log"))
