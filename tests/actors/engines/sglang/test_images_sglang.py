@@ -14,6 +14,7 @@ from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.sglang.engine import SglangEngine
 from bus.errors import RequestRefusedError
+from learner.publication.probe import probe_tokens
 from storage.images.reader import ImageReader
 from tests.actors.sglang_served import CONFIG, noted
 from tests.actors.shown import asked, recomputed
@@ -149,6 +150,18 @@ async def test_an_update_changes_the_tower_and_the_text(engine, directory, polic
     await check(engine, policies[1], directory, replace(request, request_id="whole"), version=2)
     await engine.load_weights(first, 3)
     assert await engine.checksums() == before
+
+
+async def test_the_probe_is_scored_as_transformers_does(engine, policies):
+    tokens = probe_tokens(policies[0].config)  # random ones, those that stand for patches among them
+    found = await engine.score(tokens.tolist())
+    language = policies[0].get_decoder()
+    with torch.inference_mode():
+        hidden = language(input_ids=torch.from_numpy(tokens).long(), use_cache=False).last_hidden_state
+        logits = policies[0].get_output_embeddings()(hidden)[:, :-1]
+    labels = torch.from_numpy(tokens).long()[:, 1:]
+    wanted = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0].numpy()
+    np.testing.assert_allclose(found, wanted, atol=NEAR)
 
 
 async def test_elements_that_changed_are_written_into_both_towers(engine, directory, policies, monkeypatch):
