@@ -57,6 +57,7 @@ def restore_backend(
         critic_source(settings, initial),
         backend=settings.learner.backend,
         lora=settings.learner.lora,
+        mtp=settings.learner.mtp,
         images=initial.images,
     )
     if rounding is not None:

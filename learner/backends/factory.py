@@ -28,6 +28,7 @@ from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.model import ModelConfig
+from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.model_directories.lazy_weights import State, spec_of
@@ -48,7 +49,8 @@ BACKENDS: dict[BackendName, Callable[[], Callable[..., Backend]]] = {
     "fsdp": _fsdp,
 }
 """Each returns a class, imported where it trains and nowhere else, which takes (hf_config, state, optimizer,
-dtype=, parallel=, trainable=, critic=, lora=, exact=), and images= if it trains on images."""
+dtype=, parallel=, trainable=, critic=, lora=, exact=), images= if it trains on images, and mtp= if it trains
+a head for the token after the next."""
 
 
 def init_world(
@@ -122,11 +124,12 @@ def refuse_quantisation(learner: LearnerConfig, state: State) -> None:
 def build_backend(  # noqa: PLR0913  # what every backend is given, and the images
     model: ModelConfig, hf_config: PretrainedConfig, state: State, optimizer: OptimizerConfig,
     parallel: ParallelConfig, critic: CriticSource | None = None, *, backend: BackendName = "megatron",
-    lora: LoraConfig = NO_LORA, images: ImageReader | None = None,
+    lora: LoraConfig = NO_LORA, mtp: MtpConfig = NO_MTP, images: ImageReader | None = None,
 ) -> Backend:  # fmt: skip
     """Return the backend with a model that has the weights `state`, in the world that `init_world`
-    divided; with `critic`, it has a critic, and with `lora` it trains adapters. `images` are those of a
-    vision-language model. Raises `ConfigError` for a backend that does not train one."""
+    divided; with `critic`, it has a critic, with `lora` it trains adapters, and with `mtp` the head for the
+    token after the next. `images` are those of a vision-language model. Raises `ConfigError` for a backend
+    that does not train one, and for a model without such a head."""
     if images is not None and backend != "fsdp":
         raise ConfigError(
             f"learner.backend={backend} trains text models alone, and the model, a {hf_config.model_type}, "
@@ -137,6 +140,7 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
     shown: dict[str, Any] = {} if images is None else {"images": images}
     if model.numerics == "sglang":
         shown["kernels"] = load_kernels()
+    head = {"mtp": mtp} if mtp.exists else {}  # settings refuse it beside other backends
     return BACKENDS[backend]()(
         hf_config,
         state,
@@ -148,6 +152,7 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
         lora=lora,
         exact=model.numerics == "exact",
         **shown,
+        **head,
     )
 
 

@@ -44,6 +44,7 @@ from learner.config.loss import (
     ReinforceLoss,
     UsedLoss,
 )
+from learner.config.mtp import NO_MTP, MtpConfig, refuse_mtp
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.config.publication import PublicationConfig
@@ -131,6 +132,9 @@ class LearnerConfig(Config):
 
     lora: LoraConfig = NO_LORA
     """Low-rank adapters that are trained instead of the weights, where `rank` is above 0."""
+
+    mtp: MtpConfig = NO_MTP
+    """Training of the head for the token after the next, where the model has one."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of reinforcement learning."""
@@ -251,13 +255,17 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _adapters_suit_the_rest(self) -> Self:
+    def _adapters_and_head_suit_the_rest(self) -> Self:
         refuse_lora(
             self.lora,
             optimizer=self.optimizer.matrices,
             has_critic=self.has_critic,
             reference=self.reference,
             teachers=self.used_teachers,
+        )
+        shared = self.batch.share_prefixes
+        refuse_mtp(
+            self.mtp, backend=self.backend, lora=self.lora, parallel=self.parallel, share_prefixes=shared
         )
         return self
 

@@ -50,6 +50,7 @@ STREAMS = {
     "teacher_coefs": Stream(recorded=False),  # sum of the weights of the teachers that the token has
     "reverse_kl_coefs": Stream(recorded=False),  # weight of KL(policy || teacher) over the teacher's top k
     "forward_kl_coefs": Stream(recorded=False),  # weight of KL(teacher || policy) over the teacher's top k
+    "following_tokens": Stream(dtype=torch.int64, fill=-1, recorded=False),  # behind the label, for MTP heads
     "values": Stream(fill=np.nan, recorded=False),  # of the state before the token, by the critic
     "value_targets": Stream(fill=np.nan, recorded=False),  # what they should be; NaN where none is learned
 }

@@ -94,6 +94,26 @@ class JoinedWeights(LazyWeights):
         return self._of[name].part(name, dimension, start, stop)
 
 
+class RenamedWeights(LazyWeights):
+    """Weights of another by other names; several names may be of one."""
+
+    def __init__(self, weights: LazyWeights, names: Mapping[str, str]) -> None:
+        """`names` are those that these have there, by their names here."""
+        super().__init__(names)
+        self._weights, self._names = weights, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._names[name]]
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype without reading the tensor."""
+        return self._weights.spec(self._names[name])
+
+    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop` along a dimension, as the other does."""
+        return self._weights.part(self._names[name], dimension, start, stop)
+
+
 def spec_of(state: State, name: str) -> Spec:
     """Return shape and dtype of one tensor, unread where that is possible."""
     if isinstance(state, LazyWeights):

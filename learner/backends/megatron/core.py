@@ -42,7 +42,7 @@ with megatron_import_warnings_silenced():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
@@ -120,6 +120,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "add_prefix_for_sharding",
+    "build_module",
     "dist_checkpointing",
     "filesystem_async",
     "finalize_model_grads",

@@ -7,16 +7,18 @@ from torch import Tensor
 from learner.backends.megatron.core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    MegatronModule,
     finalize_model_grads,
     tensor_parallel,
 )
-from learner.backends.megatron.model.model import PolicyModel
 from learner.config.parallel import ParallelConfig
 
 LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
 
 
-def data_parallel(chunks: Sequence[PolicyModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+def data_parallel(
+    chunks: Sequence[MegatronModule], parallel: ParallelConfig
+) -> list[DistributedDataParallel]:
     """Wrap this rank's pieces of the model so that gradients are added up over the data-parallel ranks."""
     config = chunks[0].config
     settings = DistributedDataParallelConfig(
@@ -32,15 +34,16 @@ def data_parallel(chunks: Sequence[PolicyModel], parallel: ParallelConfig) -> li
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, LINEAR):
             module.gradient_accumulation_fusion = True  # now that their weights have a place for the sum
-    config.finalize_model_grads_func = _finalize_gradients
+    config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
 
 
-def _finalize_gradients(
-    chunks: list[DistributedDataParallel], _tokens: Tensor | None, **settings: object
+def finalize_gradients(
+    chunks: list[DistributedDataParallel], _tokens: Tensor | None = None, **settings: object
 ) -> None:
-    """Megatron-core's, but for dividing by the tokens, which the update does in passing."""
+    """Add up gradients over the ranks that have some of them, as megatron-core does, but for dividing by the
+    tokens, which the update does in passing."""
     finalize_model_grads(chunks, None, **settings)

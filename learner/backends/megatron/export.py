@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.base import Exported
-from learner.backends.megatron.conversion.families import float32_weights
+from learner.backends.megatron.conversion.base import Rule
+from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.conversion.weights import (
     Holders,
     exported_shapes,
@@ -17,7 +18,7 @@ from learner.backends.megatron.conversion.weights import (
     stream_hf_weights,
     whole_on_rank_0,
 )
-from learner.backends.megatron.model.model import PolicyModel
+from learner.backends.megatron.core import MegatronModule
 from learner.model_directories.lazy_weights import SomeWeights
 
 
@@ -25,10 +26,22 @@ class WeightExport:
     """Gathers weights at rank 0. The parameters must be settled (`Trainer.settle_parameters`) before."""
 
     def __init__(
-        self, chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, beside: SomeWeights
-    ) -> None:
-        """Export `beside` with the model's weights, as it is."""
+        self, chunks: Sequence[MegatronModule], hf_config: PretrainedConfig, beside: SomeWeights,
+        head: Sequence[Rule] = (),
+    ) -> None:  # fmt: skip
+        """Export `beside` with the model's weights, as it is.
+
+        With the rules of a `head` its weights are among those of `chunks`, and copies of what it shares with
+        the model are exported as the model has them now."""
         self._chunks = chunks
+        self._rules: list[Rule] | None = None
+        """Rules of the model and its head; None without one."""
+        if head:
+            family, shape = family_of(hf_config), shape_of(hf_config)
+            copies = [rule for rule in family.head_copies(shape) if rule.parts[0] in beside]
+            self._rules = [*family.rules(shape), *head, *copies]
+            exported = {part for rule in self._rules for part in rule.parts}
+            beside = SomeWeights(beside, [name for name in beside if name not in exported])
         self._beside = beside
         self._hf_config = hf_config
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -44,7 +57,7 @@ class WeightExport:
 
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """Yield those of the model, as `stream` does."""
-        return stream_hf_weights(self._chunks, self._hf_config, self._holders())
+        return stream_hf_weights(self._chunks, self._hf_config, self._holders(), rules=self._rules)
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         if dist.get_rank() == 0:
@@ -58,10 +71,12 @@ class WeightExport:
         """Return the weights as rank 0 has them; every rank exhausts the rest."""
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         if self._exported is None or self._addresses != addresses:
-            holders = self._holders()
-            here = whole_on_rank_0(self._chunks, self._hf_config, holders)
-            shapes = exported_shapes(self._hf_config, holders)
-            rest = partial(stream_hf_weights, self._chunks, self._hf_config, holders, without=here)
+            holders, rules = self._holders(), self._rules
+            here = whole_on_rank_0(self._chunks, self._hf_config, holders, rules=rules)
+            shapes = exported_shapes(self._hf_config, holders, rules=rules)
+            rest = partial(
+                stream_hf_weights, self._chunks, self._hf_config, holders, without=here, rules=rules
+            )
             if len(here) == len(shapes):
                 rest = partial(iter, ())  # nobody sends any
             self._addresses = addresses
@@ -69,10 +84,13 @@ class WeightExport:
                 shapes | {name: self._beside.spec(name).shape for name in self._beside},
                 here,
                 rest,
-                float32_weights(self._hf_config) | self._beside.dtypes(),
+                float32_weights(rules or self._model_rules()) | self._beside.dtypes(),
                 self._others,
             )
         return self._exported
+
+    def _model_rules(self) -> Iterator[Rule]:
+        return family_of(self._hf_config).rules(shape_of(self._hf_config))
 
     def _holders(self) -> Holders:
         """Return which rank has which weight; to find out is a collective, once."""

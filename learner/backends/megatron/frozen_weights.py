@@ -1,12 +1,12 @@
 """Turns off the gradients of the weights that stay as they are, by their names in megatron-core."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT
+from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.conversion.weights import global_name
@@ -14,25 +14,23 @@ from learner.backends.trainable import TrainableWeights
 from learner.world.process_group import gathered
 
 
-def freeze_others(
-    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, trainable: TrainableWeights
-) -> None:
-    """Turn off the gradients of what is not trained; comes before the data-parallel wrapper.
-
-    Raises `ConfigError` as `TrainableWeights.frozen` does.
-    """
-    frozen = frozen_weights(hf_config, trainable)
+def freeze_others(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, frozen: Set[str]) -> None:
+    """Turn off the gradients of `frozen_weights`; comes before the data-parallel wrapper."""
     if EMBEDDING.megatron in frozen and hf_config.tie_word_embeddings:
-        frozen.add(OUTPUT.megatron)  # the last stage of a pipeline has a copy of its own
+        frozen = {*frozen, OUTPUT.megatron}  # the last stage of a pipeline has a copy of its own
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if global_name(chunk, name) in frozen:
                 parameter.requires_grad = False
 
 
-def frozen_weights(hf_config: PretrainedConfig, trainable: TrainableWeights) -> set[str]:
-    """Return the names in megatron-core of the weights that are not trained; raises as above."""
-    rules = family_of(hf_config).rules(shape_of(hf_config))
+def frozen_weights(
+    hf_config: PretrainedConfig, trainable: TrainableWeights, head: Sequence[Rule] = ()
+) -> set[str]:
+    """Return the names in megatron-core of the weights that are not trained, of the model and of a `head`.
+
+    Raises `ConfigError` as `TrainableWeights.frozen` does."""
+    rules = [*family_of(hf_config).rules(shape_of(hf_config)), *head]
     places = places_in(stacks_of(hf_config))
     return trainable.frozen(
         {rule.megatron: [file_name(part, places) for part in rule.parts] for rule in rules}

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from learner.backends.base import Adapters, Exported
 from learner.backends.lora import BaseNorms, base_digest, first_a, merged, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
+from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.conversion.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.conversion.weights import (
@@ -23,7 +24,6 @@ from learner.backends.megatron.conversion.weights import (
     find_holders,
     global_name,
     stream_hf_weights,
-    weights_beside,
 )
 from learner.backends.megatron.model.adapter import (
     CHANGE,
@@ -179,7 +179,10 @@ class ChunkAdapters:
     def described(self) -> Adapters:
         """Return what others than this backend need of them."""
         streamed = partial(self._streamed, torch.float32)
-        exact = float32_weights(self._hf_config) | self._beside.dtypes()
+        exact = (
+            float32_weights(family_of(self._hf_config).rules(shape_of(self._hf_config)))
+            | self._beside.dtypes()
+        )
         return Adapters(self.config, self._base, exact, [*self._targets], streamed)
 
     def saved(self) -> dict[str, JsonValue]:

@@ -26,7 +26,8 @@ from learner.backends.megatron.checkpoint.state import (
 )
 from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.conversion.base import is_adapter
-from learner.backends.megatron.conversion.weights import load_hf_weights, weights_beside
+from learner.backends.megatron.conversion.beside import weights_beside, without_beside
+from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
 from learner.backends.megatron.ddp import data_parallel
@@ -34,11 +35,12 @@ from learner.backends.megatron.device_memory import release_gradients
 from learner.backends.megatron.export import WeightExport
 from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.fp8 import multiply_in_fp8
-from learner.backends.megatron.frozen_weights import freeze_others, refuse_idle_ranks
+from learner.backends.megatron.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
 from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
+from learner.backends.megatron.next_token_head import TrainedHead, head_rules, with_following_tokens
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.quantised import rounded_weights
 from learner.backends.megatron.sharding import share_of_rank
@@ -52,6 +54,7 @@ from learner.checkpoint.copies import CopyBuffers
 from learner.checkpoint.manifest import differences
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import SFTLoss
+from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
@@ -73,14 +76,16 @@ class Trainer:
         trainable: TrainableWeights = EVERYTHING,
         critic: CriticSource | None = None,
         lora: LoraConfig = NO_LORA,
+        mtp: MtpConfig = NO_MTP,
         exact: bool = False,
     ) -> None:
         """Build the model and load `state`, by Hugging Face names; `parallel` is what `init_world` got.
 
         With `critic` it has a critic beside it. With `lora`, adapters are trained, and `trainable` counts for
-        nothing; with `exact`, log-probs are those of the embedded engine to the bit. Raises `ConfigError` for
-        a model that cannot be trained.
+        nothing; with `mtp`, the head for the token after the next is; with `exact`, log-probs are those of
+        the embedded engine to the bit. Raises `ConfigError` for a model that cannot be trained.
         """
+        rules_of_head = head_rules(mtp, hf_config)
         self.hf_config = hf_config
         self.dtype = dtype
         self.parallel = parallel
@@ -88,11 +93,13 @@ class Trainer:
         if exact:
             [whole] = self.chunks  # the configuration refuses parts of a model
             make_exact(whole)
-        load_hf_weights(self.chunks, hf_config, state)
-        self.trainable = trainable
+        load_hf_weights(self.chunks, hf_config, without_beside(hf_config, state) if mtp.exists else state)
+        frozen = frozen_weights(hf_config, trainable, rules_of_head)
+        self.frozen_names = frozen - {rule.megatron for rule in rules_of_head}
+        """Names in megatron-core of the policy's weights that settings freeze."""
         self.lora = ChunkAdapters(self.chunks, hf_config, lora, state) if lora.exists else None
         if self.lora is None:
-            freeze_others(self.chunks, hf_config, trainable)
+            freeze_others(self.chunks, hf_config, frozen)
             chosen = (
                 f"model.freeze={list(trainable.freeze)} and model.train_only={list(trainable.train_only)}"
             )
@@ -100,7 +107,13 @@ class Trainer:
         else:
             chosen = f"learner.lora.targets={list(lora.targets)}"
             refuse_idle_ranks(self.chunks, chosen, "name targets that every stage has")
-        self._export = WeightExport(self.chunks, hf_config, weights_beside(hf_config, state))
+        self.head: TrainedHead | None = None
+        if mtp.exists:
+            self.head = TrainedHead(
+                mtp, hf_config, state, rules_of_head, frozen=frozen, dtype=dtype, parallel=parallel
+            )
+        chunks = [*self.chunks, *(self.head.chunks if self.head else [])]
+        self._export = WeightExport(chunks, hf_config, weights_beside(hf_config, state), rules_of_head)
         self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
@@ -122,6 +135,8 @@ class Trainer:
         self.settle_parameters()
         last = getattr(self, "optimizer", None)
         self.optimizer = build_optimizer(config, self.ddp, self.hf_config, self.dtype, last=last)
+        if self.head is not None:
+            self.head.set_optimizer(config)
         self.counts.begin()
 
     def compute_with(self, rounding: Rounding) -> None:
@@ -150,22 +165,26 @@ class Trainer:
         lr = learning_rate(self.optimizer_config, self.counts.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         objective = self.counts.objective(loss)
+        if self.head is not None:
+            self.head.begin()
+            micro_batches = [with_following_tokens(batch) for batch in micro_batches]
+        learns = None if self.head is None else self.head.learn
         with self._weights_of_engines():
             names, totals = accumulate_gradients(
                 self.ddp,
                 self.optimizer,
                 self.shares(micro_batches),
-                partial(forward_step, objective, policy_version),
+                partial(forward_step, objective, policy_version, learns),
             )
         sums, norm = update_if_finite(
             self.optimizer, self.optimizer_config, names, totals,
             pipeline=self.parallel.pipeline, before_update=self._await_readers,
         )  # fmt: skip
+        figures = {} if self.head is None else self.head.update(self.optimizer_config, lr)
         result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
-        if not objective.replays_routing:
-            return result
-        given = given_experts(self._modules())
-        return replace(result, diagnostics=result.diagnostics | replay_figures(given.values()))
+        if objective.replays_routing:
+            figures |= replay_figures(given_experts(self._modules()).values())
+        return replace(result, diagnostics=result.diagnostics | figures)
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         return (module for chunk in self.chunks for module in chunk.modules())
@@ -235,7 +254,8 @@ class Trainer:
     @property
     def size_bytes(self) -> int:
         """Return the size of the weights on this rank."""
-        return sum(parameter.nbytes for chunk in self.chunks for parameter in chunk.parameters())
+        policy: int = sum(parameter.nbytes for chunk in self.chunks for parameter in chunk.parameters())
+        return policy + (0 if self.head is None else self.head.size_bytes)
 
     def keep_until(self, read: torch.cuda.Event) -> None:
         """Have the device change no weight before `read`; the host does not wait."""
@@ -280,6 +300,8 @@ class Trainer:
     def release_memory(self) -> None:
         """Free the memory for gradients, and what torch keeps for later; the next step takes it again."""
         release_gradients(self.ddp)
+        if self.head is not None:
+            self.head.release_memory()
         if self.critic is not None:
             self.critic.release_memory()
 

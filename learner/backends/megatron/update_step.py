@@ -14,6 +14,7 @@ from learner.backends.megatron.core import (
     parallel_state,
 )
 from learner.backends.megatron.device_memory import restore_gradients
+from learner.backends.megatron.model.model import HeadPass
 from learner.backends.megatron.optimizer.optimizer import gradient_norm, update
 from learner.backends.megatron.process_groups import (
     data_parallel_sum,
@@ -59,15 +60,18 @@ def accumulate_gradients(
 
 
 def forward_step(
-    objective: Objective, policy_version: int, batches: Iterator[MicroBatch], model: DistributedDataParallel
-) -> tuple[object, object]:
-    """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums)."""
+    objective: Objective, policy_version: int, head: HeadPass | None, batches: Iterator[MicroBatch],
+    model: DistributedDataParallel,
+) -> tuple[object, object]:  # fmt: skip
+    """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums).
+
+    A `head` for the token after the next is trained in passing."""
     batch = next(batches)
     loss = MicroBatchLoss.of(
         objective, batch, policy_version=policy_version,
         context_group=parallel_state.get_context_parallel_group(),
     )  # fmt: skip
-    return model(batch, loss.token_loss), loss.of_output
+    return model(batch, loss.token_loss, head=head), loss.of_output
 
 
 def update_if_finite(

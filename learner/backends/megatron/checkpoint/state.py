@@ -17,23 +17,23 @@ from bus.errors import ConfigError, StorageError
 from learner.backends.lora import refuse_other_adapters
 from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.checkpoint.writer import Staged, install_in_process_writer, stage
-from learner.backends.megatron.conversion.base import is_adapter
+from learner.backends.megatron.conversion.base import HEAD, is_adapter
 from learner.backends.megatron.core import (
     CheckpointingException,
+    MegatronModule,
     MegatronOptimizer,
     ShardedObject,
     add_prefix_for_sharding,
     dist_checkpointing,
     parallel_state,
 )
-from learner.backends.megatron.frozen_weights import frozen_weights
-from learner.backends.megatron.model.model import PolicyModel
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.update.muon import refuse_other_optimizer
 from learner.checkpoint.copies import CopyBuffers
 
 if TYPE_CHECKING:  # which calls this module
     from learner.backends.megatron.critic import MegatronCritic
+    from learner.backends.megatron.next_token_head import TrainedHead
     from learner.backends.megatron.trainer import Trainer
 
 log = structlog.get_logger()
@@ -67,6 +67,8 @@ def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers) -> St
 def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any]) -> None:
     """Restore `trainer` to what it was. Every rank calls this. Raises `StorageError` if it cannot be read."""
     wanted = _sharded_state(trainer, training.get("policies", []), is_loading=True)
+    if not training.get("head"):
+        wanted.pop("head", None)  # it stays as it came with the model
     if training["ranks"] != dist.get_world_size():  # whose would they be?
         del wanted["rng"]
     try:
@@ -79,6 +81,10 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
         trainer.critic.updates_done = training["critic"]["updates_done"]
     elif training.get("critic"):
         log.warning("critic_left_behind", checkpoint=str(directory), why="the objective has none")
+    if trainer.head is not None and training.get("head"):
+        _load_model(trainer.head, state["head"])
+    elif trainer.head is None and training.get("head"):
+        log.warning("next_token_head_left_behind", checkpoint=str(directory), why="learner.mtp.weight is 0")
     for tag, weights in state["policies"].items():
         trainer.frozen.restore(tag, list(weights.values()))
     trainer.counts.restore(training)
@@ -86,7 +92,7 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
         _set_rng_state(state["rng"])
 
 
-def _load_model(model: "Trainer | MegatronCritic", state: Mapping[str, Any]) -> None:
+def _load_model(model: "Trainer | MegatronCritic | TrainedHead", state: Mapping[str, Any]) -> None:
     for name, chunk in _chunks(model).items():
         chunk.load_state_dict(state[name], strict=not _has_adapters(model))  # else without frozen weights
     load_optimizer_state(model.optimizer, state["optimizer"])
@@ -99,10 +105,11 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
         "ranks": dist.get_world_size(),
         "optimizer": trainer.optimizer_config.matrices,
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
-        "frozen": [*sorted(frozen_weights(trainer.hf_config, trainer.trainable))],
+        "frozen": [*sorted(trainer.frozen_names)],
         "lora": None if trainer.lora is None else trainer.lora.saved(),
         "policies": [*sorted(trainer.frozen.own)],
         "critic": _critic_state(trainer.critic) if trainer.critic else None,
+        "head": trainer.head is not None,
     }
 
 
@@ -124,7 +131,7 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
     refuse_other_optimizer(directory, training.get("optimizer", "adamw"), trainer.optimizer_config.matrices)
     ours = None if trainer.lora is None else trainer.lora.saved()
     refuse_other_adapters(directory, training.get("lora"), ours)
-    frozen = set(training["frozen"]) ^ frozen_weights(trainer.hf_config, trainer.trainable)
+    frozen = set(training["frozen"]) ^ trainer.frozen_names
     if frozen:
         raise ConfigError(
             f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
@@ -156,6 +163,10 @@ def _sharded_state(trainer: "Trainer", policies: Iterable[str], *, is_loading: b
     state = _sharded_model(trainer, trainer.optimizer, metadata, is_loading=is_loading)
     frozen = {tag: _sharded_policy(trainer, tag, metadata) for tag in sorted(policies)}
     state |= {"rng": _sharded_rng_state(), "policies": frozen}
+    if trainer.head is not None:
+        head = _sharded_model(trainer.head, trainer.head.optimizer, metadata, is_loading=is_loading)
+        add_prefix_for_sharding(head, HEAD)
+        state["head"] = head
     if trainer.critic is not None:
         critic = _sharded_model(trainer.critic, trainer.critic.optimizer, metadata, is_loading=is_loading)
         add_prefix_for_sharding(critic, "critic.")  # the policy's weights have the same names
@@ -164,8 +175,8 @@ def _sharded_state(trainer: "Trainer", policies: Iterable[str], *, is_loading: b
 
 
 def _sharded_model(
-    model: "Trainer | MegatronCritic", optimizer: MegatronOptimizer, metadata: dict[str, Any], *,
-    is_loading: bool,
+    model: "Trainer | MegatronCritic | TrainedHead", optimizer: MegatronOptimizer, metadata: dict[str, Any],
+    *, is_loading: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the weights of a model, or its adapters alone, and what its optimizer keeps."""
     chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(model).items()}
@@ -195,11 +206,11 @@ def _sharded_policy(trainer: "Trainer", tag: str, metadata: Mapping[str, Any]) -
     }
 
 
-def _has_adapters(model: "Trainer | MegatronCritic") -> bool:
+def _has_adapters(model: "Trainer | MegatronCritic | TrainedHead") -> bool:
     return getattr(model, "lora", None) is not None
 
 
-def _chunks(model: "Trainer | MegatronCritic") -> dict[str, PolicyModel]:
+def _chunks(model: "Trainer | MegatronCritic | TrainedHead") -> dict[str, MegatronModule]:
     """Return the pieces of the model by the names that megatron-core's optimizer expects."""
     if len(model.chunks) == 1:
         return {"model": model.chunks[0]}

@@ -136,6 +136,11 @@ class Rule:
     parts: tuple[str, ...]
     layout: Layout
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Tell whether there is a row for each token, and others so that ranks have equally many."""
+        return self.megatron in (EMBEDDING.megatron, OUTPUT.megatron)
+
 
 def _merge_qkv(parts: Sequence[Tensor], shape: Shape) -> Tensor:
     """Interleave by key-value group: its queries, its key, its value."""
@@ -179,6 +184,12 @@ FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), SAME
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), SAME)
 
 
+HEAD = "mtp.layers.0."
+"""Begins the names of a head for the token after the next, as megatron-core has them."""
+HEAD_LAYER = f"{HEAD}transformer_layer."
+"""Begins the names of its layer."""
+
+
 def as_it_came(name: str) -> Rule:
     """Make the rule of a tensor that is no part of the model, and is kept under its Hugging Face name."""
     return Rule(name, (name,), SAME)
@@ -199,6 +210,14 @@ def layer_rule(megatron: str, parts: Sequence[str], layout: Layout = SAME) -> Ru
 QKV_WEIGHT = layer_rule(
     "self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v")], QKV
 )
+HEAD_PARTS = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
+"""Names of what a head has beside its layer, and names that these have in files, where the head is one more
+layer."""
 SHARED_LAYER = (
     layer_rule("input_layernorm.weight", ["input_layernorm.weight"]),
     QKV_WEIGHT,
@@ -305,12 +324,32 @@ class Family:
         if not shape.tied:
             yield OUTPUT
 
+    def head(self, shape: Shape) -> Iterator[Rule]:
+        """Yield the rules of the head for the token after the next, which files have behind the layers."""
+        assert shape.experts is not None  # of families with heads
+        for megatron, part in HEAD_PARTS.items():
+            yield Rule(f"{HEAD}{megatron}", (f"model.layers.{shape.layers}.{part}",), SAME)
+        own = f"decoder.layers.{shape.layers}."
+        for rule in self._sparse_layer(shape.layers, shape.experts):
+            yield replace(rule, megatron=HEAD_LAYER + rule.megatron.removeprefix(own))
+
+    def head_copies(self, shape: Shape) -> tuple[Rule, Rule]:
+        """Return rules of the copies that files may have of what the head shares with the model: the
+        embedding, and the output layer."""
+        names = [
+            f"model.layers.{shape.layers}.{part}.weight" for part in ("embed_tokens", "shared_head.head")
+        ]
+        output = EMBEDDING if shape.tied else OUTPUT
+        return replace(EMBEDDING, parts=(names[0],)), replace(output, parts=(names[1],))
+
     def _layer(self, layer: int, experts: Experts | None) -> Iterator[Rule]:
-        yield from (_written_out(rule, layer) for rule in self.layer_rules)
         if experts is None or not experts.sparse_layers[layer]:
-            yield from (_written_out(rule, layer) for rule in self.dense_rules)
-            return
-        yield from (_written_out(rule, layer) for rule in self.router_rules)
+            yield from (_written_out(rule, layer) for rule in (*self.layer_rules, *self.dense_rules))
+        else:
+            yield from self._sparse_layer(layer, experts)
+
+    def _sparse_layer(self, layer: int, experts: Experts) -> Iterator[Rule]:
+        yield from (_written_out(rule, layer) for rule in (*self.layer_rules, *self.router_rules))
         for expert in range(experts.count):
             yield from (_written_out(rule, layer, expert) for rule in self.expert_rules)
 

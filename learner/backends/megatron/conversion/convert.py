@@ -9,7 +9,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
 from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
-from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape, as_it_came
+from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule, Shape, as_it_came
+from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.published import load_published
 from learner.backends.megatron.conversion.stacks import stacks_of, unstacked
@@ -19,7 +20,6 @@ from learner.backends.megatron.conversion.torch_dist import (
     model_in,
     write_tensors,
 )
-from learner.backends.megatron.conversion.weights import weights_beside
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
 from learner.checkpoint.manifest import (
@@ -30,7 +30,13 @@ from learner.checkpoint.manifest import (
     refuse_other_model,
     write_manifest,
 )
-from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, Spec, main_dtype
+from learner.model_directories.lazy_weights import (
+    JoinedWeights,
+    LazyWeights,
+    RenamedWeights,
+    Spec,
+    main_dtype,
+)
 from learner.model_directories.model_directory import (
     SHARD_BYTES,
     HFWeights,
@@ -98,8 +104,9 @@ def megatron_to_hf(
     Args:
         source: a checkpoint, or a directory of several, of which the newest is taken.
         target: must not exist yet.
-        model: directory whose configuration and tokenizer go along, and heads for several next tokens if it
-            has weights; without it the configuration and the tokenizer that lie in `source`.
+        model: directory whose configuration and tokenizer go along, and heads for several next tokens that
+            the checkpoint does not have, if it has weights; without it the configuration and the tokenizer
+            that lie in `source`.
         shard_bytes: largest size of one file of weights.
 
     Raises `StorageError` for a damaged checkpoint, `ConfigError` for a configuration or a tokenizer that is
@@ -131,10 +138,17 @@ def megatron_to_hf(
 
 def _with_heads_of(model: Path, hf_config: PretrainedConfig, weights: LazyWeights) -> LazyWeights:
     """Return the weights, and heads for several next tokens from a model directory: the checkpoints of a run
-    have none, since they would be the same in all."""
+    have none that it did not train, since they would be the same in all. Copies of the embedding and of the
+    output layer beside a head that it trained are those of the run."""
     if not is_checkpoint(model) and not any(model.glob("*.safetensors")):
         return weights
-    return JoinedWeights(weights, weights_beside(hf_config, load_hf_directory(model)[1]))
+    found = JoinedWeights(weights, weights_beside(hf_config, load_hf_directory(model)[1]))
+    family, shape = family_of(hf_config), shape_of(hf_config)
+    if not isinstance(weights, MegatronWeights) or not weights.has_trained_head:
+        return found
+    shared = {rule.megatron: rule.parts[0] for rule in (EMBEDDING, OUTPUT)}
+    copies = {copy.parts[0]: shared[copy.megatron] for copy in family.head_copies(shape)}
+    return RenamedWeights(found, {name: copies.get(name, name) for name in found})
 
 
 def _by_rule(state: LazyWeights, hf_config: PretrainedConfig) -> LazyWeights:

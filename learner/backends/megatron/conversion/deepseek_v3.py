@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and Kimi-K2, whose heads for several next tokens are kept as they come."""
+"""DeepSeek-V3 and R1, and Kimi-K2, whose heads for several next tokens are kept, and trained if wanted."""
 
 import math
 from functools import partial

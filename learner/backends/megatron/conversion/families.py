@@ -1,10 +1,10 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Shape
+from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Rule, Shape
 from learner.backends.megatron.conversion.deepseek_v3 import deepseek_v3
 from learner.backends.megatron.conversion.gemma3 import gemma3
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
@@ -32,6 +32,9 @@ FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
 }
 """Families by `model_type` of the transformers configuration; some depend on more of it."""
 
+HEADED = ("deepseek_v3", "glm4_moe")
+"""Families whose models may have a head for the token after the next, of one sparse layer (`Family.head`)."""
+
 
 def family_of(hf_config: PretrainedConfig) -> Family:
     """Find a model's family. Raises `ConfigError` with those known for one that is not among them."""
@@ -48,11 +51,8 @@ def shape_of(hf_config: PretrainedConfig) -> Shape:
     return family_of(hf_config).shape(hf_config)
 
 
-def float32_weights(hf_config: PretrainedConfig) -> dict[str, torch.dtype]:
+def float32_weights(rules: Iterable[Rule]) -> dict[str, torch.dtype]:
     """Return the Hugging Face names of the weights that are float32 whatever the model's dtype is."""
     return {
-        part: torch.float32
-        for rule in family_of(hf_config).rules(shape_of(hf_config))
-        if rule.megatron.endswith(CHOICE_BIAS)
-        for part in rule.parts
+        part: torch.float32 for rule in rules if rule.megatron.endswith(CHOICE_BIAS) for part in rule.parts
     }

@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6, whose heads for several next tokens are kept as they come."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6, whose heads for several next tokens are kept, and trained if wanted."""
 
 import math
 from collections.abc import Sequence

@@ -22,8 +22,8 @@ from transformers import PretrainedConfig
 
 from bus.errors import StorageError
 from learner.backends.lora import refuse_adapters_alone
-from learner.backends.megatron.conversion.base import Rule, Shape, as_it_came, is_adapter
-from learner.backends.megatron.conversion.families import family_of
+from learner.backends.megatron.conversion.base import HEAD_LAYER, Rule, Shape, as_it_came, is_adapter
+from learner.backends.megatron.conversion.families import HEADED, family_of
 from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 
@@ -35,6 +35,7 @@ FUSED_NORMS = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Norms that Transformer Engine fuses into the layer after them, which gives them their name in files."""
+LAYER_NORM = re.compile(rf"(decoder\.layers\.\d+\.|{re.escape(HEAD_LAYER)})(.+_layernorm\.weight)")
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -53,7 +54,7 @@ class Place:
 
 def place_of(megatron: str) -> Place:
     """Find a parameter of the model in the files, where the experts of a layer are one tensor."""
-    if norm := re.fullmatch(r"(decoder\.layers\.\d+\.)(.+_layernorm\.weight)", megatron):
+    if norm := LAYER_NORM.fullmatch(megatron):
         return Place(norm[1] + FUSED_NORMS.get(norm[2], norm[2]))
     if expert := re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", megatron):
         return Place(f"{expert[1]}experts.{expert[3]}", int(expert[2]))
@@ -69,13 +70,17 @@ class MegatronWeights(LazyWeights):
         rules: Sequence[Rule],
         shape: Shape,
         beside: Callable[[str], bool] = lambda name: False,
+        head: Sequence[Rule] = (),
     ) -> None:
-        """Read the metadata, which may have tensors `beside` the model. Raises `StorageError` when it is
-        unreadable or lacks a tensor, and `ConfigError` where there are adapters alone."""
+        """Read the metadata, which may have tensors `beside` the model, and its `head`. Raises `StorageError`
+        when it is unreadable or lacks a tensor, and `ConfigError` where there are adapters alone."""
         self._directory = directory
         self._shape = shape
         self._metadata = _read_metadata(directory)
-        rules = [*rules, *map(as_it_came, filter(beside, self._metadata.state_dict_metadata))]
+        keys = self._metadata.state_dict_metadata
+        self.has_trained_head = any(place_of(rule.megatron).key in keys for rule in head)
+        """Says that there is a head for the token after the next that a run has trained."""
+        rules = [*rules, *(head if self.has_trained_head else ()), *map(as_it_came, filter(beside, keys))]
         self._rule_of = {part: (rule, n) for rule in rules for n, part in enumerate(rule.parts)}
         super().__init__(self._rule_of)
         self._last: tuple[Rule, Sequence[Tensor]] | None = None
@@ -102,7 +107,7 @@ class MegatronWeights(LazyWeights):
         place = place_of(rule.megatron)
         stored = self._stored(place)
         size = tuple(stored.size) if place.index is None else tuple(stored.size[1:])
-        if _counts_tokens(rule):  # without the padding that makes it divide among ranks
+        if rule.counts_tokens:  # without the padding that makes it divide among ranks
             size = (self._shape.vocab, *size[1:])
         return Spec(size, stored.properties.dtype)
 
@@ -124,7 +129,7 @@ class MegatronWeights(LazyWeights):
                 _paste(whole, self._read_chunk(place.key, chunk), start, chunk.offsets[1:])
         if place.index is not None:
             return whole[0]
-        return whole[: self._shape.vocab] if _counts_tokens(rule) else whole
+        return whole[: self._shape.vocab] if rule.counts_tokens else whole
 
     def _read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         stored = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
@@ -142,13 +147,10 @@ def model_in(directory: Path, hf_config: PretrainedConfig) -> LazyWeights:
     """Return the weights in a checkpoint by their names in files; raises as `MegatronWeights` does."""
     family = family_of(hf_config)
     shape = family.shape(hf_config)
-    weights = MegatronWeights(directory, list(family.rules(shape)), shape, family.beside)
+    head = list(family.head(shape)) if hf_config.model_type in HEADED else []
+    weights = MegatronWeights(directory, list(family.rules(shape)), shape, family.beside, head)
     stacks = stacks_of(hf_config)
     return StackedWeights(weights, stacks) if stacks else weights
-
-
-def _counts_tokens(rule: Rule) -> bool:
-    return rule.megatron in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def _paste(whole: Tensor, chunk: Tensor, start: int, offsets: Sequence[int]) -> None:

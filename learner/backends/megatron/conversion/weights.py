@@ -39,7 +39,7 @@ from learner.backends.megatron.conversion.stacks import (
     unstacked,
 )
 from learner.backends.megatron.core import parallel_state
-from learner.model_directories.lazy_weights import SomeWeights, State, part_of, spec_of
+from learner.model_directories.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered
 
 log = structlog.get_logger()
@@ -48,17 +48,21 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
-def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, state: State) -> None:
+def load_hf_weights(
+    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, state: State, *,
+    head: Sequence[Rule] | None = None,
+) -> None:  # fmt: skip
     """Copy this rank's part of `state` into its `chunks`, converting to their dtype and device.
 
-    Raises `ConfigError` with all names that are missing, unexpected or of another shape, on every rank alike;
-    the model is then unchanged. Every rank calls this.
+    With the rules of a `head`, `chunks` and `state` are of that alone. Raises `ConfigError` with all names
+    that are missing, unexpected or of another shape, on every rank alike; the model is then unchanged. Every
+    rank calls this.
     """
     shape, family = shape_of(hf_config), family_of(hf_config)
-    rules = list(family.rules(shape))
+    rules = list(family.rules(shape) if head is None else head)
     slices = slices_of(chunks)
     stacks = stacks_of(hf_config)
-    wanted = {name for name in state if not family.beside(name)}
+    wanted = {name for name in state if head is not None or not family.beside(name)}
     if len(wanted) < len(state) and dist.get_rank() == 0:
         why = "they are of heads for several next tokens, which stay as they came"
         log.info("weights_not_trained", tensors=len(state) - len(wanted), why=why)
@@ -75,12 +79,6 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
         for rule in tracked(rules, "loading the weights"):
             if mine := slices.get(rule.megatron):
                 mine.parameter.copy_(slice_of(rule, mine, state, shape))
-
-
-def weights_beside(hf_config: PretrainedConfig, state: State) -> SomeWeights:
-    """Return those that are no part of what is trained."""
-    beside = family_of(hf_config).beside
-    return SomeWeights(state, [name for name in state if beside(name)])
 
 
 def _tell_rounded_routers(rules: Sequence[Rule], state: State, dtype: torch.dtype) -> None:
@@ -160,8 +158,9 @@ def exported_shapes(
 
 
 def whole_on_rank_0(
-    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders"
-) -> dict[str, Tensor]:
+    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders", *,
+    rules: Iterable[Rule] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return views of the weights of which rank 0 has all, but not of several experts together; the other
     ranks get nothing.
 
@@ -174,13 +173,13 @@ def whole_on_rank_0(
     slices = slices_of(chunks)
     views: dict[str, Tensor] = {}
     in_stacks = places_in(stacks_of(hf_config))
-    for rule in family_of(hf_config).rules(shape):
+    for rule in family_of(hf_config).rules(shape) if rules is None else rules:
         mine = slices.get(rule.megatron)
         if rule.parts[0] in in_stacks:
             continue
         if mine is not None and [holder.global_rank for holder in holders[rule.megatron]] == [0]:
             parts = rule.layout.split(mine.parameter, shape)
-            rows = shape.vocab if rule in (EMBEDDING, OUTPUT) else None
+            rows = shape.vocab if rule.counts_tokens else None
             views |= {name: part[:rows] for name, part in zip(rule.parts, parts, strict=True)}
     return views
 
@@ -290,7 +289,7 @@ def global_name(chunk: Any, name: str) -> str:
         first = parallel_state.get_expert_model_parallel_rank() * here
         return f".local_experts.{first + int(match[1])}."
 
-    return EXPERT.sub(expert, LAYER.sub(layer, name))
+    return str(chunk.weight_prefix) + EXPERT.sub(expert, LAYER.sub(layer, name))
 
 
 def tensor_group(expert: bool) -> dist.ProcessGroup:
@@ -370,7 +369,7 @@ def _problems(
 def part_shapes_of(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
     """Return the shapes of the Hugging Face tensors that a rule's tensor is made of."""
     whole = cut.whole_sizes()
-    if rule in (EMBEDDING, OUTPUT):
+    if rule.counts_tokens:
         whole = (shape.vocab, *whole[1:])
     return rule.layout.part_shapes(whole, shape)
 

@@ -68,6 +68,12 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
+def head_layer_spec(config: TransformerConfig, hf_config: PretrainedConfig) -> ModuleSpec:
+    """Return the layer of a head for the token after the next, which is one of the model's sparse layers."""
+    family = family_of(hf_config)
+    return _layer_spec(config, family, family.shape(hf_config), sparse=True, window=None, rope=0)
+
+
 def _layer_spec(
     config: TransformerConfig, family: Family, shape: Shape, *, sparse: bool, window: int | None, rope: int
 ) -> Any:

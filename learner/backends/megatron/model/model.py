@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from learner.backends.megatron.core import (
     tensor_parallel,
 )
 from learner.backends.megatron.layout import layers_of_last_stage, layout_problems, padded_vocabulary
-from learner.backends.megatron.model.attention import pack_layout
+from learner.backends.megatron.model.attention import PackedLayout, pack_layout
 from learner.backends.megatron.model.context_attention import ContextRanks
 from learner.backends.megatron.model.gathering import finish_gathering
 from learner.backends.megatron.model.layers import block_spec
@@ -34,9 +35,16 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch
 from learner.world.process_group import device
 
+HeadPass = Callable[[MicroBatch, Tensor, PackedLayout, "PolicyModel"], None]
+"""Takes a micro-batch, the hidden states [T, 1, H] behind the model's last layer without gradient, their
+layout, and the model, and trains a head for the token after the next on them."""
+
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     """A piece of a GPT model whose output is the loss, or log-probabilities of trained tokens, not logits."""
+
+    weight_prefix = ""
+    """Begins the names of its weights in the whole model."""
 
     def __init__(
         self,
@@ -62,43 +70,54 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         self.real_vocab_size = hf_config.vocab_size
         self.is_exact = False
         """Whether it computes in exact arithmetic (exact.py)."""
-        _mark_cut_weights(self)
+        mark_cut_weights(self)
 
     def forward(
-        self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0
-    ) -> tuple[Tensor, ...] | Tensor:
+        self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0,
+        head: HeadPass | None = None,
+    ) -> tuple[Tensor, ...] | Tensor:  # fmt: skip
         """Return what `policy_output` does; a pipeline stage before the last returns hidden states instead.
 
-        `batch` is this rank's share (learner/backends/megatron/sharding.py).
+        `batch` is this rank's share (learner/backends/megatron/sharding.py). A `head` is trained on the
+        hidden states in passing.
         """
-        hidden = self.hidden(batch)
+        layout = self._layout(batch)
+        hidden = self._hidden(batch, layout)
         if not self.post_process:
             return hidden
-        first_label, weight = self._head_weight()
+        if head is not None:
+            head(batch, hidden.detach(), layout, self)
+        first_label, weight = self.output_weight()
         return policy_output(
-            self._of_all_tokens(hidden), weight, batch, token_loss, top,
+            self.of_all_tokens(hidden), weight, batch, token_loss, top,
             first_label=first_label, largest_part=self.output_layer.output_size_per_partition,
             group=self.pg_collection.tp, exact=self.is_exact,
         )  # fmt: skip
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the [T, V] logits of every position, for evaluation and tests; of a whole model only."""
-        _, weight = self._head_weight()
-        hidden = self._of_all_tokens(self.hidden(batch))
+        _, weight = self.output_weight()
+        hidden = self.of_all_tokens(self.hidden(batch))
         return F.linear(hidden if batch.tree is None else hidden[batch.tree.computed], weight)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the hidden states of the computed tokens behind the last layer of this stage, [T, 1, H]."""
-        tree = batch.tree
+        return self._hidden(batch, self._layout(batch))
+
+    def _layout(self, batch: MicroBatch) -> PackedLayout:
         context = self.pg_collection.cp
         ranks = ContextRanks(context.size(), context.rank(), ring=self.config.cp_comm_type == "p2p")
         layout = pack_layout(batch, self.ropes, self.config.params_dtype, ranks, sinks=self.sinks)
         layout.experts = self._given_experts(batch)
-        tokens = batch.tokens if tree is None else batch.tokens[tree.source]
-        embedded = self._embedded(tokens) if self.pre_process else None
+        return layout
+
+    def _hidden(self, batch: MicroBatch, layout: PackedLayout) -> Tensor:
+        tokens = batch.tokens if batch.tree is None else batch.tokens[batch.tree.source]
+        embedded = self.embedded(tokens) if self.pre_process else None
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return [T, 1, H] of tokens [T], or this rank's share of them if ranks share hidden states."""
         embedded: Tensor = self.embedding(tokens[None], None)
         if torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # of a frozen embedding: recomputed layers have no gradient otherwise
@@ -117,14 +136,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         group = self.pg_collection.tp
         return experts.chunk(group.size())[group.rank()] if self.config.sequence_parallel else experts
 
-    def _of_all_tokens(self, hidden: Tensor) -> Tensor:
+    def of_all_tokens(self, hidden: Tensor) -> Tensor:
         """Return [T, H] of hidden states that tensor-parallel ranks share, [T / ranks, 1, H], or all have."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)[:, 0]  # type: ignore[no-any-return]
         return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)[:, 0]  # type: ignore[no-any-return]
 
-    def _head_weight(self) -> tuple[int, Tensor]:
+    def output_weight(self) -> tuple[int, Tensor]:
         """Return this rank's rows of the output layer without padding, and the token of the first."""
         weight = self.output_layer.weight
         if weight is None:
@@ -151,15 +170,21 @@ def build_chunks(
         problems = list(_problems_of_sinks(dtype, parallel))
     if problems:
         raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
-    config = _transformer_config(hf_config, dtype, parallel)
+    config = transformer_config(hf_config, dtype, parallel)
     pieces = parallel.virtual_pipeline
-    with warnings.catch_warnings():
-        # megatron-core's own shared expert does not pass what its MLP asks for
-        warnings.filterwarnings("ignore", "MLP requires ffn_hidden_size", DeprecationWarning)
+    with shared_experts_unwarned():
         return [
             kind(config, block_spec(config, hf_config, stage), hf_config, stage).to(device())
             for stage in (range(pieces) if pieces > 1 else [None])
         ]
+
+
+@contextmanager
+def shared_experts_unwarned() -> Iterator[None]:
+    """Silence what megatron-core says of its own shared expert, which does not pass what its MLP asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "MLP requires ffn_hidden_size", DeprecationWarning)
+        yield
 
 
 def _problems_of_sinks(dtype: torch.dtype, parallel: ParallelConfig) -> Iterator[str]:
@@ -178,9 +203,10 @@ def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyMod
     return model
 
 
-def _transformer_config(
+def transformer_config(
     hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig
 ) -> TransformerConfig:
+    """Return megatron-core's settings of the model."""
     family = family_of(hf_config)
     shape = family.shape(hf_config)
     experts, stages = shape.experts, parallel.pipeline
@@ -282,7 +308,7 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
     return settings
 
 
-def _mark_cut_weights(model: torch.nn.Module) -> None:
+def mark_cut_weights(model: torch.nn.Module) -> None:
     """Mark the dimension along which tensor-parallel ranks share a weight, like megatron's initialisation.
 
     Weights come from a file, so that initialisation never runs. The gradient norm and the conversion read it.

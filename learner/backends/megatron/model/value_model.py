@@ -14,7 +14,7 @@ from learner.backends.megatron.core import (
     TransformerConfig,
     tensor_parallel,
 )
-from learner.backends.megatron.model.model import PolicyModel
+from learner.backends.megatron.model.model import HeadPass, PolicyModel
 from learner.backends.output.output_layer import TokenLoss
 from learner.data.packing import MicroBatch
 
@@ -54,11 +54,12 @@ class ValueModel(PolicyModel):
             self.value_head = ValueHead(config.hidden_size, config.params_dtype)
 
     def forward(
-        self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0
-    ) -> tuple[Tensor, ...] | Tensor:
+        self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0,
+        head: HeadPass | None = None,
+    ) -> tuple[Tensor, ...] | Tensor:  # fmt: skip
         """Return the values, float32 [N]; a pipeline stage before the last returns hidden states instead.
 
-        There is no loss that could be computed with it, and no token."""
+        There is no loss that could be computed with it, no token and no head for tokens."""
         hidden = self.hidden(batch)
         if not self.post_process:
             return hidden

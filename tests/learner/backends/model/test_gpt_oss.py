@@ -10,7 +10,7 @@ from learner.backends.fsdp.fingerprint import fingerprint as fsdp_fingerprint
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
-from learner.backends.megatron.frozen_weights import freeze_others
+from learner.backends.megatron.frozen_weights import freeze_others, frozen_weights
 from learner.backends.megatron.layout import layout_problems
 from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported
@@ -96,7 +96,8 @@ def test_misfits_are_told_by_the_names_of_files():
 def test_weights_are_frozen_by_the_names_of_files():
     config = tiny_config("gpt_oss")
     built = build_model(config, dtype=torch.float32)
-    freeze_others([built], config, TrainableWeights(freeze=(r"layers\.1\.mlp\.experts\.gate_up_proj$",)))
+    trainable = TrainableWeights(freeze=(r"layers\.1\.mlp\.experts\.gate_up_proj$",))
+    freeze_others([built], config, frozen_weights(config, trainable))
     frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     experts = "decoder.layers.1.mlp.experts.local_experts"
     assert frozen == {f"{experts}.{number}.linear_fc1.weight" for number in range(6)}

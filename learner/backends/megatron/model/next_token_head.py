@@ -1,0 +1,57 @@
+"""The head for the token after the next (MTP, arXiv:2412.19437, section 2.2), with which engines draft."""
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.base import HEAD
+from learner.backends.megatron.core import (
+    MegatronModule,
+    ProcessGroupCollection,
+    TransformerConfig,
+    build_module,
+)
+from learner.backends.megatron.model.attention import PackedLayout
+from learner.backends.megatron.model.latent_attention import WholeLinear
+from learner.backends.megatron.model.layers import head_layer_spec
+from learner.backends.megatron.model.model import mark_cut_weights, shared_experts_unwarned
+from learner.backends.megatron.model.norm import RMSNorm
+
+
+class NextTokenHead(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
+    """One layer that makes of a token's hidden state, and of the token after it, what the output layer reads
+    the token after that from. Embedding and output layer are the model's."""
+
+    weight_prefix = HEAD
+    """Begins the names of its weights in the whole model."""
+
+    def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig) -> None:
+        super().__init__(config)
+        hidden, eps = config.hidden_size, config.layernorm_epsilon
+        self.enorm, self.hnorm = RMSNorm(config, hidden, eps), RMSNorm(config, hidden, eps)
+        self.eh_proj = WholeLinear(config, 2 * hidden, hidden)
+        with shared_experts_unwarned():
+            self.transformer_layer = build_module(
+                head_layer_spec(config, hf_config),
+                config=config,
+                layer_number=config.num_layers + 1,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            )
+        self.final_layernorm = RMSNorm(config, hidden, eps)
+        mark_cut_weights(self)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, layout: PackedLayout) -> Tensor:
+        """Return what the output layer reads [T, 1, H].
+
+        Args:
+            embedded: [T, 1, H], of the token after each.
+            hidden: [T, 1, H], of each token, behind the model's final norm.
+            layout: of the sequences in the pack; no query sees another sequence.
+        """
+        joined, _ = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        layout = copy.copy(layout)
+        layout.experts = None  # those of the model's own layers
+        found, _ = self.transformer_layer(hidden_states=joined, attention_mask=None, packed_seq_params=layout)
+        return self.final_layernorm(found)  # type: ignore[no-any-return]

@@ -1,0 +1,167 @@
+"""Training of the head for the token after the next, beside the policy and without a trace in it.
+
+The head reads what the policy has computed, and no gradient leaves it: each micro-batch passes through it
+forwards and backwards as soon as the policy's hidden states are there, which frees its activations at once.
+Its gradients, its norm and its optimizer are its own, so that the policy's update is that of a run without a
+head, to the bit (THUDM/slime trains both in one optimizer, where the gradient of the head enters the norm by
+which that of the policy is clipped).
+
+A position counts where the two tokens after it are trained ones, as those that an engine drafts are.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.base import Rule
+from learner.backends.megatron.conversion.families import HEADED, family_of, shape_of
+from learner.backends.megatron.conversion.weights import global_name, load_hf_weights
+from learner.backends.megatron.ddp import data_parallel, finalize_gradients
+from learner.backends.megatron.device_memory import release_gradients, restore_gradients
+from learner.backends.megatron.frozen_weights import refuse_idle_ranks
+from learner.backends.megatron.model.attention import PackedLayout
+from learner.backends.megatron.model.model import PolicyModel, transformer_config
+from learner.backends.megatron.model.next_token_head import NextTokenHead
+from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
+from learner.backends.megatron.process_groups import data_parallel_sum
+from learner.backends.megatron.update_step import update_if_finite
+from learner.backends.output.head_output import head_loss
+from learner.backends.output.policy_output import chunk_rows
+from learner.config.mtp import MtpConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import MicroBatch
+from learner.data.streams import STREAMS
+from learner.model_directories.lazy_weights import SomeWeights, State
+from learner.world.process_group import device
+
+FOLLOWING = "following_tokens"
+SUMS = ["loss", "trained_tokens", "denominator", "nats", "correct"]
+"""Names of the sums of an update, the first three as `update_if_finite` reads them."""
+
+
+def head_rules(config: MtpConfig, hf_config: PretrainedConfig) -> list[Rule]:
+    """Return the rules of the head that is trained; none where none is.
+
+    Raises `ConfigError` for a model without a head that could be trained."""
+    if not config.exists:
+        return []
+    heads: int = getattr(hf_config, "num_nextn_predict_layers", None) or 0
+    if hf_config.model_type not in HEADED or heads != 1:
+        raise ConfigError(
+            f"learner.mtp.weight={config.weight}: the model, a {hf_config.model_type} with "
+            f"num_nextn_predict_layers={heads}, has no head that can be trained: set the weight to 0, or "
+            f"take a model of {' or '.join(HEADED)} with one"
+        )
+    return list(family_of(hf_config).head(shape_of(hf_config)))
+
+
+def with_following_tokens(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with what the head is to predict: the token after each label, where both are
+    trained."""
+    both = batch.loss_mask & batch.loss_mask.roll(-1)  # False at the end of each sequence, and of the pack
+    following = torch.where(both, batch.labels.roll(-1), STREAMS[FOLLOWING].fill)
+    return replace(batch, streams={**batch.streams, FOLLOWING: following.to(STREAMS[FOLLOWING].dtype)})
+
+
+class TrainedHead:
+    """The head on this rank, with an optimizer of its own. The policy is built before."""
+
+    def __init__(
+        self, config: MtpConfig, hf_config: PretrainedConfig, state: State, rules: Sequence[Rule], *,
+        frozen: Container[str], dtype: torch.dtype, parallel: ParallelConfig,
+    ) -> None:  # fmt: skip
+        """Build the head and load its weights.
+
+        Args:
+            config: says how it is trained.
+            hf_config: of the model.
+            state: weights of the model and the head.
+            rules: of the head.
+            frozen: names in megatron-core of the weights that are not trained.
+            dtype: of the parameters.
+            parallel: the policy's layout.
+
+        Raises `ConfigError` for weights that are missing or of another shape, and where none is trained."""
+        self._config, self._hf_config, self._dtype = config, hf_config, dtype
+        self.head = NextTokenHead(transformer_config(hf_config, dtype, parallel), hf_config).to(device())
+        self.chunks = [self.head]
+        names = [part for rule in rules for part in rule.parts]
+        load_hf_weights(
+            self.chunks, hf_config, SomeWeights(state, [n for n in names if n in state]), head=rules
+        )
+        for name, parameter in self.head.named_parameters():
+            parameter.requires_grad = parameter.requires_grad and global_name(self.head, name) not in frozen
+        chosen = "model.freeze and model.train_only"
+        refuse_idle_ranks(self.chunks, chosen, "set learner.mtp.weight=0 to leave the head as it is")
+        # its gradients are added up after the step's last micro-batch, and its weights gathered at once
+        alone = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+        self.ddp = data_parallel(self.chunks, parallel.model_copy(update=alone))
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device())
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Start over with a fresh AdamW of these settings, whatever trains the policy's matrices."""
+        own = {"matrices": "adamw", "offload": 0.0, "offload_directory": None}
+        config = config.model_copy(update=own)
+        last = getattr(self, "optimizer", None)
+        self.optimizer = build_optimizer(config, self.ddp, self._hf_config, self._dtype, last=last)
+
+    def begin(self) -> None:
+        """Begin an update: forget the gradients of the last."""
+        restore_gradients(self.ddp)
+        self.ddp[0].zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._sums.zero_()
+
+    def learn(self, batch: MicroBatch, hidden: Tensor, layout: PackedLayout, model: PolicyModel) -> None:
+        """Add the gradient of a micro-batch, a `HeadPass`. Every rank calls this for each of its own."""
+        with torch.no_grad():
+            embedded = model.embedded(batch.labels)
+        first_label, weight = model.output_weight()
+        rows = model.of_all_tokens(self.ddp[0](embedded, hidden, layout)).index_select(0, batch.trained)
+        following = batch.of_trained(FOLLOWING)
+        counted = following >= 0
+        found = head_loss(
+            rows.detach(), weight.detach(), following - first_label, counted,
+            group=model.pg_collection.tp,
+            chunk_size=chunk_rows(model.output_layer.output_size_per_partition),
+        )  # fmt: skip
+        torch.autograd.backward([rows], [found.gradient.mul_(self._config.weight)])
+        count = counted.sum()
+        self._sums += torch.stack((self._config.weight * found.loss, count, count, found.loss, found.correct))
+
+    def update(self, config: OptimizerConfig, lr: float) -> dict[str, float]:
+        """Update the head on the mean loss over its tokens of all ranks; return figures of the step.
+
+        An update whose loss or gradient is not finite is skipped, which the loss shows.
+
+        Args:
+            config: of the policy's optimizer.
+            lr: learning rate of the policy in this step."""
+        finalize_gradients(self.ddp)
+        configure_optimizer(self.optimizer, config, lr * self._config.lr_factor)
+        sums, norm = update_if_finite(
+            self.optimizer, config, SUMS, data_parallel_sum(self._sums),
+            pipeline=1, before_update=lambda: None,
+        )  # fmt: skip
+        tokens = sums["trained_tokens"]
+        if not tokens:
+            return {}
+        return {
+            "mtp_loss_nats": sums["nats"] / tokens,
+            "mtp_correct_fraction": sums["correct"] / tokens,
+            "mtp_grad_norm": norm,
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the weights on this rank."""
+        return sum(parameter.nbytes for parameter in self.head.parameters())
+
+    def release_memory(self) -> None:
+        """Free the memory for gradients; the next step takes it again."""
+        release_gradients(self.ddp)

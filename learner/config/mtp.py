@@ -1,0 +1,68 @@
+"""Settings of the head that predicts the token after the next (multi-token prediction). Loads without
+torch."""
+
+from pydantic import Field
+
+from bus.config import Config
+from learner.config.backend import BackendName
+from learner.config.lora import LoraConfig
+from learner.config.parallel import ParallelConfig
+
+
+class MtpConfig(Config):
+    """Training of the model's head for the token after the next (MTP, arXiv:2412.19437, section 2.2), with
+    which engines draft.
+
+    It learns beside the policy, from the sampled tokens of each step, and changes nothing of the policy: no
+    gradient leaves the head, whose embedding and output layer are the policy's, and its gradient is clipped
+    by itself.
+    """
+
+    weight: float = Field(0.0, ge=0)
+    """Factor of the head's loss, the mean cross entropy of its tokens; 0 leaves the head as it came. AdamW
+    hardly sees it, since it scales each gradient to the same size: `lr_factor` changes how far the head
+    moves."""
+
+    lr_factor: float = Field(1.0, gt=0)
+    """Learning rate of the head over that of the policy."""
+
+    @property
+    def exists(self) -> bool:
+        """Tell whether the head is trained."""
+        return self.weight > 0
+
+
+NO_MTP = MtpConfig()
+
+
+def refuse_mtp(
+    mtp: MtpConfig, *, backend: BackendName, lora: LoraConfig, parallel: ParallelConfig, share_prefixes: bool
+) -> None:
+    """Raise `ValueError` for settings beside which no head is trained, and for a head that is not trained."""
+    if not mtp.exists:
+        if changed := sorted(mtp.model_dump(exclude_defaults=True)):
+            raise ValueError(
+                f"learner.mtp.{changed[0]}={getattr(mtp, changed[0])} has no effect with "
+                "learner.mtp.weight=0: set the weight (0.2 is a good start), or leave it out"
+            )
+        return
+    where, off = f"learner.mtp.weight={mtp.weight}", "or the weight to 0"
+    if backend != "megatron":
+        raise ValueError(
+            f"{where} with learner.backend={backend}, which leaves the head out: set megatron, {off}"
+        )
+    if lora.exists:
+        raise ValueError(
+            f"{where} with learner.lora.rank={lora.rank}, which freezes every weight: set the rank to 0, "
+            f"{off}"
+        )
+    if parallel.pipeline > 1:
+        raise ValueError(
+            f"{where} with learner.parallel.pipeline={parallel.pipeline}: the head needs the embedding, "
+            f"which the last stage does not have; set pipeline to 1 and raise expert or tensor, {off}"
+        )
+    if share_prefixes:
+        raise ValueError(
+            f"{where} with learner.batch.share_prefixes=true: the head reads the next token too, which "
+            f"differs where trajectories part; set share_prefixes=false, {off}"
+        )

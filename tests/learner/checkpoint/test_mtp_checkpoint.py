@@ -1,0 +1,193 @@
+"""A trained head is saved, resumed, published and converted with the policy."""
+
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+
+from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
+from learner.config.mtp import NO_MTP, MtpConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.data.packing import pack
+from learner.model_directories.model_directory import load_hf_directory
+from learner.publication.host_copy import HostCopy
+from storage.disk.checkpoints import latest as latest_checkpoint
+from tests.learner.mtp_reference import LAYER, ReferenceHead
+from tests.learner.tiny import TIS, random_samples
+
+FAMILIES = ("deepseek_v3", "glm4_moe")
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=4)
+MTP = MtpConfig(weight=0.3)
+COPIES = {
+    f"{LAYER}embed_tokens.weight": "model.embed_tokens.weight",
+    f"{LAYER}shared_head.head.weight": "lm_head.weight",
+}
+
+
+def without_experts(names):
+    """Names of weights that every token passes."""
+    return {name for name in names if ".mlp.experts." not in name}
+
+
+def model_of(family):
+    """Configuration and weights, with the copies that files have of what the head shares."""
+    reference = ReferenceHead(family, OPTIMIZER)
+    state = reference.state()
+    return reference.model.config, {**state, **{copy: state[name].clone() for copy, name in COPIES.items()}}
+
+
+def trainer_of(family="deepseek_v3", *, mtp=MTP, **settings):
+    return Trainer(*model_of(family), OPTIMIZER, mtp=mtp, **settings)
+
+
+def step(trainer, number):
+    return trainer.train_step(pack(random_samples([9, 14, 5], seed=number), 100), TIS, policy_version=3)
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
+        assert tensor.equal(expected[name]), name
+
+
+def directory_of(path, family):
+    config, state = model_of(family)
+    config.save_pretrained(path)
+    save_file({name: t.contiguous() for name, t in state.items()}, path / "model.safetensors")
+    return state
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_comes_out_as_it_went_in_to_the_bit(family):
+    with capture_logs() as said:
+        trainer = trainer_of(family)
+    assert not [each for each in said if each["event"] == "weights_not_trained"]
+    same(trainer.export(), model_of(family)[1])
+    step(trainer, 0)
+    found, before = trainer.export(), model_of(family)[1]
+    unmoved = without_experts(name for name, tensor in found.items() if tensor.equal(before[name]))
+    assert unmoved == {name for name in before if name.endswith("e_score_correction_bias")}
+    for copy, name in COPIES.items():
+        assert found[copy].equal(found[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_directory_that_was_converted_trains_alike(tmp_path, family):
+    state = directory_of(tmp_path / "hf", family)
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    config, converted = load_hf_directory(tmp_path / "megatron")
+    trainer, other = Trainer(config, converted, OPTIMIZER, mtp=MTP), trainer_of(family)
+    same(trainer.export(), state)
+    assert step(trainer, 0) == step(other, 0)
+    same(trainer.export(), other.export())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_becomes_a_directory_with_the_trained_head(tmp_path, family):
+    directory_of(tmp_path / "hf", family)
+    trainer = trainer_of(family)
+    step(trainer, 0)
+    save_checkpoint(trainer, tmp_path / "checkpoints", 1, {}, keep=1)
+    done = megatron_to_hf(tmp_path / "checkpoints", tmp_path / "with", tmp_path / "hf")
+    assert "of heads for several next tokens" in str(done)
+    same(load_file(next((tmp_path / "with").glob("*.safetensors"))), trainer.export())
+    trainer.hf_config.save_pretrained(tmp_path / "config")
+    megatron_to_hf(tmp_path / "checkpoints", tmp_path / "without", tmp_path / "config")
+    without = {name: tensor for name, tensor in trainer.export().items() if name not in COPIES}
+    same(load_file(next((tmp_path / "without").glob("*.safetensors"))), without)
+    begun = Trainer(*load_hf_directory(tmp_path / "with"), OPTIMIZER, mtp=MTP)
+    same(begun.export(), trainer.export())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path, dtype):
+    first = trainer_of(dtype=dtype)
+    step(first, 0)
+    save_checkpoint(first, tmp_path, 1, {}, keep=1)
+    results = [step(first, number) for number in (1, 2)]
+    second = trainer_of(dtype=dtype)
+    step(second, 5)
+    load_checkpoint(second, latest_checkpoint(tmp_path))
+    assert [step(second, number) for number in (1, 2)] == results
+    same(second.export(), first.export())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_a_head_leaves_that_of_the_model_to_be_trained_and_with_one_it_may_stay(
+    tmp_path,
+):
+    plain = trainer_of(mtp=NO_MTP)
+    step(plain, 0)
+    save_checkpoint(plain, tmp_path / "plain", 1, {}, keep=1)
+    learning = trainer_of()
+    load_checkpoint(learning, latest_checkpoint(tmp_path / "plain"))
+    own = {name: t for name, t in plain.export().items() if name not in COPIES}
+    same({name: t for name, t in learning.export().items() if name not in COPIES}, own)
+    assert step(learning, 1).diagnostics["mtp_grad_norm"] > 0
+    save_checkpoint(learning, tmp_path / "learning", 2, {}, keep=1)
+    with capture_logs() as said:
+        load_checkpoint(plain, latest_checkpoint(tmp_path / "learning"))
+    assert "next_token_head_left_behind" in {each["event"] for each in said}
+    policy = {name: t for name, t in learning.export().items() if not name.startswith(LAYER)}
+    same({name: t for name, t in plain.export().items() if not name.startswith(LAYER)}, policy)
+
+
+def published_by(layout):
+    parallel = ParallelConfig(**layout)
+    divide_world(parallel)
+    trainer = trainer_of(dtype=torch.bfloat16, parallel=parallel)
+    host, versions = HostCopy(torch.bfloat16), []
+    for number in range(3):
+        exported = trainer.exported()
+        taken = asyncio.run(host.take(exported).arrived())
+        versions.append({name: (each.dtype, each.words.tobytes()) for name, each in taken.items()})
+        step(trainer, number)
+    return versions, len(trainer.export())
+
+
+def assert_published(versions, tensors):
+    assert [len(version) for version in versions] == [tensors] * 3
+    constant = without_experts(name for name in versions[0] if versions[0][name] == versions[2][name])
+    assert constant == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
+    assert {name for name, (dtype, _) in versions[1].items() if dtype == "F32"} == constant
+    for copy, name in COPIES.items():
+        assert [version[copy] for version in versions] == [version[name] for version in versions]
+
+
+def test_each_version_has_the_head_as_it_is_then():
+    assert_published(*published_by({}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tensor": 2, "sequence": True, "expert": 2}, {"context": 2}])
+def test_the_first_of_several_ranks_publishes_it(worlds, layout):
+    found, _ = worlds.run(2, published_by, layout)
+    assert_published(*found)
+
+
+def go_on(directory, layout):
+    parallel = ParallelConfig(**layout)
+    divide_world(parallel)
+    trainer = trainer_of(parallel=parallel)
+    load_checkpoint(trainer, directory)
+    return trainer.export()
+
+
+@pytest.mark.slow
+def test_another_layout_of_ranks_goes_on_with_the_head(worlds, tmp_path):
+    trainer = trainer_of()
+    step(trainer, 0)
+    save_checkpoint(trainer, tmp_path, 1, {}, keep=1)
+    for layout in ({"tensor": 2, "sequence": True, "expert": 2}, {"distributed_optimizer": True}):
+        found, _ = worlds.run(2, go_on, latest_checkpoint(tmp_path), layout)
+        same(found, trainer.export())
+    assert trainer.parallel == UNDIVIDED

@@ -1,0 +1,106 @@
+"""The head for the token after the next, in plain torch around transformers' own layer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import Sample
+from tests.learner.reference import reference_optimizer, reference_step
+from tests.learner.tiny import hf_state, tiny_model
+
+LAYER = "model.layers.2."
+"""Begins the names of the head of a model of two layers."""
+OWN = {
+    "enorm": "enorm.weight",
+    "hnorm": "hnorm.weight",
+    "projection": "eh_proj.weight",
+    "norm": "shared_head.norm.weight",
+}
+
+
+class ReferenceHead:
+    """A model of two layers, and the third layer of a larger one as the layer of its head."""
+
+    def __init__(
+        self, family: str, optimizer: OptimizerConfig, *, weight: float = 1.0, **changes: object
+    ) -> None:
+        self.model = tiny_model(family, num_mtp_layers=1, **changes)
+        self._donor = tiny_model(family, seed=1, **{**changes, "num_hidden_layers": 3})
+        self._head = _Head(self._donor.model.layers[2], self.model.config.rms_norm_eps)
+        self._config, self._weight = optimizer, weight
+        self._of_policy = reference_optimizer(self.model, optimizer)
+        self._optimizer = reference_optimizer(self._head, optimizer)
+
+    def head(self) -> dict[str, Tensor]:
+        """Return the head's weights by the names that they have in files."""
+        own = {name: getattr(self._head, attribute).detach() for attribute, name in OWN.items()}
+        return self._by_name(self._donor.state_dict(), own)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the latest step likewise, clipped."""
+        of_layer = {LAYER + name: p.grad for name, p in self._head.layer.named_parameters()}
+        own = {name: getattr(self._head, attribute).grad for attribute, name in OWN.items()}
+        return self._by_name(of_layer, own)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all weights by the names that they have in files."""
+        return {**hf_state(self.model), **self.head()}
+
+    def step(self, samples: list[Sample]) -> tuple[float, float, float]:
+        """Update the head, then the policy; return the head's loss, share of correct tokens and norm."""
+        self._optimizer.zero_grad()
+        found = [self._of_sequence(sample) for sample in samples]
+        losses, correct = (torch.cat(values) for values in zip(*found, strict=True))
+        (self._weight * losses.mean()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._head.parameters(), self._config.clip_grad)
+        self._optimizer.step()
+        reference_step(self.model, self._of_policy, samples, loss="tis", lr=self._config.lr)
+        return losses.mean().item(), correct.float().mean().item(), norm.item()
+
+    def _of_sequence(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Return the losses of the tokens that count, and which of them the head takes for the likeliest."""
+        tokens = torch.from_numpy(sample.token_ids).long()
+        if len(tokens) < 3:
+            return torch.empty(0), torch.empty(0, dtype=torch.bool)
+        positions = torch.arange(len(tokens) - 1)[None]
+        with torch.no_grad():
+            hidden = self.model.model(tokens[None]).last_hidden_state[0, :-1]
+            following = self.model.model.embed_tokens(tokens[1:])
+            rotary = self.model.model.rotary_emb(hidden[None], positions)
+        logits = self._head(hidden, following, positions, rotary) @ self.model.lm_head.weight.detach().t()
+        trained = torch.from_numpy(sample.loss_mask)
+        counted = trained[1:-1] & trained[2:]
+        logits, labels = logits[:-1][counted], tokens[2:][counted]
+        return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
+
+    def _by_name(self, of_layer: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = revert_weight_conversion(self._donor, of_layer)
+        named = {name: tensor for name, tensor in found.items() if name.startswith(LAYER)}
+        return {**named, **{LAYER + name: tensor for name, tensor in own.items()}}
+
+
+class _Head(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, eps: float) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        for name in ("enorm", "hnorm", "norm"):
+            values = 1 + 0.1 * torch.randn(64, generator=generator)
+            self.register_parameter(name, torch.nn.Parameter(values))
+        self.projection = torch.nn.Parameter(0.2 * torch.randn(64, 128, generator=generator))
+        self.layer, self._eps = layer, eps
+
+    def forward(
+        self, hidden: Tensor, following: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        joined = torch.cat((self._normed(following, self.enorm), self._normed(hidden, self.hnorm)), -1)
+        unseen = torch.full((len(hidden), len(hidden)), -torch.inf).triu(1)[None, None]
+        found = self.layer(
+            (joined @ self.projection.t())[None],
+            attention_mask=unseen, position_ids=positions, position_embeddings=rotary,
+        )  # fmt: skip
+        return self._normed(found[0], self.norm)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
