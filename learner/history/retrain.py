@@ -20,6 +20,7 @@ from learner.checkpoint.commit import read_extra
 from learner.config.advantage import GDPOAdvantage
 from learner.config.learner import LearnerConfig
 from learner.config.lora import LoraConfig
+from learner.config.mtp import MtpConfig
 from learner.initial import Initial
 from learner.lineage import TrainedStep
 from learner.progress import Progress
@@ -155,6 +156,11 @@ def _refuse_other_computation(own: LearnerConfig, wanted: LearnerConfig) -> None
         f"learner.{name}={str(getattr(wanted, name)).lower()}"
         for name in ("backend", "quantisation_aware", "fp8_matmul")
         if getattr(wanted, name) != getattr(own, name)
+    ]
+    others += [
+        f"learner.mtp.{name}={getattr(wanted.mtp, name)}"
+        for name in MtpConfig.model_fields
+        if getattr(wanted.mtp, name) != getattr(own.mtp, name)
     ]
     quantisation = wanted.publication.quantisation
     if wanted.quantisation_aware and quantisation != own.publication.quantisation:

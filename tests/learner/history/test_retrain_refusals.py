@@ -2,6 +2,7 @@ import pytest
 
 from bus.errors import ConfigError
 from learner.config.lora import LoraConfig
+from learner.config.mtp import MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.history.retrain import retrain_steps
@@ -30,6 +31,7 @@ def test_another_optimizer_than_the_runs_is_refused_by_name(tmp_path):
     [
         ({"backend": "fsdp"}, r"learner\.backend=fsdp: steps are trained again by the backend as"),
         ({"fp8_matmul": True}, r"learner\.fp8_matmul=true: steps"),
+        ({"mtp": MtpConfig(weight=0.2)}, r"learner\.mtp\.weight=0\.2: steps"),
         (
             {"quantisation_aware": True, "publication": PublicationConfig(quantisation="int4")},
             r"learner\.quantisation_aware=true, learner\.publication\.quantisation=int4: steps",
