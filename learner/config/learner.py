@@ -264,9 +264,7 @@ class LearnerConfig(Config):
             teachers=self.used_teachers,
         )
         shared = self.batch.share_prefixes
-        refuse_mtp(
-            self.mtp, backend=self.backend, lora=self.lora, parallel=self.parallel, share_prefixes=shared
-        )
+        refuse_mtp(self.mtp, backend=self.backend, lora=self.lora, share_prefixes=shared)
         return self
 
     @model_validator(mode="after")

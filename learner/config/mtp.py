@@ -6,7 +6,6 @@ from pydantic import Field
 from bus.config import Config
 from learner.config.backend import BackendName
 from learner.config.lora import LoraConfig
-from learner.config.parallel import ParallelConfig
 
 
 class MtpConfig(Config):
@@ -35,9 +34,7 @@ class MtpConfig(Config):
 NO_MTP = MtpConfig()
 
 
-def refuse_mtp(
-    mtp: MtpConfig, *, backend: BackendName, lora: LoraConfig, parallel: ParallelConfig, share_prefixes: bool
-) -> None:
+def refuse_mtp(mtp: MtpConfig, *, backend: BackendName, lora: LoraConfig, share_prefixes: bool) -> None:
     """Raise `ValueError` for settings beside which no head is trained, and for a head that is not trained."""
     if not mtp.exists:
         if changed := sorted(mtp.model_dump(exclude_defaults=True)):
@@ -55,11 +52,6 @@ def refuse_mtp(
         raise ValueError(
             f"{where} with learner.lora.rank={lora.rank}, which freezes every weight: set the rank to 0, "
             f"{off}"
-        )
-    if parallel.pipeline > 1:
-        raise ValueError(
-            f"{where} with learner.parallel.pipeline={parallel.pipeline}: the head needs the embedding, "
-            f"which the last stage does not have; set pipeline to 1 and raise expert or tensor, {off}"
         )
     if share_prefixes:
         raise ValueError(

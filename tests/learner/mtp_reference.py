@@ -11,7 +11,7 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import hf_state, tiny_model
 
 LAYER = "model.layers.2."
-"""Begins the names of the head of a model of two layers."""
+"""Begins the names of the head of a model of two layers, as many as tiny models have."""
 OWN = {
     "enorm": "enorm.weight",
     "hnorm": "hnorm.weight",
@@ -21,14 +21,17 @@ OWN = {
 
 
 class ReferenceHead:
-    """A model of two layers, and the third layer of a larger one as the layer of its head."""
+    """A tiny model, and the last layer of one with a layer more as the layer of its head."""
 
     def __init__(
         self, family: str, optimizer: OptimizerConfig, *, weight: float = 1.0, **changes: object
     ) -> None:
         self.model = tiny_model(family, num_mtp_layers=1, **changes)
-        self._donor = tiny_model(family, seed=1, **{**changes, "num_hidden_layers": 3})
-        self._head = _Head(self._donor.model.layers[2], self.model.config.rms_norm_eps)
+        layers = self.model.config.num_hidden_layers
+        self.layer = f"model.layers.{layers}."
+        """Begins the names of the head."""
+        self._donor = tiny_model(family, seed=1, **{**changes, "num_hidden_layers": layers + 1})
+        self._head = _Head(self._donor.model.layers[layers], self.model.config.rms_norm_eps)
         self._config, self._weight = optimizer, weight
         self._of_policy = reference_optimizer(self.model, optimizer)
         self._optimizer = reference_optimizer(self._head, optimizer)
@@ -40,7 +43,7 @@ class ReferenceHead:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the latest step likewise, clipped."""
-        of_layer = {LAYER + name: p.grad for name, p in self._head.layer.named_parameters()}
+        of_layer = {self.layer + name: p.grad for name, p in self._head.layer.named_parameters()}
         own = {name: getattr(self._head, attribute).grad for attribute, name in OWN.items()}
         return self._by_name(of_layer, own)
 
@@ -77,8 +80,8 @@ class ReferenceHead:
 
     def _by_name(self, of_layer: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
         found = revert_weight_conversion(self._donor, of_layer)
-        named = {name: tensor for name, tensor in found.items() if name.startswith(LAYER)}
-        return {**named, **{LAYER + name: tensor for name, tensor in own.items()}}
+        named = {name: tensor for name, tensor in found.items() if name.startswith(self.layer)}
+        return {**named, **{self.layer + name: tensor for name, tensor in own.items()}}
 
 
 class _Head(torch.nn.Module):

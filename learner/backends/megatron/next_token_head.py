@@ -20,12 +20,14 @@ from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Rule
 from learner.backends.megatron.conversion.families import HEADED, family_of, shape_of
 from learner.backends.megatron.conversion.weights import global_name, load_hf_weights
+from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.ddp import data_parallel, finalize_gradients
 from learner.backends.megatron.device_memory import release_gradients, restore_gradients
 from learner.backends.megatron.frozen_weights import refuse_idle_ranks
 from learner.backends.megatron.model.attention import PackedLayout
+from learner.backends.megatron.model.embedding_copy import EmbeddingCopy
 from learner.backends.megatron.model.model import PolicyModel, transformer_config
-from learner.backends.megatron.model.next_token_head import NextTokenHead
+from learner.backends.megatron.model.next_token_head import AbsentHead, NextTokenHead
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.process_groups import data_parallel_sum
 from learner.backends.megatron.update_step import update_if_finite
@@ -40,6 +42,11 @@ from learner.model_directories.lazy_weights import SomeWeights, State
 from learner.world.process_group import device
 
 FOLLOWING = "following_tokens"
+OF_ONE_STAGE = {
+    "pipeline": 1, "virtual_pipeline": 1, "overlap_grad_reduce": False, "overlap_param_gather": False
+}  # fmt: skip
+"""Settings of the head's layout: its gradients are added up after the last micro-batch of a step, and its
+weights gathered at once."""
 SUMS = ["loss", "trained_tokens", "denominator", "nats", "correct"]
 """Names of the sums of an update, the first three as `update_if_finite` reads them."""
 
@@ -72,12 +79,13 @@ class TrainedHead:
     """The head on this rank, with an optimizer of its own. The policy is built before."""
 
     def __init__(
-        self, config: MtpConfig, hf_config: PretrainedConfig, state: State, rules: Sequence[Rule], *,
-        frozen: Container[str], dtype: torch.dtype, parallel: ParallelConfig,
+        self, config: MtpConfig, policy: Sequence[PolicyModel], hf_config: PretrainedConfig, state: State,
+        rules: Sequence[Rule], *, frozen: Container[str], dtype: torch.dtype, parallel: ParallelConfig,
     ) -> None:  # fmt: skip
-        """Build the head and load its weights.
+        """Build the head and load its weights, on the last stage of a pipeline.
 
         Args:
+            policy: this rank's pieces of the model.
             config: says how it is trained.
             hf_config: of the model.
             state: weights of the model and the head.
@@ -88,7 +96,14 @@ class TrainedHead:
 
         Raises `ConfigError` for weights that are missing or of another shape, and where none is trained."""
         self._config, self._hf_config, self._dtype = config, hf_config, dtype
-        self.head = NextTokenHead(transformer_config(hf_config, dtype, parallel), hf_config).to(device())
+        self.stages = parallel.pipeline
+        alone = parallel.model_copy(update=OF_ONE_STAGE)
+        settings = transformer_config(hf_config, dtype, alone)
+        self._is_here = policy[-1].post_process
+        self._embedding = EmbeddingCopy(policy, settings, hf_config) if self.stages > 1 else None
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        head = NextTokenHead(settings, hf_config) if self._is_here else AbsentHead(settings, stage)
+        self.head = head.to(device())
         self.chunks = [self.head]
         names = [part for rule in rules for part in rule.parts]
         load_hf_weights(
@@ -98,9 +113,7 @@ class TrainedHead:
             parameter.requires_grad = parameter.requires_grad and global_name(self.head, name) not in frozen
         chosen = "model.freeze and model.train_only"
         refuse_idle_ranks(self.chunks, chosen, "set learner.mtp.weight=0 to leave the head as it is")
-        # its gradients are added up after the step's last micro-batch, and its weights gathered at once
-        alone = {"overlap_grad_reduce": False, "overlap_param_gather": False}
-        self.ddp = data_parallel(self.chunks, parallel.model_copy(update=alone))
+        self.ddp = data_parallel(self.chunks, alone)
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device())
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
@@ -111,16 +124,20 @@ class TrainedHead:
         self.optimizer = build_optimizer(config, self.ddp, self._hf_config, self._dtype, last=last)
 
     def begin(self) -> None:
-        """Begin an update: forget the gradients of the last."""
+        """Begin an update: forget the gradients of the last, and take over the embedding as it is now.
+
+        Every rank calls this, when the policy's parameters are gathered."""
         restore_gradients(self.ddp)
         self.ddp[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         self._sums.zero_()
+        if self._embedding is not None:
+            self._embedding.renew()
 
     def learn(self, batch: MicroBatch, hidden: Tensor, layout: PackedLayout, model: PolicyModel) -> None:
         """Add the gradient of a micro-batch, a `HeadPass`. Every rank calls this for each of its own."""
         with torch.no_grad():
-            embedded = model.embedded(batch.labels)
+            embedded = (self._embedding or model).embedded(batch.labels)
         first_label, weight = model.output_weight()
         rows = model.of_all_tokens(self.ddp[0](embedded, hidden, layout)).index_select(0, batch.trained)
         following = batch.of_trained(FOLLOWING)
@@ -144,10 +161,11 @@ class TrainedHead:
             lr: learning rate of the policy in this step."""
         finalize_gradients(self.ddp)
         configure_optimizer(self.optimizer, config, lr * self._config.lr_factor)
+        totals = data_parallel_sum(self._sums)
+        names, totals = (SUMS, totals) if self._is_here else ([], totals[:0])
         sums, norm = update_if_finite(
-            self.optimizer, config, SUMS, data_parallel_sum(self._sums),
-            pipeline=1, before_update=lambda: None,
-        )  # fmt: skip
+            self.optimizer, config, names, totals, pipeline=self.stages, before_update=lambda: None
+        )
         tokens = sums["trained_tokens"]
         if not tokens:
             return {}

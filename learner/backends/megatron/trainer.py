@@ -110,8 +110,9 @@ class Trainer:
         self.head: TrainedHead | None = None
         if mtp.exists:
             self.head = TrainedHead(
-                mtp, hf_config, state, rules_of_head, frozen=frozen, dtype=dtype, parallel=parallel
-            )
+                mtp, self.chunks, hf_config, state, rules_of_head,
+                frozen=frozen, dtype=dtype, parallel=parallel,
+            )  # fmt: skip
         chunks = [*self.chunks, *(self.head.chunks if self.head else [])]
         self._export = WeightExport(chunks, hf_config, weights_beside(hf_config, state), rules_of_head)
         self._checkpoint_buffers = CopyBuffers()
@@ -166,6 +167,8 @@ class Trainer:
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         objective = self.counts.objective(loss)
         if self.head is not None:
+            if self.parallel.pipeline > 1:
+                self._finish_gathering()
             self.head.begin()
             micro_batches = [with_following_tokens(batch) for batch in micro_batches]
         learns = None if self.head is None else self.head.learn
@@ -288,6 +291,9 @@ class Trainer:
         """Finish what still reads or writes the parameters: a copy to the host, and the gathering of updated
         ones, which otherwise goes on until the next forward pass."""
         self._await_readers()
+        self._finish_gathering()
+
+    def _finish_gathering(self) -> None:
         if self.parallel.overlap_param_gather:
             for chunk in self.ddp:
                 chunk.start_param_sync(force_sync=True)

@@ -30,8 +30,8 @@ MTP = MtpConfig(weight=0.3)
 STEPS = 4
 
 
-def trainer_of(family="deepseek_v3", *, mtp=MTP, optimizer=OPTIMIZER, **settings):
-    reference = ReferenceHead(family, optimizer, **CHANGES[family])
+def trainer_of(family="deepseek_v3", *, mtp=MTP, optimizer=OPTIMIZER, layers=2, **settings):
+    reference = ReferenceHead(family, optimizer, num_hidden_layers=layers, **CHANGES[family])
     return Trainer(reference.model.config, reference.state(), optimizer, mtp=mtp, **settings)
 
 
@@ -46,15 +46,16 @@ def figures(result):
 
 
 @cache
-def expected(family):
+def expected(family, layers=2):
     """What each step does to the head, and the head and the policy after all of them."""
-    reference = ReferenceHead(family, OPTIMIZER, weight=MTP.weight, **CHANGES[family])
+    changes = {"num_hidden_layers": layers, **CHANGES[family]}
+    reference = ReferenceHead(family, OPTIMIZER, weight=MTP.weight, **changes)
     steps = [reference.step(random_samples(LENGTHS, seed=number)) for number in range(STEPS)]
     return steps, reference.state()
 
 
-def assert_trained_like(found, weights, family):
-    steps, state = expected(family)
+def assert_trained_like(found, weights, family, layers=2):
+    steps, state = expected(family, layers)
     np.testing.assert_allclose(found, steps, atol=3e-5)
     assert weights.keys() == state.keys()
     for name, weight in weights.items():
@@ -218,7 +219,6 @@ def test_a_head_that_lacks_weights_is_refused_by_their_names():
     [
         ({"backend": "fsdp"}, r"learner\.mtp\.weight=0\.2 with learner\.backend=fsdp.*set megatron"),
         ({"lora": {"rank": 4}}, r"with learner\.lora\.rank=4.*set the rank to 0"),
-        ({"parallel": {"pipeline": 2}}, r"with learner\.parallel\.pipeline=2.*set pipeline to 1"),
         ({"batch": {"share_prefixes": True}}, r"share_prefixes=true: the head reads the next token too"),
         (
             {"mtp": {"lr_factor": 5.0}},
@@ -231,6 +231,26 @@ def test_settings_beside_which_no_head_is_trained_are_refused_by_name(settings, 
         LearnerConfig.model_validate({"mtp": {"weight": 0.2}, **settings})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        ({"pipeline": 2, "virtual_pipeline": 2}, 4),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+            4,
+        ),
+        ({"pipeline": 2}, 3),
+    ],
+    ids=["interleaved", "interleaved and overlapped", "uneven"],
+)
+def test_the_last_stage_of_any_pipeline_trains_it(worlds, layout, layers):
+    (found, weights), (others, nothing) = worlds.run(2, train, "deepseek_v3", layout, layers)
+    assert others == found
+    assert nothing == {}
+    assert_trained_like(found, weights, "deepseek_v3", layers)
+
+
 LAYOUTS = {
     "dp2": {},
     "dp2 overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -238,15 +258,17 @@ LAYOUTS = {
     "ep2": {"expert": 2},
     "cp2": {"context": 2},
     "cp2 ring, short whole": {"context": 2, "context_attention": "ring", "context_min_tokens": 13},
+    "pp2": {"pipeline": 2},
+    "pp2 overlapped": {"pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "tp2 sp ep2": {"tensor": 2, "sequence": True, "expert": 2},
     "tp2 sp etp2 recomputed": {"tensor": 2, "sequence": True, "expert_tensor": 2, "recompute": "full"},
 }
 
 
-def train(family, layout):
+def train(family, layout, layers=2):
     parallel = ParallelConfig(**layout)
     divide_world(parallel)
-    trainer = trainer_of(family, parallel=parallel)
+    trainer = trainer_of(family, layers=layers, parallel=parallel)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     found = [figures(step(trainer, number, rank=rank, ranks=ranks)) for number in range(STEPS)]
     return found, trainer.export()

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
+from bus.errors import ConfigError
 from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
@@ -168,7 +169,9 @@ def test_each_version_has_the_head_as_it_is_then():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"tensor": 2, "sequence": True, "expert": 2}, {"context": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"tensor": 2, "sequence": True, "expert": 2}, {"context": 2}, {"pipeline": 2}]
+)
 def test_the_first_of_several_ranks_publishes_it(worlds, layout):
     found, _ = worlds.run(2, published_by, layout)
     assert_published(*found)
@@ -191,3 +194,36 @@ def test_another_layout_of_ranks_goes_on_with_the_head(worlds, tmp_path):
         found, _ = worlds.run(2, go_on, latest_checkpoint(tmp_path), layout)
         same(found, trainer.export())
     assert trainer.parallel == UNDIVIDED
+
+
+def interrupted(root, parallel):
+    divide_world(ParallelConfig(**parallel))
+    first = trainer_of(parallel=ParallelConfig(**parallel))
+    step(first, 0)
+    save_checkpoint(first, root, 1, {}, keep=1)
+    results = [step(first, number) for number in (1, 2)]
+    second = trainer_of(parallel=ParallelConfig(**parallel))
+    load_checkpoint(second, latest_checkpoint(root))
+    assert [step(second, number) for number in (1, 2)] == results
+    return results, second.export(), first.export()
+
+
+@pytest.mark.slow
+def test_the_head_of_a_pipeline_goes_on_there_and_on_fewer_stages_and_not_on_more(worlds, tmp_path):
+    (results, resumed, uninterrupted), _ = worlds.run(2, interrupted, tmp_path / "stages", {"pipeline": 2})
+    same(resumed, uninterrupted)
+    alone = trainer_of()
+    load_checkpoint(alone, latest_checkpoint(tmp_path / "stages"))
+    for number, result in zip((1, 2), results, strict=True):
+        found = step(alone, number)
+        assert found.diagnostics["mtp_loss_nats"] == pytest.approx(
+            result.diagnostics["mtp_loss_nats"], abs=1e-5
+        )
+    for name, tensor in alone.export().items():
+        assert (tensor - resumed[name]).abs().max() < 1e-4, name
+    alone.head.stages = 2
+    save_checkpoint(trainer_of(), tmp_path / "alone", 1, {}, keep=1)
+    with pytest.raises(
+        ConfigError, match=r"saved with learner\.parallel\.pipeline=1 and a head.*set pipeline to 1"
+    ):
+        load_checkpoint(alone, latest_checkpoint(tmp_path / "alone"))

@@ -109,7 +109,7 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
         "lora": None if trainer.lora is None else trainer.lora.saved(),
         "policies": [*sorted(trainer.frozen.own)],
         "critic": _critic_state(trainer.critic) if trainer.critic else None,
-        "head": trainer.head is not None,
+        "head": None if trainer.head is None else {"stages": trainer.head.stages},
     }
 
 
@@ -138,8 +138,20 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
             f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or start a "
             "new run from its weights with --model.path"
         )
+    if trainer.head is not None and (saved_head := training.get("head")):
+        _refuse_more_stages(directory, saved_head["stages"], trainer.head.stages)
     if trainer.critic is not None:
         _refuse_other_critic(directory, training.get("critic"), trainer.critic)
+
+
+def _refuse_more_stages(directory: Path, saved: int, stages: int) -> None:
+    """Raise `ConfigError` where stages have something in the head's place that the checkpoint lacks."""
+    if stages > saved:
+        raise ConfigError(
+            f"checkpoint {directory} was saved with learner.parallel.pipeline={saved} and a head for the "
+            f"token after the next, whose optimizer more stages cannot resume: set pipeline to {saved} or "
+            "less, or start a new run from its weights with --model.path"
+        )
 
 
 def _refuse_other_critic(directory: Path, saved: Mapping[str, Any] | None, critic: "MegatronCritic") -> None:

@@ -20,6 +20,20 @@ from learner.backends.megatron.model.model import mark_cut_weights, shared_exper
 from learner.backends.megatron.model.norm import RMSNorm
 
 
+class AbsentHead(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
+    """Stands for the head on a stage of a pipeline that does not have it: megatron-core builds, steps and
+    saves optimizers on all ranks alike, and none without a parameter."""
+
+    weight_prefix = HEAD
+
+    def __init__(self, config: TransformerConfig, stage: int) -> None:
+        super().__init__(config)
+        self.pre_process = self.share_embeddings_and_output_weights = False
+        self.register_parameter(
+            f"stage_{stage}", torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        )
+
+
 class NextTokenHead(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
     """One layer that makes of a token's hidden state, and of the token after it, what the output layer reads
     the token after that from. Embedding and output layer are the model's."""
@@ -29,6 +43,8 @@ class NextTokenHead(MegatronModule):  # type: ignore[misc]  # megatron-core is u
 
     def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig) -> None:
         super().__init__(config)
+        # megatron-core looks here for an embedding whose gradient stages would share
+        self.pre_process = self.share_embeddings_and_output_weights = False
         hidden, eps = config.hidden_size, config.layernorm_epsilon
         self.enorm, self.hnorm = RMSNorm(config, hidden, eps), RMSNorm(config, hidden, eps)
         self.eh_proj = WholeLinear(config, 2 * hidden, hidden)
