@@ -274,9 +274,21 @@ def train(family, layout, layers=2):
     return found, trainer.export()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+SLOW = {("dp2", "glm4_moe"), ("cp2", "deepseek_v3"), ("pp2", "glm4_moe"), ("tp2 sp ep2", "deepseek_v3")}
+"""Layouts and families that are tried by day."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        pytest.param(
+            layout, family, id=f"{name}-{family}",
+            marks=pytest.mark.slow if (name, family) in SLOW else pytest.mark.nightly,
+        )
+        for name, layout in LAYOUTS.items()
+        for family in FAMILIES
+    ],
+)  # fmt: skip
 def test_every_layout_of_ranks_trains_it_alike(worlds, family, layout):
     (found, weights), (others, nothing) = worlds.run(2, train, family, layout)
     assert others == found
