@@ -77,13 +77,20 @@ def row_norms(weight: Tensor) -> Tensor:
 def squared_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return the squared length of each row of W, and of W + scale * B A: float32 [2, rows].
 
-    Of columns that ranks share it is a part, to be added up. W may have rows in several dimensions, and no
-    float32 copy of it is made."""
+    Of columns that ranks share it is a part, to be added up. W may have rows in several dimensions. All is
+    float32, as in `merged`, and on a GPU no float32 copy of W is made."""
     before = torch.linalg.vector_norm(weight, dim=-1, dtype=torch.float32).square().flatten()
     a32, b32 = a.float(), b.float()
-    across = (F.linear(weight, a.to(weight.dtype)).flatten(0, -2).float() * b32).sum(-1)
+    across = (_float32_product(weight.flatten(0, -2), a) * b32).sum(-1)
     added = ((b32 @ (a32 @ a32.t())) * b32).sum(-1)
     return torch.stack((before, before + 2 * scale * across + scale**2 * added))
+
+
+def _float32_product(weight: Tensor, a: Tensor) -> Tensor:
+    """Return W A^T, float32 [rows, rank], of the exact products of their elements."""
+    if weight.is_cuda and weight.dtype == a.dtype != torch.float32:
+        return torch.mm(weight, a.t(), out_dtype=torch.float32)
+    return F.linear(weight.float(), a.float())
 
 
 def excess(squares: Tensor, change: Tensor) -> Tensor:
