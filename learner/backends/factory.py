@@ -14,6 +14,7 @@ from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.torch_dist import is_checkpoint, model_in
 from learner.backends.megatron.model.windows import (
     refuse_shared_sinks,
+    refuse_shared_states,
     refuse_shared_window,
     shortest_window,
 )
@@ -82,6 +83,7 @@ def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: Pretrained
         )
     if batch.share_prefixes:
         refuse_shared_sinks(family_of(hf_config).sinks)
+        refuse_shared_states(family_of(hf_config).delta is not None)
         refuse_shared_window(shortest_window(hf_config), hf_config.max_position_embeddings)
 
 

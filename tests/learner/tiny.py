@@ -14,15 +14,31 @@ from learner.data.packing import Sample
 
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
-DENSE = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-SPARSE = ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral")
+DENSE = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
+SPARSE = (
+    "deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_next",
+    "qwen3_5_moe_text",
+)  # fmt: skip
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
     "deepseek_v3": "DeepseekV3", "gemma3_text": "Gemma3Text", "glm4_moe": "Glm4Moe", "gpt_oss": "GptOss",
     "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
+    "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText",
+}  # fmt: skip
+_DELTA = {
+    "rms_norm_eps": 1e-2,  # heads of first tokens are near 0, where norms would multiply rounding errors
+    "head_dim": 24, "full_attention_interval": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+}  # fmt: skip
+_SHARED_EXPERT = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
 }  # fmt: skip
 _OWN = {
+    "qwen3_next": {**_DELTA, **_SHARED_EXPERT},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED_EXPERT},
     "gemma3_text": {
         "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 8, "pad_token_id": None,
         "sliding_window_pattern": 2,
@@ -33,10 +49,7 @@ _OWN = {
         "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "norm_topk_prob": True,
     },
-    "qwen2_moe": {
-        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 56,
-    },
+    "qwen2_moe": _SHARED_EXPERT,
     "deepseek_v3": {
         "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
         "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
@@ -106,7 +119,8 @@ def tiny_model(
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
-                parameter.mul_(3.0)
+                # Linear attention would find little if its convolution were as small as other weights.
+                parameter.mul_(30.0 if name.endswith("conv1d.weight") else 3.0)
         for name, values in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 values.add_(0.1 * torch.randn_like(values))

@@ -16,17 +16,20 @@ _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_APART = "mtp."
+"""Begins the names of heads for several next tokens that are no layers (Qwen3-Next, Qwen3.5)."""
 
 
 def without_heads_behind(state: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
-    """Leave out heads for several next tokens: layers behind the model's, which transformers lacks."""
-    heads, layers = getattr(config, "num_nextn_predict_layers", None), config.num_hidden_layers
+    """Leave out heads for several next tokens, which transformers lacks: layers behind the model's, and those
+    with names of their own."""
+    heads, layers = getattr(config, "num_nextn_predict_layers", None) or 0, config.num_hidden_layers
 
     def is_behind(name: str) -> bool:
         place = _LAYER.match(name)
-        return place is not None and layers <= int(place[1]) < layers + heads
+        return name.startswith(_APART) or (place is not None and layers <= int(place[1]) < layers + heads)
 
-    return {name: each for name, each in state.items() if not is_behind(name)} if heads else state
+    return {name: each for name, each in state.items() if not is_behind(name)}
 
 
 def fuse_experts(

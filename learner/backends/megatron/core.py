@@ -49,7 +49,10 @@ with megatron_import_warnings_silenced():
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+    from megatron.core.transformer.utils import (
+        make_sharded_tensors_for_checkpoint,
+        sharded_state_dict_default,
+    )
 
 if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that megatron-core calls
     for module in (param_and_grad_buffer, tensor_parallel.layers, tensor_parallel.mappings):
@@ -133,6 +136,7 @@ __all__ = [
     "parallel_state",
     "param_is_not_shared",
     "save_config",
+    "sharded_state_dict_default",
     "tensor_parallel",
     "torch_dist_strategy",
     "weighted_bias_swiglu_impl",

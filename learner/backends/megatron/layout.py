@@ -49,6 +49,8 @@ def _divisions(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, in
     if parallel.virtual_pipeline > 1:
         pieces = parallel.pipeline * parallel.virtual_pipeline
         yield "num_hidden_layers", shape.layers, "pipeline * virtual_pipeline", pieces
+    if shape.delta is not None:
+        yield "linear_num_key_heads", shape.delta.key_heads, "tensor", parallel.tensor
     if shape.experts is None or not all(shape.experts.sparse_layers):
         yield "intermediate_size", shape.intermediate, "tensor", parallel.tensor
     if shape.experts is not None:
@@ -72,6 +74,11 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
             f"tensor={tensor} ranks cannot share num_key_value_heads={shape.groups} of head_dim="
             f"{shape.head_dim} evenly: choose a divisor of {shape.groups}, or a multiple of it that divides "
             f"{2 * shape.groups * shape.head_dim}"
+        )
+    if shape.delta is not None and parallel.context > 1:
+        yield (
+            f"context={parallel.context}: layers of linear attention take a state over all tokens of a "
+            "sequence, which ranks cannot share: set it to 1"
         )
     if shape.experts is None and parallel.expert * parallel.expert_tensor > 1:
         yield (

@@ -43,7 +43,7 @@ from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
 CUTS = {
     "linear_qkv": COLUMN, "linear_fc1": COLUMN, "linear_proj": ROW, "linear_fc2": ROW,
     "linear_q_proj": COLUMN, "linear_q_down_proj": WHOLE, "linear_q_up_proj": COLUMN,
-    "linear_kv_down_proj": WHOLE, "linear_kv_up_proj": COLUMN,
+    "linear_kv_down_proj": WHOLE, "linear_kv_up_proj": COLUMN, "in_proj": COLUMN, "out_proj": ROW,
 }  # fmt: skip
 LINEAR = re.compile(rf"\.({'|'.join(CUTS)})\.weight$")
 

@@ -124,6 +124,13 @@ def test_adapters_of_layers_with_biases_or_norms_behind_them_are_added_before_th
     assert_same(trained("megatron", lora, family=family), trained("fsdp", lora, family=family))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_adapters_of_linear_attention_are_those_of_its_linear_layers(family):
+    projections = {"qwen3_next": ("in_proj_qkvz", "in_proj_ba"), "qwen3_5_text": ("in_proj_qkv", "in_proj_b")}
+    lora = LoraConfig(rank=4, targets=(*projections[family], "out_proj", "q_proj", "v_proj", "o_proj"))
+    assert_same(trained("megatron", lora, family=family), trained("fsdp", lora, family=family))
+
+
 ONE_HEAD = {"num_key_value_heads": 1}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 MOE = {"family": "qwen3_moe"}
@@ -146,6 +153,8 @@ LAYOUTS = {
         LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
         {"family": "gpt_oss"},
     ),
+    "tp2 sp qwen3.5": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "qwen3_5_text"}),
+    "tp2 dora qwen3-next": (2, {"tensor": 2, "sequence": True}, DORA, {"family": "qwen3_next"}),
     "tp2 sp some": (2, {"tensor": 2, "sequence": True}, SOME, {}),
     "tp2 sp merged recomputed": (
         2, {"tensor": 2, "sequence": True, "recompute": "full"},

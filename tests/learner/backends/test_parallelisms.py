@@ -58,6 +58,10 @@ WHOLE_QUERIES = (*DEEPSEEK, ("q_lora_rank", None))
 MIXTRAL = (("family", "mixtral"),)
 GPT_OSS = (("family", "gpt_oss"), ("num_hidden_layers", 4))
 GEMMA = (("family", "gemma3_text"), ("num_hidden_layers", 4), ("tied", True), ("sliding_window_pattern", 3))
+QWEN3_NEXT = (("family", "qwen3_next"), ("num_hidden_layers", 4))
+QWEN3_5 = (("family", "qwen3_5_text"), ("num_hidden_layers", 3))
+QWEN3_5_MOE = (("family", "qwen3_5_moe_text"),)
+FOUR_KEY_HEADS = (("linear_num_key_heads", 4), ("num_hidden_layers", 2))
 ONE_HEAD = (("num_key_value_heads", 1),)
 PLAIN = {"distributed_optimizer": False}
 SP = {"tensor": 2, "sequence": True}
@@ -134,6 +138,19 @@ CASES = {
     "ep2 gpt-oss": Case(2, {"expert": 2}, GPT_OSS),
     "cp2 gpt-oss": Case(2, {"context": 2, "recompute": "selective"}, GPT_OSS),
     "pp2 vpp2 gpt-oss": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, GPT_OSS),
+    "dp2 qwen3-next overlapped": Case(
+        2, {"overlap_grad_reduce": True, "overlap_param_gather": True, "recompute": "selective"}, QWEN3_NEXT
+    ),
+    "tp2 sp qwen3-next": Case(2, SP | {"recompute": "full"}, QWEN3_NEXT),
+    "tp2 sp ep2 qwen3-next": Case(2, SP | {"expert": 2}, QWEN3_NEXT + ONE_HEAD),
+    "ep2 qwen3-next": Case(2, {"expert": 2}, QWEN3_NEXT),
+    "pp2 vpp2 qwen3-next": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, QWEN3_NEXT),
+    "tp2 qwen3.5": Case(2, {"tensor": 2}, QWEN3_5),
+    "tp2 sp plain qwen3.5": Case(2, PLAIN | SP | {"recompute": "selective"}, QWEN3_5 + TIED),
+    "pp2 uneven qwen3.5": Case(2, {"pipeline": 2}, QWEN3_5),
+    "tp2 sp ep2 plain qwen3.5-moe": Case(2, PLAIN | SP | {"expert": 2}, QWEN3_5_MOE),
+    "tp2 sp etp2 qwen3.5-moe": Case(2, SP | {"expert_tensor": 2}, QWEN3_5_MOE),
+    "tp4 sp qwen3-next": Case(4, SP | {"tensor": 4}, QWEN3_NEXT + FOUR_KEY_HEADS),
     "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
     "tp2 sp ep2 plain": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, MIXTRAL),
@@ -176,6 +193,7 @@ NIGHTLY = (
     "cp2 glm", "tp2 sp moe", "cp2 deepseek", "ep2 deepseek", "dp2 deepseek overlapped",
     "dp2 gemma overlapped", "dp2 gpt-oss overlapped", "cp2 gemma", "ep2 gpt-oss",
     "cp2 short whole gpt-oss", "tp2 sp ep2 plain gpt-oss",
+    "tp4 sp qwen3-next", "tp2 sp plain qwen3.5", "tp2 sp ep2 plain qwen3.5-moe", "tp2 sp etp2 qwen3.5-moe",
 )  # fmt: skip
 """Layouts whose parts, and parts of whose models, other layouts have too."""
 
@@ -312,6 +330,8 @@ def load_and_export(layout: dict[str, object], model_changes: dict[str, object],
         (2, SP | {"expert": 2}, {"family": "deepseek_v3"}),
         (2, {"pipeline": 2}, {"family": "gemma3_text"}),
         (2, SP | {"expert": 2}, {"family": "gpt_oss"}),
+        (2, SP | {"expert": 2}, {"family": "qwen3_next"}),
+        (2, {"tensor": 2}, {"family": "qwen3_5_text"}),
         (4, SP | {"expert": 2, "expert_tensor": 2}, {"family": "mixtral"}),
         (4, {"tensor": 2, "pipeline": 2}, {"family": "qwen3"}),
     ],

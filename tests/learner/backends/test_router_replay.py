@@ -70,6 +70,8 @@ def assert_trained_like(found, weights, family, changes):
         ("glm4_moe", {}),
         ("deepseek_v3", {}),
         ("gpt_oss", {}),
+        ("qwen3_next", {"num_experts_per_tok": 2}),
+        pytest.param("qwen3_5_moe_text", {}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_with_given_experts_are_those_of_transformers(family, changes):
@@ -122,6 +124,7 @@ def assert_noted_as_transformers_chooses(found, family, changes):
         ("qwen2_moe", SHARED, False),
         ("deepseek_v3", {}, True),
         ("gpt_oss", {}, False),
+        ("qwen3_next", {}, False),
     ],
 )
 def test_a_pass_notes_where_it_sends_tokens(family, changes, share_prefixes):

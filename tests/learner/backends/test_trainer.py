@@ -40,6 +40,9 @@ def trainer_of(request):
         ("deepseek_v3", False),
         ("gemma3_text", True),
         ("gpt_oss", False),
+        ("qwen3_next", False),
+        ("qwen3_5_text", True),
+        ("qwen3_5_moe_text", False),
     ],
 )
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_no_checkpoint_fails_because_the_one_before_it_is_gone(tmp_path, monkeyp
     assert commit._written(NothingToWrite(), temporary, tmp_path / "final") == {"file": "digest"}
 
 
-RESUMED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss")
+RESUMED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ MOE = {"family": "qwen3_moe"}
 DEEPSEEK = {"family": "deepseek_v3"}
 """The first of its two layers, and of two stages of a pipeline, has no experts."""
 GPT_OSS, GEMMA = {"family": "gpt_oss"}, {"family": "gemma3_text", "tied": True}
+QWEN3_NEXT, QWEN3_5 = {"family": "qwen3_next"}, {"family": "qwen3_5_text"}
 ONE_HEAD = {"num_key_value_heads": 1}
 CHANGES = [
     ("dp2", "dp2", DENSE),
@@ -58,6 +59,9 @@ CHANGES = [
     ("tp2 sp ep2", "pp2", GPT_OSS),
     ("one rank", "tp2 sp ep2", GPT_OSS),
     ("pp2", "tp2 sp", GEMMA),
+    ("tp2 sp ep2", "pp2", QWEN3_NEXT),
+    ("one rank", "tp2 sp", QWEN3_5),
+    ("tp2", "dp2", QWEN3_5),
     ("tp2 sp", "dp2", ONE_HEAD),
 ]
 FURTHER_CHANGES = [

@@ -20,9 +20,11 @@ ARITHMETIC = ("rms_norm_eps", "swiglu_alpha", "swiglu_limit")
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     """Return all hyperparameters that decide which weights fit, as they read back from JSON."""
     shape = vars(shape_of(hf_config)).copy()
-    experts, latent = shape.pop("experts"), shape.pop("latent")
+    experts, latent, delta = (shape.pop(name) for name in ("experts", "latent", "delta"))
     routing = {} if experts is None else {"experts": _of_experts(experts)}
-    attention = {} if latent is None else {"latent": vars(latent)}
+    attention: dict[str, JsonValue] = {} if latent is None else {"latent": vars(latent)}
+    if delta is not None:
+        attention["delta"] = json.loads(json.dumps(vars(delta)))
     windows = windows_of(hf_config)
     sight = {"windows": list[JsonValue](windows)} if any(windows) else {}
     if (scalar := getattr(hf_config, "query_pre_attn_scalar", None)) is not None:

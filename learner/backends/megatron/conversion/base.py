@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
@@ -93,6 +95,13 @@ class Shape:
     experts: Experts | None = None
     latent: LatentSizes | None = None
     """Sizes of attention of this kind; `None` where queries, keys and values are made of hidden states."""
+    delta: DeltaSizes | None = None
+    """Sizes of the layers that are delta nets; `None` where none is."""
+
+    @property
+    def delta_layers(self) -> tuple[bool, ...]:
+        """Say which layers are delta nets."""
+        return (False,) * self.layers if self.delta is None else self.delta.layers
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> "Shape":
@@ -101,7 +110,8 @@ class Shape:
         return cls(
             layers=hf_config.num_hidden_layers,
             hidden=hf_config.hidden_size,
-            intermediate=hf_config.intermediate_size,
+            # A configuration whose layers all have experts may not say how wide others would be.
+            intermediate=getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size,
             heads=heads,
             groups=hf_config.num_key_value_heads or heads,
             head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
@@ -116,16 +126,19 @@ class Layout:
 
     merge: Callable[[Sequence[Tensor], Shape], Tensor]
     split: Callable[[Tensor, Shape], Sequence[Tensor]]
-    """Returns views of the parts with their elements in order; `part_shapes` has their shapes."""
+    """Returns views of the parts with their elements in order, or copies of parts that are scattered;
+    `part_shapes` has their shapes."""
     part_shapes: Callable[[tuple[int, ...], Shape], Sequence[tuple[int, ...]]]
     """Returns the shapes of the parts from the shape of the whole."""
     by_group: bool = False
     """Says whether the whole has the rows of one key-value head after those of another."""
+    scattered: bool = False
+    """Says whether the rows of a part lie in several places of the whole, so that `split` must copy them."""
 
     def mixes(self, shape: Shape, ranks: int) -> bool:
-        """Tell whether slices for so many ranks have rows of several parts in places of their own: there are
-        fewer key-value heads than ranks, which share the rows of each."""
-        return self.by_group and shape.groups < ranks
+        """Tell whether slices for so many ranks have rows of several parts in places of their own: parts are
+        scattered, or there are fewer key-value heads than ranks, which share the rows of each."""
+        return self.scattered or (self.by_group and shape.groups < ranks)
 
 
 @dataclass(frozen=True)
@@ -149,13 +162,14 @@ def _merge_qkv(parts: Sequence[Tensor], shape: Shape) -> Tensor:
 
 
 def _split_qkv(whole: Tensor, shape: Shape) -> Sequence[Tensor]:
-    queries = shape.heads // shape.groups * shape.head_dim
     grouped = whole.reshape(shape.groups, -1, *whole.shape[1:])
+    queries = grouped.shape[1] - 2 * shape.head_dim  # and what lies between them, as gates do
     return torch.split(grouped, [queries, shape.head_dim, shape.head_dim], dim=1)
 
 
 def _qkv_shapes(whole: tuple[int, ...], shape: Shape) -> Sequence[tuple[int, ...]]:
-    return [(n * shape.head_dim, *whole[1:]) for n in (shape.heads, shape.groups, shape.groups)]
+    keys = shape.groups * shape.head_dim
+    return [(rows, *whole[1:]) for rows in (whole[0] - 2 * keys, keys, keys)]
 
 
 SAME = Layout(
@@ -218,11 +232,13 @@ HEAD_PARTS = {
 }
 """Names of what a head has beside its layer, and names that these have in files, where the head is one more
 layer."""
+INPUT_NORM = layer_rule("input_layernorm.weight", ["input_layernorm.weight"])
+MLP_NORM = layer_rule("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"])
 SHARED_LAYER = (
-    layer_rule("input_layernorm.weight", ["input_layernorm.weight"]),
+    INPUT_NORM,
     QKV_WEIGHT,
     layer_rule("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"]),
-    layer_rule("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
+    MLP_NORM,
 )
 """Rules of a layer that families share whose queries, keys and values are made of hidden states."""
 
@@ -268,12 +284,19 @@ Requirement = tuple[str, Callable[[Any, PretrainedConfig], bool], str]
 """Name in the configuration, a function whether its value is supported, and the reason if it is not."""
 
 
+def nothing(name: str) -> bool:
+    """Tell no name from others."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Describes a model family."""
 
     layer_rules: tuple[Rule, ...]
-    """Rules of every layer, without its MLP."""
+    """Rules of every layer with attention, without its MLP."""
+    delta_rules: tuple[Rule, ...] = ()
+    """The same of layers that are delta nets."""
     dense_rules: tuple[Rule, ...] = DENSE_MLP
     """Rules of the MLP in layers without experts."""
     router_rules: tuple[Rule, ...] = ()
@@ -284,6 +307,13 @@ class Family:
     """Reads the experts from a configuration; `None` for families without."""
     latent: LatentSizes | None = None
     """Sizes of latent attention; `None` for families without."""
+    delta: DeltaSizes | None = None
+    """Sizes of delta nets; `None` for families without."""
+    output_gate: bool = False
+    """Says that sigmoids weigh what attention makes of values; in files they are rows of queries' layer."""
+    rotation: int = 1
+    """Number of equal pieces of a head of which the rotary embedding turns the first one
+    (learner/backends/megatron/conversion/partial_rotation.py)."""
     attention_scale: float | None = None
     """Factor of the scores of attention; `None` is one over the root of the width of a head."""
     embedding_scale: float | None = None
@@ -307,19 +337,19 @@ class Family:
     qk_norm: bool = False
     rotated_parts: tuple[float, ...] = (1.0,)
     """Shares of a head, from its beginning, that the rotary embedding may rotate."""
-    beside: Callable[[str], bool] = lambda name: False
+    beside: Callable[[str], bool] = nothing
     """Tells names of files that are no part of what is trained, and are exported as they came."""
 
     def shape(self, hf_config: PretrainedConfig) -> Shape:
         """Read the shape from a transformers configuration."""
         experts = self.experts(hf_config) if self.experts is not None else None
-        return replace(Shape.of(hf_config), experts=experts, latent=self.latent)
+        return replace(Shape.of(hf_config), experts=experts, latent=self.latent, delta=self.delta)
 
     def rules(self, shape: Shape) -> Iterator[Rule]:
         """Yield the rules of a whole model, layers and experts written out."""
         yield EMBEDDING
         for layer in range(shape.layers):
-            yield from self._layer(layer, shape.experts)
+            yield from self._layer(layer, shape)
         yield FINAL_NORM
         if not shape.tied:
             yield OUTPUT
@@ -330,7 +360,8 @@ class Family:
         for megatron, part in HEAD_PARTS.items():
             yield Rule(f"{HEAD}{megatron}", (f"model.layers.{shape.layers}.{part}",), SAME)
         own = f"decoder.layers.{shape.layers}."
-        for rule in self._sparse_layer(shape.layers, shape.experts):
+        attention = (_written_out(rule, shape.layers) for rule in self.layer_rules)
+        for rule in (*attention, *self._sparse_mlp(shape.layers, shape.experts)):
             yield replace(rule, megatron=HEAD_LAYER + rule.megatron.removeprefix(own))
 
     def head_copies(self, shape: Shape) -> tuple[Rule, Rule]:
@@ -342,14 +373,17 @@ class Family:
         output = EMBEDDING if shape.tied else OUTPUT
         return replace(EMBEDDING, parts=(names[0],)), replace(output, parts=(names[1],))
 
-    def _layer(self, layer: int, experts: Experts | None) -> Iterator[Rule]:
+    def _layer(self, layer: int, shape: Shape) -> Iterator[Rule]:
+        experts = shape.experts
+        mixing = self.delta_rules if shape.delta_layers[layer] else self.layer_rules
+        yield from (_written_out(rule, layer) for rule in mixing)
         if experts is None or not experts.sparse_layers[layer]:
-            yield from (_written_out(rule, layer) for rule in (*self.layer_rules, *self.dense_rules))
+            yield from (_written_out(rule, layer) for rule in self.dense_rules)
         else:
-            yield from self._sparse_layer(layer, experts)
+            yield from self._sparse_mlp(layer, experts)
 
-    def _sparse_layer(self, layer: int, experts: Experts) -> Iterator[Rule]:
-        yield from (_written_out(rule, layer) for rule in (*self.layer_rules, *self.router_rules))
+    def _sparse_mlp(self, layer: int, experts: Experts) -> Iterator[Rule]:
+        yield from (_written_out(rule, layer) for rule in self.router_rules)
         for expert in range(experts.count):
             yield from (_written_out(rule, layer, expert) for rule in self.expert_rules)
 

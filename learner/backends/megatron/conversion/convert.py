@@ -9,7 +9,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
 from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
-from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule, Shape, as_it_came
+from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule, Shape, as_it_came, nothing
 from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.published import load_published
@@ -125,7 +125,7 @@ def megatron_to_hf(
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     weights = model_in(source, hf_config)
-    if model is not None and getattr(hf_config, "num_nextn_predict_layers", None):
+    if model is not None and family_of(hf_config).beside is not nothing:
         weights = _with_heads_of(model, hf_config, weights)
     seen = Digesting(weights)
     hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own

@@ -16,6 +16,7 @@ from learner.backends.megatron.conversion.qwen2 import QWEN2
 from learner.backends.megatron.conversion.qwen2_moe import QWEN2_MOE
 from learner.backends.megatron.conversion.qwen3 import QWEN3
 from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
+from learner.backends.megatron.conversion.qwen3_next import qwen3_5, qwen3_5_moe, qwen3_next
 
 FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
     "deepseek_v3": deepseek_v3,
@@ -28,7 +29,10 @@ FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": qwen3_next,
 }
 """Families by `model_type` of the transformers configuration; some depend on more of it."""
 

@@ -161,8 +161,8 @@ def whole_on_rank_0(
     chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders", *,
     rules: Iterable[Rule] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return views of the weights of which rank 0 has all, but not of several experts together; the other
-    ranks get nothing.
+    """Return views of the weights of which rank 0 has all, but not of several experts together or of what is
+    scattered; the other ranks get nothing.
 
     Their elements are in the order of the Hugging Face tensor, whose shape they need not have. They are good
     as long as the parameters stay where they lie.
@@ -175,7 +175,7 @@ def whole_on_rank_0(
     in_stacks = places_in(stacks_of(hf_config))
     for rule in family_of(hf_config).rules(shape) if rules is None else rules:
         mine = slices.get(rule.megatron)
-        if rule.parts[0] in in_stacks:
+        if rule.parts[0] in in_stacks or rule.layout.scattered:
             continue
         if mine is not None and [holder.global_rank for holder in holders[rule.megatron]] == [0]:
             parts = rule.layout.split(mine.parameter, shape)

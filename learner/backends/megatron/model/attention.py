@@ -44,7 +44,11 @@ from learner.backends.megatron.model.ring_layout import RingLayout
 from learner.backends.megatron.model.rope import Rope
 from learner.backends.megatron.model.sink_attention import attend_with_sinks
 from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
-from learner.backends.megatron.model.windows import refuse_shared_sinks, refuse_shared_window
+from learner.backends.megatron.model.windows import (
+    refuse_shared_sinks,
+    refuse_shared_states,
+    refuse_shared_window,
+)
 from learner.backends.packed_attention import (
     Bucket,
     bucket_by_length,
@@ -80,6 +84,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """The sequences as runs, where layers have sinks; `None` if they have none, or ranks share sequences."""
     tree: TreeLayout | None = None
     """Segments that each query sees, where sequences share them; `None` if they share nothing."""
+    sequences: tuple[tuple[Bucket, ...], Tensor | None] | None = None
+    """The sequences by length and the places of tokens, as `within_sequences` takes them; `None` where no
+    layer takes a state from token to token."""
     experts: Tensor | None = None
     """int [T, layers, k], the experts that each token of this rank goes to
     (learner/backends/megatron/model/router_replay.py); `None` if routers choose."""
@@ -87,7 +94,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
 
 def pack_layout(
     batch: MicroBatch, ropes: Sequence[Rope], dtype: torch.dtype, context: ContextRanks = ALONE, *,
-    sinks: bool = False,
+    sinks: bool = False, states: bool = False,
 ) -> PackedLayout:  # fmt: skip
     """Precompute what attention needs, once per micro-batch.
 
@@ -97,6 +104,9 @@ def pack_layout(
         dtype: dtype of the queries and keys.
         context: the ranks that share the tokens.
         sinks: says whether layers have sinks.
+        states: says whether layers take a state from token to token.
+
+    Raises `ConfigError` for such layers and sequences that share prefixes.
     """
     tree, bounds = batch.tree, batch.cu_seqlens
     if tree is not None:
@@ -115,7 +125,17 @@ def pack_layout(
         )
     positions = batch.position_ids if tree is None else batch.position_ids[tree.source]
     layout.rotations = tuple(rope.rotation(positions, dtype) for rope in ropes)
+    if states:
+        refuse_shared_states(tree is not None)
+        layout.sequences = _by_length(batch.lengths, bounds.device)
     return layout
+
+
+def _by_length(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Bucket, ...], Tensor | None]:
+    if len(set(lengths)) == 1:
+        return (Bucket(len(lengths), lengths[0]),), None
+    buckets, slots = bucket_by_length(lengths)
+    return buckets, to_device(slots, device)
 
 
 def _of_lengths(bounds: Tensor, lengths: Sequence[int]) -> PackedLayout:
@@ -141,11 +161,8 @@ def _sequences_layout(
         layout.context = context_layout(lengths, ranks=ranks, rank=rank, by_length=by_length).to(device)
     elif sinks:
         layout.sets = key_sets(lengths, lengths, causal=True).to(device)
-    elif len(set(lengths)) == 1:
-        layout.buckets = (Bucket(len(lengths), lengths[0]),)
-    elif by_length:
-        layout.buckets, slots = bucket_by_length(lengths)
-        layout.slots = to_device(slots, device)
+    elif by_length or len(set(lengths)) == 1:
+        layout.buckets, layout.slots = _by_length(lengths, device)
     return layout
 
 
@@ -163,22 +180,28 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
+        query, key, value = self.heads(self.projected(hidden_states), packed_seq_params)
+        return attended(self, query, key, value, packed_seq_params)
+
+    def projected(self, hidden_states: Tensor) -> Tensor:
+        """Return what this rank's heads are made of, [T, 1, n]."""
         mixed, _bias = self.linear_qkv(hidden_states)
-        if self.config.num_query_groups < self.world_size:
-            mixed = self._of_shared_group(mixed)
+        return self._of_shared_group(mixed) if self.config.num_query_groups < self.world_size else mixed
+
+    def heads(self, mixed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, [T, heads, d]."""
         normed = self.config.qk_layernorm
-        query, key, value = self.split_heads(
+        return self.split_heads(
             mixed,
             self.q_layernorm.factors if normed else None,
             self.k_layernorm.factors if normed else None,
-            packed_seq_params.rotations[self.rope],
+            layout.rotations[self.rope],
             HeadSettings(
                 groups=self.num_query_groups_per_partition,
                 width=self.hidden_size_per_attention_head,
                 eps=self.config.layernorm_epsilon,
             ),
         )
-        return attended(self, query, key, value, packed_seq_params)
 
     def _of_shared_group(self, mixed: Tensor) -> Tensor:
         """Return this rank's queries, and the key and the value that it shares with other tensor ranks.
@@ -199,12 +222,21 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
 
 
 def attended(
-    layer: Attention, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
+    layer: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what a layer makes of its queries, keys and values [T, heads, d]: [T, 1, H], and no bias."""
+    """Return what a layer makes of its queries, keys and values [T, heads, d]: [T, 1, H], and no bias.
+
+    `gate`, in the shape of values, weighs what the heads found."""
     recomputed = layer.checkpoint_core_attention and layer.training
     attend = layer._checkpointed_attention_forward if recomputed else layer.core_attention
     found = attend(query, key, value, None, packed_seq_params=layout)
+    if gate is not None:
+        found = found * gate
     return layer.linear_proj(found.flatten(1)[:, None])  # type: ignore[no-any-return]
 
 

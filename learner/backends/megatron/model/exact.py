@@ -40,6 +40,11 @@ def make_exact(model: "PolicyModel") -> None:
             "the model's layers have another activation than SiLU, which model.numerics=exact does not have: "
             "set model.numerics=fast"
         )
+    if model.has_states or gate.attention_output_gate:
+        raise ConfigError(
+            "the model has linear attention, or gates behind attention, which model.numerics=exact does not "
+            "have: set model.numerics=fast"
+        )
     model.config.activation_func = functions.silu  # its fusion is another kernel
     model.config.bias_activation_fusion = False
     for module in model.modules():

@@ -18,6 +18,8 @@ from learner.backends.megatron.core import (
     get_transformer_layer_offset,
 )
 from learner.backends.megatron.model.attention import PackedAttention, PackedSelfAttention
+from learner.backends.megatron.model.delta_net import GatedDeltaNet
+from learner.backends.megatron.model.gated_attention import GatedSelfAttention
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.megatron.model.latent_attention import LatentAttention
 from learner.backends.megatron.model.norm import RMSNorm
@@ -59,24 +61,31 @@ def block_spec(
         config.moe_layer_freq[here],
         windows_of(hf_config)[here],
         rope_numbers(hf_config)[here],
+        shape.delta_layers[here],
         strict=True,
     )
-    layers = [
-        _layer_spec(config, family, shape, sparse=sparse, window=window, rope=rope)
-        for sparse, window, rope in of_layers
-    ]
+    layers = []
+    for sparse, window, rope, is_delta in of_layers:
+        layer = _layer_spec(config, family, shape, sparse=sparse)
+        if is_delta:
+            layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"sizes": shape.delta})
+        else:
+            _let_attend(layer.submodules.self_attention, config, family, shape, window=window, rope=rope)
+        layers.append(layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def head_layer_spec(config: TransformerConfig, hf_config: PretrainedConfig) -> ModuleSpec:
     """Return the layer of a head for the token after the next, which is one of the model's sparse layers."""
     family = family_of(hf_config)
-    return _layer_spec(config, family, family.shape(hf_config), sparse=True, window=None, rope=0)
+    shape = family.shape(hf_config)
+    layer = _layer_spec(config, family, shape, sparse=True)
+    _let_attend(layer.submodules.self_attention, config, family, shape, window=None, rope=0)
+    return layer
 
 
-def _layer_spec(
-    config: TransformerConfig, family: Family, shape: Shape, *, sparse: bool, window: int | None, rope: int
-) -> Any:
+def _layer_spec(config: TransformerConfig, family: Family, shape: Shape, *, sparse: bool) -> Any:
+    """Return a layer whose attention is megatron-core's own."""
     experts = shape.experts if sparse else None
     num_experts = None if experts is None else experts.count
     layer = get_gpt_layer_local_spec(
@@ -91,16 +100,24 @@ def _layer_spec(
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if experts is None:
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
-    self_attention = layer.submodules.self_attention
-    self_attention.module = PackedSelfAttention
-    self_attention.params["rope"] = rope
+    return layer
+
+
+def _let_attend(
+    spec: Any, config: TransformerConfig, family: Family, shape: Shape, *, window: int | None, rope: int
+) -> None:
+    """Change megatron-core's specification of attention to that of packed sequences."""
+    spec.module = PackedSelfAttention
+    spec.params["rope"] = rope
     if shape.latent is not None:
-        self_attention.module = LatentAttention
-        self_attention.params["sizes"] = shape.latent
-    attention = self_attention.submodules
+        spec.module = LatentAttention
+        spec.params["sizes"] = shape.latent
+    if family.output_gate:
+        spec.module = GatedSelfAttention
+        spec.params["pieces"] = family.rotation
+    attention = spec.submodules
     attention.core_attention = ModuleSpec(
         module=PackedAttention, params={"window": window, "sinks": family.sinks}
     )
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer

@@ -67,6 +67,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         family, latent = family_of(hf_config), shape_of(hf_config).latent
         self.ropes = ropes_of(hf_config, config.kv_channels if latent is None else latent.rotated, device())
         self.embedding_scale, self.sinks = family.embedding_scale, family.sinks
+        self.has_states = family.delta is not None
+        """Whether layers take a state from token to token."""
         self.real_vocab_size = hf_config.vocab_size
         self.is_exact = False
         """Whether it computes in exact arithmetic (exact.py)."""
@@ -107,7 +109,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
     def _layout(self, batch: MicroBatch) -> PackedLayout:
         context = self.pg_collection.cp
         ranks = ContextRanks(context.size(), context.rank(), ring=self.config.cp_comm_type == "p2p")
-        layout = pack_layout(batch, self.ropes, self.config.params_dtype, ranks, sinks=self.sinks)
+        layout = pack_layout(
+            batch, self.ropes, self.config.params_dtype, ranks, sinks=self.sinks, states=self.has_states
+        )
         layout.experts = self._given_experts(batch)
         return layout
 
@@ -215,7 +219,7 @@ def transformer_config(
         num_layers=shape.layers,
         num_layers_in_last_pipeline_stage=uneven,
         hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.intermediate_size,
+        ffn_hidden_size=shape.intermediate,
         num_attention_heads=shape.heads,
         num_query_groups=shape.groups,
         kv_channels=shape.head_dim if shape.latent is None else shape.latent.value,
@@ -226,6 +230,7 @@ def transformer_config(
         add_bias_linear=family.biases,
         add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_norm,
+        attention_output_gate=family.output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

@@ -51,7 +51,7 @@ REQUIREMENTS: list[Requirement] = [
     ),
     (
         "layer_types",
-        lambda kinds, _: set(kinds or ()) <= {"full_attention", "sliding_attention"},
+        lambda kinds, c: set(kinds or ()) <= {"full_attention", "sliding_attention"} | _delta_kind(c),
         "only full_attention and sliding_attention are supported",
     ),
     ("attention_bias", lambda bias, c: not bias or family_of(c).qkv_bias, "this bias is not supported"),
@@ -80,6 +80,10 @@ REQUIREMENTS: list[Requirement] = [
     ),
 ]
 """Requirements of every family."""
+
+
+def _delta_kind(hf_config: PretrainedConfig) -> set[str]:
+    return set() if family_of(hf_config).delta is None else {"linear_attention"}
 
 
 def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:

@@ -38,3 +38,13 @@ def refuse_shared_sinks(sinks: bool) -> None:
             "learner.batch.share_prefixes=true: attention with sinks is not supported for sequences that "
             "share prefixes: set share_prefixes=false"
         )
+
+
+def refuse_shared_states(states: bool) -> None:
+    """Raise `ConfigError` where sequences share prefixes in a model whose layers take a state from token to
+    token."""
+    if states:
+        raise ConfigError(
+            "learner.batch.share_prefixes=true: linear attention is not supported for sequences that share "
+            "prefixes, which would need the state behind each: set share_prefixes=false"
+        )

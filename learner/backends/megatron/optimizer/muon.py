@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import (
@@ -84,7 +85,12 @@ def add_muon(
 ) -> None:
     """Let Muon update the matrices of the layers in `dtype`, with fresh state. Every rank calls this.
 
-    Raises `ConfigError` where no matrix is trained."""
+    Raises `ConfigError` where no matrix is trained, and where files have several in one tensor."""
+    if shape_of(hf_config).delta is not None:
+        raise ConfigError(
+            f"optimizer.matrices=muon: files of this model, a {hf_config.model_type}, have the matrices of "
+            "linear attention, and those of queries and gates, in one tensor: set it to adamw"
+        )
     found = _found_in(chunks, hf_config)
     mine: list[Piece] = []
     tensors: dict[str, CutMatrices] = {}

@@ -97,7 +97,7 @@ def test_a_checkpoint_of_a_training_run_becomes_a_model_directory(tmp_path, fami
     assert load_hf_config(tmp_path / "hf").dtype == dtype
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_training_starts_from_a_converted_directory(tmp_path, family):
     source = written(tmp_path / "hf", family)
     hf_to_megatron(source, tmp_path / "megatron")
@@ -106,7 +106,7 @@ def test_training_starts_from_a_converted_directory(tmp_path, family):
     equal_bits(exported, weights(source))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_megatron_core_itself_reads_what_was_converted(tmp_path, family):
     source = written(tmp_path / "hf", family)
     hf_to_megatron(source, tmp_path / "megatron")
