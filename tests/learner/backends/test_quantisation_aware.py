@@ -175,6 +175,8 @@ LAYOUTS = {
     "tp2 in one": (2, Trainer, "fp8_tensor", SP, LARGE),
     "tp2 of one key-value head": (2, Trainer, "fp8_block", SP, LARGE | {"num_key_value_heads": 1}),
     "tp2 etp2": (2, Trainer, "fp8_block", SP | {"expert_tensor": 2}, MOE),
+    "tp2 ep2 qwen3-next": (2, Trainer, "fp8_ue8m0", SP | {"expert": 2}, {"family": "qwen3_next"}),
+    "dp2 qwen3.5": (2, Trainer, "fp8_block", {}, {"family": "qwen3_5_text"}),
     "tp2 ep2 deepseek": (2, Trainer, "fp8_ue8m0", SP | {"expert": 2}, {"family": "deepseek_v3"}),
     "pp2": (2, Trainer, "fp8_block", {"pipeline": 2}, LARGE),
     "tp2 in int4": (2, Trainer, "int4", SP, WIDE),
