@@ -4,23 +4,27 @@ import asyncio
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from actors.engines.embedded.decoder import prepare_weights
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_batches
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.layout import layout_problems
 from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import save_checkpoint
 from learner.config.batch import BatchConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from learner.model_directories.model_directory import load_hf_directory
 from learner.publication.host_copy import HostCopy, host_tensors
 from tests.learner.backends.model.built import built_from, logits_of_both
 from tests.learner.tiny import (
@@ -144,6 +148,24 @@ def test_heads_for_several_next_tokens_are_exported_as_they_came_and_not_served_
     exported = trainer.export()
     assert all(exported[name].equal(tensor) for name, tensor in HEADS.items())
     assert prepare_weights(model, exported, complete=True).keys() == model.state_dict().keys()
+
+
+def test_conversion_keeps_heads_for_several_next_tokens_there_and_back(tmp_path):
+    tiny_model("qwen3_next").save_pretrained(tmp_path / "hf")
+    [file] = (tmp_path / "hf").glob("*.safetensors")
+    whole = {**load_file(file), **HEADS}
+    save_file(whole, file, metadata={"format": "pt"})
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    hf_config, state = load_hf_directory(tmp_path / "megatron")
+    trainer = Trainer(hf_config, state, OptimizerConfig())
+    assert trainer.export().keys() == whole.keys()
+    save_checkpoint(trainer, tmp_path / "checkpoints", 1, {}, keep=1)
+    for source, model in (("megatron", None), ("checkpoints", tmp_path / "hf")):
+        megatron_to_hf(tmp_path / source, tmp_path / f"back from {source}", model)
+        [back] = (tmp_path / f"back from {source}").glob("*.safetensors")
+        found = load_file(back)
+        assert found.keys() == whole.keys()
+        assert all(tensor.equal(whole[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize(
