@@ -41,7 +41,11 @@ LENGTHS = [5, 60, 1, 32, 9]
 OVER_CHUNKS = [1, 150, 3, 64, 2, 65, 130, 4, 71]
 """The delta rule is computed for 64 tokens at a time, and the convolution looks at 4."""
 DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-HEADS = {"mtp.fc.weight": torch.full((2, 4), 0.5), "mtp.norm.weight": torch.ones(3)}
+HEADS = {
+    "mtp.fc.weight": torch.full((2, 4), 0.5),
+    "mtp.layers.0.input_layernorm.weight": torch.ones(3),
+    "mtp.layers.0.mlp.experts.1.up_proj.weight": torch.full((2, 3), 0.25),
+}
 
 
 def rotated(share: float) -> dict[str, object]:
