@@ -173,7 +173,8 @@ class AdaptedBase(Message, tag="adapted_base"):
     rank: int = 0
     """Rows of each A; 0 where a learner before this field does not say."""
     modules: tuple[str, ...] = ()
-    """Last two parts of the names of the layers that have an adapter, as `self_attn.q_proj`, each once."""
+    """Last two parts of the names of the layers that have an adapter, as `self_attn.q_proj`, each once; of
+    experts without their numbers, as `experts.up_proj`."""
     weight_decomposed: bool = False
     """Says whether the rows of the sum have lengths of their own, which are published too."""
 

@@ -95,6 +95,11 @@ def _refuse_unloadable(lora: LoraConfig) -> None:
             'actors.engine.adapter="loaded" with learner.lora.publish=merged: the learner publishes whole '
             "weights: leave publish out, or adapter"
         )
+    if lora.experts:
+        raise ConfigError(
+            'actors.engine.adapter="loaded" with learner.lora.experts=true: no adapters of routed experts '
+            "are loaded into SGLang: set actors.engine.adapter=merged, or leave experts out"
+        )
     if lora.weight_decomposed:
         raise ConfigError(
             'actors.engine.adapter="loaded" with learner.lora.weight_decomposed=true: SGLang adds no such '

@@ -13,6 +13,8 @@ KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 """Layers whose adapters are loaded into SGLang, by the last parts of their names."""
 SHARED_EXPERT = "shared_expert"
 """Where one of these is in an expert of all tokens: SGLang computes some of them with the other experts."""
+ROUTED_EXPERTS = "experts"
+"""Where those lie that a router chooses."""
 BESIDE_NEWEST = 1
 """The learner is a version ahead of the steps whose rollouts are under way."""
 BESIDE_OLDEST = 1
@@ -113,6 +115,11 @@ def served_adapters(
         )
     for module in adapted.modules:
         parent, _, name = module.rpartition(".")
+        if parent.rpartition(".")[2] == ROUTED_EXPERTS:
+            raise ConfigError(
+                f"{SETTING}: no adapters of routed experts, as {module}, are loaded into SGLang: start a run "
+                "without learner.lora.experts, or set actors.engine.adapter=merged"
+            )
         if name not in KNOWN or SHARED_EXPERT in parent:
             raise ConfigError(
                 f"{SETTING}: no adapter of {module} is loaded into SGLang: start a run without it in "

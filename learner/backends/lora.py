@@ -21,21 +21,32 @@ SEEDS = (1 << 63) - 1
 """Bits that the seed of a generator may have."""
 
 
-def targeted(config: LoraConfig, modules: Sequence[str]) -> list[str]:
-    """Return those of the linear layers `modules` that have an adapter.
+def targeted(config: LoraConfig, modules: Sequence[str], experts: Sequence[str] = ()) -> list[str]:
+    """Return those of the linear layers `modules`, and of routed `experts` where they are to have adapters,
+    that have one.
 
-    Raises `ConfigError` for a target that is the end of no name.
+    Raises `ConfigError` for a target that is the end of no name, and for experts where there are none.
     """
+    if config.experts and not experts:
+        raise ConfigError(
+            "learner.lora.experts=true: the model has no routed experts whose projections each have a tensor "
+            "of their own in its files: leave it out"
+        )
+    found = [*modules, *experts] if config.experts else list(modules)
     if not config.targets:
-        return list(modules)
+        return found
     for target in config.targets:
-        if not any(_ends_with(module, target) for module in modules):
-            ends = sorted({module.rsplit(".", 1)[-1] for module in modules})
+        if not any(_ends_with(module, target) for module in found):
+            ends = sorted({module.rsplit(".", 1)[-1] for module in found})
+            of_experts = any(_ends_with(module, target) for module in experts)
+            hint = (
+                "; routed experts have one, and adapters with learner.lora.experts=true" if of_experts else ""
+            )
             raise ConfigError(
                 f"learner.lora.targets: no linear layer of the transformer blocks is named {target!r}; there "
-                f"are {', '.join(ends)}"
+                f"are {', '.join(ends)}{hint}"
             )
-    return [module for module in modules if any(_ends_with(module, target) for target in config.targets)]
+    return [module for module in found if any(_ends_with(module, target) for target in config.targets)]
 
 
 def _ends_with(module: str, target: str) -> bool:

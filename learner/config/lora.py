@@ -33,7 +33,12 @@ class LoraConfig(Config):
 
     targets: tuple[str, ...] = ()
     """Ends of the names of the linear layers that have an adapter, as `q_proj` or `layers.0.mlp.up_proj`;
-    none stands for all linear layers of the transformer blocks."""
+    none stands for all linear layers of the transformer blocks, those of routed experts only with
+    `experts`."""
+
+    experts: bool = False
+    """Give routed experts of a mixture adapters too, one for each projection of each expert. Shared experts
+    have adapters without this, as dense layers do."""
 
     publish: Literal["adapter", "merged"] = "adapter"
     """`adapter`: the frozen weights are published once, then A and B alone, which actors add to them.

@@ -1,15 +1,30 @@
-"""Writes adapters as a directory that peft loads: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Writes adapters as a directory that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
+
+In models of transformers the routed experts of a layer are two tensors, `experts.gate_up_proj` and
+`experts.down_proj`. peft makes adapters of these from those of each expert, by the names of files; gate and
+up have one then, of twice the rank. Of a mixture it takes every target that ends as `gate_proj` for that of
+experts, and leaves dense layers and shared experts without. So these are named as parameters, which it takes
+as they are.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import sqrt
 from pathlib import Path
 
+import torch
 from pydantic import JsonValue
 from safetensors.torch import save_file
 from torch import Tensor
 
 from learner.backends.base import Adapters
+from learner.model_directories.lazy_weights import spec_of
+from storage.weights.adapter_names import WEIGHT, adapter_names
 
+MLP = (".gate_proj", ".up_proj", ".down_proj")
+"""Ends of names that peft takes for those of experts in a mixture."""
+STACKED = ["down_proj", "gate_up_proj"]
+"""What transformers calls the tensors of all experts of a layer."""
 SUBDIRECTORY = "adapter"
 """Name of the directory beside the whole weights that a run exports."""
 
@@ -18,7 +33,32 @@ def write_adapter(path: Path, adapters: Adapters, tensors: Mapping[str, Tensor],
     """Write the `tensors` that `adapters.streamed` gave; `model` says where the frozen weights are from."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps(_config(adapters, model), indent=2) + "\n")
-    save_file(dict(tensors), path / "adapter_model.safetensors", metadata={"format": "pt"})
+    whole = {**dict(_lacking(adapters, tensors)), **tensors}
+    save_file(whole, path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _lacking(adapters: Adapters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield adapters of 0 for experts' projections without one in a layer where others have one: peft makes
+    one of all."""
+    layers = {module.rsplit(".", 2)[0] for module in adapters.modules if _is_routed(module)}
+    for name in adapters.base:
+        module = name.removesuffix(WEIGHT)
+        if _is_routed(module) and module.rsplit(".", 2)[0] in layers:
+            outputs, inputs = spec_of(adapters.base, name).shape
+            shapes = (adapters.config.rank, inputs), (outputs, adapters.config.rank)
+            for each, shape in zip(adapter_names(name), shapes, strict=True):
+                if each not in tensors:
+                    yield each, torch.zeros(shape)
+
+
+def _is_routed(module: str) -> bool:
+    """Tell whether it is a projection of a routed expert, as `mlp.experts.3.down_proj`."""
+    parts = module.split(".")
+    return len(parts) > 2 and parts[-3] == "experts" and parts[-2].isdigit()
+
+
+def _is_of_mlp(module: str) -> bool:
+    return _is_routed(module) or module.endswith(MLP)
 
 
 def _config(adapters: Adapters, model: str) -> dict[str, JsonValue]:
@@ -34,8 +74,31 @@ def _config(adapters: Adapters, model: str) -> dict[str, JsonValue]:
         "lora_dropout": 0.0,
         "use_rslora": lora.rank_stabilised,
         "use_dora": lora.weight_decomposed,
-        "target_modules": [*(lora.targets or sorted({name.rsplit(".", 1)[-1] for name in adapters.modules}))],
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
+        **_targets(adapters),
+    }
+
+
+def _targets(adapters: Adapters) -> dict[str, JsonValue]:
+    """Return what says which layers have adapters. Those of DoRA can be modules alone."""
+    lora = adapters.config
+    is_mixture = any(_is_routed(name.removesuffix(WEIGHT)) for name in adapters.base)
+    of_mlp = [module for module in adapters.modules if _is_of_mlp(module)]
+    if not is_mixture or not of_mlp or lora.weight_decomposed:
+        ends = sorted({name.rsplit(".", 1)[-1] for name in adapters.modules})
+        return {"target_modules": [*(lora.targets or ends)]}
+    others = [module for module in adapters.modules if module not in of_mlp]
+    if not lora.targets:
+        others = sorted({module.rsplit(".", 1)[-1] for module in others})
+    dense = [module + WEIGHT for module in of_mlp if not _is_routed(module)]
+    if len(dense) == len(of_mlp):
+        return {"target_modules": [*others], "target_parameters": [*dense]}
+    twice = lora.alpha * (sqrt(2) if lora.rank_stabilised else 2)
+    return {
+        "target_modules": [*others],
+        "target_parameters": [*dense, *STACKED],
+        "rank_pattern": {r".*\.gate_up_proj": 2 * lora.rank},
+        "alpha_pattern": {r".*\.gate_up_proj": twice},
     }

@@ -313,6 +313,13 @@ def test_every_problem_is_told_on_a_line_of_its_own():
         ),
         (
             {
+                "learner": {"lora": {"rank": 8, "experts": True}},
+                "actors": {"engine": {"type": "sglang", "adapter": "loaded"}},
+            },
+            "routed experts are loaded into SGLang: set actors.engine.adapter=merged, or leave experts out",
+        ),
+        (
+            {
                 "learner": {"backend": "fsdp", "lora": {"rank": 8}},
                 "actors": {"engine": {"type": "sglang", "adapter": "loaded"}},
                 "colocation": {"enabled": True},

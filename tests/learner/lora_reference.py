@@ -30,8 +30,41 @@ class Adapted(torch.nn.Module):
         return outputs if self.constant is None else outputs + self.constant
 
 
+class ExpertsApart(torch.nn.Module):
+    """The routed experts of a layer as modules of their own, each with three linear layers."""
+
+    def __init__(self, together: torch.nn.Module) -> None:
+        super().__init__()
+        for number, (gate_up, down) in enumerate(
+            zip(together.gate_up_proj.detach(), together.down_proj.detach(), strict=True)
+        ):
+            self.add_module(str(number), expert := torch.nn.Module())
+            for name, weight in zip(LINEAR[-3:], (*gate_up.chunk(2), down), strict=True):
+                layer = torch.nn.Linear(*weight.shape[::-1], bias=False)
+                layer.weight = torch.nn.Parameter(weight)
+                expert.add_module(name, layer)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden)
+        for number, expert in self.named_children():
+            share = (weights * (chosen == int(number))).sum(-1, keepdim=True)
+            gated = torch.nn.functional.silu(expert.gate_proj(hidden)) * expert.up_proj(hidden)
+            total = total + share * expert.down_proj(gated)
+        return total
+
+
+def take_experts_apart(model: PreTrainedModel) -> None:
+    """Give each routed expert of a model layers of its own, by the names that files have."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__.endswith(("Experts", "NaiveMoe")):
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, ExpertsApart(module))
+
+
 def adapt(model: PreTrainedModel, tensors: dict[str, Tensor], scale: float) -> dict[str, Adapted]:
     """Freeze a model and give it the adapters `tensors`, by peft's names; return them by their modules."""
+    if any(".experts." in name for name in tensors):
+        take_experts_apart(model)
     model.requires_grad_(False)
     adapted = {}
     for name in [name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name]:

@@ -1,6 +1,7 @@
 """Adapters on the linear layers of a model of transformers."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
 from learner.backends.base import Adapters, Exported
+from learner.backends.fsdp.expert_adapters import ExpertStack, adapt_experts, expert_stacks, pairs_name
 from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import local, whole
 from learner.backends.lora import (
@@ -32,10 +34,35 @@ CHANGE = "lora_magnitude_change"
 """Ends the name of the parameter by which the lengths of a weight's rows change."""
 
 
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """Rows of a weight of the model that have an adapter, or as many adapters as there are experts."""
+
+    weight: str
+    """Name of the weight in the model."""
+    parameters: str
+    """Begins the names of A and B in the model."""
+    end: str
+    """Ends them."""
+    layers: tuple[str, ...]
+    """Names in files of the linear layers: one, or one for each expert."""
+    of_experts: bool = False
+    """Whether they are those of all experts, whose A and B have one dimension more."""
+    place: int = 0
+    """Number of the rows among as many pieces of the weight."""
+    pieces: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return the name that the adapter, or those of all experts, have in checkpoints."""
+        first = self.layers[0]
+        return f"{self.weight}.{first.rpartition('.')[2]}" if self.of_experts else first
+
+
 def add_adapters(
     hf_model: PreTrainedModel, names: FileNames, config: LoraConfig, dtype: torch.dtype
-) -> list[str]:
-    """Freeze all weights of a model, and give its linear layers float32 adapters; return these layers' names.
+) -> list[Adapted]:
+    """Freeze all weights of a model, and give its linear layers float32 adapters; return what has one.
 
     Nobody updates the frozen weights, so they lie in memory as `dtype`, in which the model computes. They
     mean nothing yet. Raises `ConfigError` for targets that are not there, and for a layer that files know by
@@ -44,16 +71,54 @@ def add_adapters(
     hf_model.requires_grad_(False)
     for parameter in hf_model.parameters():
         parameter.data = torch.empty_like(parameter, dtype=dtype)
-    layers = dict(_linear_layers(hf_model))
-    chosen = targeted(config, list(layers))
-    for name in chosen:
+    layers, stacks = dict(_linear_layers(hf_model)), list(expert_stacks(hf_model, names))
+    of_experts = [name for stack in stacks for several in stack.projections.values() for name in several]
+    chosen = targeted(config, list(layers), of_experts)
+    linear = [name for name in chosen if name in layers]
+    for name in linear:
         if list(names.tensors[name + WEIGHT].files) != [name + WEIGHT]:
             raise ConfigError(
                 f"learner.lora.targets: model files know {name} by another name, by which nobody would find "
                 "its adapter; name other layers"
             )
         _add_adapter(layers[name], name, config)
-    return chosen
+    adapted = [Adapted(name + WEIGHT, f"{name}.lora_", WEIGHT, (name,)) for name in linear]
+    return [*adapted, *_adapted_experts(hf_model, stacks, set(chosen), config)]
+
+
+def _adapted_experts(
+    hf_model: PreTrainedModel, stacks: Sequence[ExpertStack], chosen: set[str], config: LoraConfig
+) -> Iterator[Adapted]:
+    """Give the chosen projections of experts adapters, and yield them.
+
+    Raises `ConfigError` for some experts of a layer alone, and for lengths of rows."""
+    for module in dict.fromkeys(stack.module for stack in stacks):
+        here = [stack for stack in stacks if stack.module == module]
+        found = []
+        for stack in here:
+            for place, (projection, layers) in enumerate(stack.projections.items()):
+                if some := chosen.intersection(layers):
+                    _refuse_experts(config, projection, layers, some)
+                    begins = f"{module}.{pairs_name(projection)}.lora_"
+                    weight, pieces = f"{module}.{stack.tensor}", len(stack.projections)
+                    found.append(Adapted(weight, begins, "", layers, True, place, pieces))
+        if found:
+            projections = {each.layers[0].rpartition(".")[2] for each in found}
+            adapt_experts(hf_model.get_submodule(module), here, projections, config.rank, config.scale)
+        yield from found
+
+
+def _refuse_experts(config: LoraConfig, projection: str, layers: Sequence[str], some: set[str]) -> None:
+    if config.weight_decomposed:
+        raise ConfigError(
+            "learner.lora.weight_decomposed=true with learner.lora.experts=true: learner.backend=fsdp trains "
+            "no lengths of rows of experts: leave one of them out, or set learner.backend=megatron"
+        )
+    if len(some) < len(layers):
+        raise ConfigError(
+            f"learner.lora.targets={list(config.targets)}: some experts of a layer alone have an adapter of "
+            f"{projection}, as {min(some)}, which learner.backend=fsdp does not train: name {projection}"
+        )
 
 
 def _linear_layers(hf_model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Linear]]:
@@ -92,63 +157,80 @@ def _add_adapter(layer: torch.nn.Linear, name: str, config: LoraConfig) -> None:
 
 
 class Adapter(NamedTuple):
-    """What a weight has, sharded like all parameters."""
+    """What a weight, or rows of it, have, sharded like all parameters."""
 
+    of: Adapted
     a: Tensor
     b: Tensor
     change: Tensor | None
     """How the lengths of the weight's rows differ from those of the frozen ones; None where that is not
     trained."""
 
+    def named(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Yield A and B, each with its names in files: of an expert after another, or its one."""
+        names = zip(*(adapter_names(layer + WEIGHT) for layer in self.of.layers), strict=True)
+        yield from zip(names, (self.a, self.b), strict=True)
+
+    def apart(self, names: Sequence[str], tensor: Tensor) -> dict[str, Tensor]:
+        """Return what files have of A or B by these names: it, or a part of it for each expert."""
+        return dict(zip(names, tensor.unbind() if self.of.of_experts else (tensor,), strict=True))
+
 
 class ModelAdapters:
     """The adapters of a sharded model."""
 
     def __init__(
-        self, config: LoraConfig, modules: Sequence[str], base: State, tensors: dict[str, Tensor],
+        self, config: LoraConfig, adapted: Sequence[Adapted], base: State, tensors: dict[str, Tensor],
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """Take them away from the `tensors` of the model, of which the weights of `base` are left. It
         computes in `dtype`."""
         self.config = config
-        self._modules = modules
         self._base = base
         self._norms = BaseNorms(base, dtype)
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: list[Adapter] = []
         self.tensors: dict[str, Tensor] = {}
         """What is trained of all layers, A and B by peft's names."""
-        for module in modules:
-            a, b = (tensors.pop(f"{module}.lora_{letter}{WEIGHT}") for letter in "AB")
-            change = tensors.pop(f"{module}.{CHANGE}", None)
-            self._adapters[module + WEIGHT] = Adapter(a, b, change)
-            self.tensors |= zip(adapter_names(module + WEIGHT), (a, b), strict=True)
+        for each in adapted:
+            a, b = (tensors.pop(f"{each.parameters}{letter}{each.end}") for letter in "AB")
+            change = tensors.pop(f"{each.layers[0]}.{CHANGE}", None)
+            self._adapters.append(Adapter(each, a, b, change))
+            self.tensors |= zip(adapter_names(each.name), (a, b), strict=True)
             if change is not None:
-                self.tensors[f"{PREFIX}{module}.{CHANGE}"] = change
+                self.tensors[f"{PREFIX}{each.name}.{CHANGE}"] = change
+        self._of_weight: dict[str, list[Adapter]] = {}
+        for adapter in self._adapters:
+            self._of_weight.setdefault(adapter.of.weight, []).append(adapter)
 
     def __contains__(self, weight: object) -> bool:
         """Tell whether a weight of the model has an adapter."""
-        return weight in self._adapters
+        return weight in self._of_weight
 
     @torch.no_grad()
     def switch_off(self) -> None:
         """Let the policy be the model without them."""
-        for adapter in self._adapters.values():
+        for adapter in self._adapters:
             local(adapter.b).zero_()
             if adapter.change is not None:
                 local(adapter.change).zero_()
 
     def merge(self, weight: str, whole_weight: Tensor) -> Tensor:
         """Return what a weight and its adapter make together, on rank 0. Every rank calls this."""
-        adapter = self._adapters.get(weight)
-        if adapter is None:
-            return whole_weight
-        dtype = whole_weight.dtype
-        a, b = whole(adapter.a, dtype), whole(adapter.b, dtype)
-        change = None if adapter.change is None else whole(adapter.change, dtype)
-        if dist.get_rank() != 0:
-            return whole_weight
-        magnitude = None if change is None else self._norms.magnitude(weight, change)
-        return merged(whole_weight, a, b, self.config.scale, magnitude)
+        adapters, dtype = self._of_weight.get(weight, []), whole_weight.dtype
+        for adapter in adapters:
+            a, b = whole(adapter.a, dtype), whole(adapter.b, dtype)
+            change = None if adapter.change is None else whole(adapter.change, dtype)
+            if dist.get_rank() != 0:
+                continue
+            if not adapter.of.of_experts:
+                magnitude = None if change is None else self._norms.magnitude(weight, change)
+                return merged(whole_weight, a, b, self.config.scale, magnitude)
+            if adapter is adapters[0]:
+                whole_weight = whole_weight.clone()  # it may be the parameter itself
+            rows = whole_weight.chunk(adapter.of.pieces, dim=1)[adapter.of.place]
+            for of_expert, each_a, each_b in zip(rows, a, b, strict=True):
+                of_expert.copy_(merged(of_expert, each_a, each_b, self.config.scale))
+        return whole_weight
 
     def exported(self, dtype: torch.dtype) -> Exported:
         """Return the adapters to publish alone, as the `dtype` in which they are computed with; the lengths
@@ -157,32 +239,34 @@ class ModelAdapters:
         shapes: dict[str, tuple[int, ...]] = {}
         exact: dict[str, torch.dtype] = {}
         views = dist.get_world_size() == 1 and dtype == torch.float32
-        for weight, (a, b, change) in self._adapters.items():
-            for name, tensor in zip(adapter_names(weight), (a, b), strict=True):
-                shapes[name], exact[name] = tuple(tensor.shape), dtype
-                here |= {name: local(tensor)} if views else {}
-            if change is not None:
-                name = magnitude_name(weight)
-                shapes[name], exact[name] = tuple(change.shape), torch.float32
+        for adapter in self._adapters:
+            for names, tensor in adapter.named():
+                shapes |= dict.fromkeys(names, tuple(tensor.shape[-2:]))
+                exact |= dict.fromkeys(names, dtype)
+                here |= adapter.apart(names, local(tensor)) if views else {}
+            if adapter.change is not None:
+                name = magnitude_name(adapter.of.weight)
+                shapes[name], exact[name] = tuple(adapter.change.shape), torch.float32
         return Exported(shapes, here, partial(self._streamed, dtype, without=here), exact)
 
     def _streamed(self, dtype: torch.dtype, *, without: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        for weight, (a, b, change) in self._adapters.items():
-            for name, tensor in zip(adapter_names(weight), (a, b), strict=True):
-                if name in without:
+        for adapter in self._adapters:
+            for names, tensor in adapter.named():
+                if names[0] in without:
                     continue
                 found = whole(tensor, dtype)
                 if dist.get_rank() == 0:
-                    yield name, found
-            if change is not None:
-                found = whole(change, dtype)
+                    yield from adapter.apart(names, found).items()
+            if adapter.change is not None:
+                found, weight = whole(adapter.change, dtype), adapter.of.weight
                 if dist.get_rank() == 0:
                     yield magnitude_name(weight), self._norms.magnitude(weight, found)
 
     def described(self, exact: Mapping[str, torch.dtype]) -> Adapters:
         """Return what others than this backend need of them; `exact` weights have dtypes of their own."""
         streamed = partial(self._streamed, torch.float32)
-        return Adapters(self.config, self._base, exact, self._modules, streamed)
+        layers = [layer for adapter in self._adapters for layer in adapter.of.layers]
+        return Adapters(self.config, self._base, exact, layers, streamed)
 
     def saved(self) -> dict[str, JsonValue]:
         """Return what must be the same where a checkpoint of them is loaded."""

@@ -24,6 +24,7 @@ from learner.backends.megatron.conversion.weights import (
     find_holders,
     global_name,
     stream_hf_weights,
+    tensor_group,
 )
 from learner.backends.megatron.model.adapter import (
     CHANGE,
@@ -64,18 +65,20 @@ class ChunkAdapters:
     ) -> None:
         """Freeze all weights, and add adapters; comes before the data-parallel wrapper.
 
-        Raises `ConfigError` for targets that are not there. Experts have none."""
+        Raises `ConfigError` for targets that are not there."""
         self.config = config
         self._chunks, self._hf_config = chunks, hf_config
         rules = list(family_of(hf_config).rules(shape_of(hf_config)))
-        linear = [rule for rule in rules if LINEAR.search(rule.megatron) and not EXPERT.search(rule.megatron)]
         places = places_in(stacks_of(hf_config))
+        linear = [rule for rule in rules if LINEAR.search(rule.megatron) and rule.parts[0] not in places]
         names = dict.fromkeys(file_name(part, places) for rule in rules for part in rule.parts)
         self._beside = weights_beside(hf_config, base)
         self._base = SomeWeights(base, [*names, *self._beside])
         self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
-        modules = targeted(config, [module for rule in linear for module in _modules(rule)])
-        self._targets = dict.fromkeys(modules)
+        modules: tuple[list[str], list[str]] = [], []
+        for each in linear:
+            modules[EXPERT.search(each.megatron) is not None].extend(_modules(each))
+        self._targets = dict.fromkeys(targeted(config, *modules))
         """Names of the Hugging Face layers that have an adapter, in their order."""
         self._adapted = {
             rule.megatron: rule for rule in linear if not self._targets.keys().isdisjoint(_modules(rule))
@@ -89,8 +92,9 @@ class ChunkAdapters:
 
     def _add(self, chunk: PolicyModel, name: str, weight: Tensor, rule: Rule) -> None:
         path, layer_name = name.removesuffix(WEIGHT).rsplit(".", 1)
-        parent, group = chunk.get_submodule(path), chunk.pg_collection.tp
-        cut, ranks = CUTS[layer_name], chunk.pg_collection.tp.size()
+        of_expert = EXPERT.search(name) is not None
+        parent, group = chunk.get_submodule(path), tensor_group(of_expert)
+        cut, ranks = CUTS[layer_name], group.size()
         shape = shape_of(self._hf_config)
         mixed, rows = rule.layout.mixes(shape, ranks), weight.shape[0]
         if mixed:
@@ -102,7 +106,9 @@ class ChunkAdapters:
         shared = None
         if mixed:
             shared = SharedRows.of(rule.layout, shape, outputs, rank=group.rank(), ranks=ranks)
-        layer = AdaptedLayer(cut=cut, layout=rule.layout, shape=shape, outputs=outputs, shared=shared)
+        layer = AdaptedLayer(
+            cut=cut, layout=rule.layout, shape=shape, outputs=outputs, shared=shared, of_expert=of_expert
+        )
         inputs = weight.shape[1] * (ranks if cut == ROW else 1)
         first = {
             _last(module): first_a(module, self.config.rank, inputs)

@@ -35,6 +35,10 @@ def test_engines_that_take_whole_weights_add_no_adapters():
             replace(ADAPTED, weight_decomposed=True),
             r"weight_decomposed\), and SGLang adds no such adapters: set",
         ),
+        (
+            replace(ADAPTED, modules=("experts.up_proj",)),
+            r"no adapters of routed experts, as experts\.up_proj",
+        ),
         (replace(ADAPTED, modules=("shared_expert.up_proj",)), "no adapter of shared_expert.up_proj"),
         (replace(ADAPTED, modules=("shared_experts.up_proj",)), "no adapter of shared_experts.up_proj"),
         (replace(ADAPTED, modules=("self_attn.q_a_proj",)), "no adapter of self_attn.q_a_proj is loaded"),

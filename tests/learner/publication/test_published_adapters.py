@@ -20,6 +20,7 @@ from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
 from bus.messages import AdaptedBase, SnapshotWanted
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.megatron.trainer import Trainer
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.publication import PublicationConfig
@@ -44,12 +45,15 @@ SERVED = ServedAdapters(rank=2, scale=1.5, modules=tuple(sorted(KNOWN)), version
 class Learner:
     """A backend, and the publication of what it trains."""
 
-    def __init__(self, bus, directory, dtype, *, decomposed=False, **config):
-        model = tiny_model()
+    def __init__(
+        self, bus, directory, dtype, *, decomposed=False, backend=FsdpTrainer, family="qwen3", **config
+    ):
+        model = tiny_model(family)
         save_file({name: t.detach().to(dtype) for name, t in hf_state(model).items()},
                   directory / "model.safetensors")  # fmt: skip
-        lora = LoraConfig(rank=2, alpha=3.0, weight_decomposed=decomposed)
-        self.trainer = FsdpTrainer(
+        experts = family == "qwen3_moe"
+        lora = LoraConfig(rank=2, alpha=3.0, weight_decomposed=decomposed, experts=experts)
+        self.trainer = backend(
             model.config, HFWeights(directory), OptimizerConfig(lr=1e-2), dtype=dtype, lora=lora
         )
         self.host = HostCopy(dtype)
@@ -99,6 +103,34 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
     assert changed == {0: set(learner.trainer.export()), **dict.fromkeys((1, 2, 3), adapted)}
     assert learner.made == 1  # the frozen weights were stored once
     assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
+
+
+EXPERTS = {"backend": Trainer, "family": "qwen3_moe"}
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["plain", "with lengths of rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_actors_make_the_learners_experts_of_their_adapters(bus, tmp_path, dtype, decomposed):
+    learner = Learner(bus, tmp_path, dtype, decomposed=decomposed, **EXPERTS)
+    await learner.publisher.start(tmp_path)
+    receiver, digests = Receiver(Blobs(bus)), {}
+    for version in range(3):
+        manifest = await learner.publish(version)
+        weights = await receiver.advance(manifest)
+        assert_trained(weights, learner.trainer)
+        changed = {name for name in weights.changed_since(digests) if ".mlp.experts." in name}
+        assert len(changed) == 2 * 6 * 3, "each version changes the digest of every expert's weights"
+        digests = weights.digests
+        adapters = sum(tensor.numel() for _, tensor in learner.trainer.adapters.streamed())
+        assert manifest.snapshot.size_bytes < adapters * (4 if decomposed else dtype.itemsize) + 50_000
+        assert learner.publisher.figures["weights/full_bytes"] == manifest.adapted.weights.size_bytes
+    assert learner.made == 1
+    with pytest.raises(ConfigError, match=r"no adapters of routed experts, as experts\.down_proj"):
+        served_adapters(
+            SglangEngineConfig(adapter="loaded"),
+            replace(manifest.adapted, weight_decomposed=False),
+            max_staleness=4,
+        )
 
 
 async def test_an_engine_that_adds_adapters_itself_is_given_both_and_then_adapters_alone(bus, tmp_path):

@@ -266,10 +266,12 @@ def slices_of(chunks: Sequence[torch.nn.Module]) -> dict[str, Slice]:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             expert = EXPERT.search(name) is not None
-            cut = getattr(parameter, "tensor_model_parallel", False)
+            divided = getattr(parameter, "tensor_model_parallel", False)
+            dimension = parameter.partition_dim if divided else -1  # type: ignore[attr-defined]  # megatron-core's
+            cut = dimension >= 0
             group = tensor_group(expert)
             slices[global_name(chunk, name)] = Slice(
-                parameter.partition_dim if cut else None,  # type: ignore[attr-defined]  # set by megatron-core
+                dimension if cut else None,
                 group.size() if cut else 1,
                 group.rank() if cut else 0,
                 tuple(parameter.shape),

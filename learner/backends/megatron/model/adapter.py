@@ -78,6 +78,9 @@ class AdaptedLayer:
     """Outputs on this rank of each Hugging Face layer, by its last name; all of them with `shared`."""
     shared: SharedRows | None = None
     """Rows on this rank, where ranks share those of key-value heads."""
+    of_expert: bool = False
+    """Whether it is a routed expert's: the dispatcher brings all tokens to the ranks that share it, and adds
+    up what these return."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +98,13 @@ class LowRankPair(torch.nn.Module):
 
     def __init__(
         self, a: Tensor, outputs: int, formula: Formula, *, cut: int | None, sequence: bool,
-        group: torch.distributed.ProcessGroup, rows: Tensor | None = None,
+        group: torch.distributed.ProcessGroup, rows: Tensor | None = None, of_expert: bool = False,
     ) -> None:  # fmt: skip
         """Begin with A, and all else as 0. With `rows` ranks share no rows of B, and those are computed
         with here."""
         super().__init__()
         self._formula = formula
-        self._cut, self._group, self._rows = cut, group, rows
+        self._cut, self._group, self._rows, self._of_expert = cut, group, rows, of_expert
         self.lora_A = torch.nn.Parameter(a.contiguous())
         self.lora_B = torch.nn.Parameter(a.new_zeros(outputs, len(a)))
         self.lora_magnitude_change: torch.nn.Parameter | None = None
@@ -109,6 +112,9 @@ class LowRankPair(torch.nn.Module):
             self.lora_magnitude_change = torch.nn.Parameter(a.new_zeros(outputs))
         for name, parameter in self.named_parameters():
             divided = rows is None and name in DIVIDED[cut]
+            if of_expert:
+                _mark_of_expert(parameter, cut if divided else None, group)
+                continue
             tensor_parallel.set_tensor_model_parallel_attributes(
                 parameter, divided, cut if divided else -1, 1
             )
@@ -123,20 +129,34 @@ class LowRankPair(torch.nn.Module):
         A module is called, and not read: hooks of the data-parallel wrapper wait there for parameters that
         are still being gathered. `weight` is the frozen one of the rows here, which may have several
         dimensions."""
-        b = self._here(self.lora_B)
+        a, b = self._here("lora_A", self.lora_A), self._here("lora_B", self.lora_B)
         if self.lora_magnitude_change is None:
-            return self.lora_A, b, None
-        squares = squared_norms(weight, self.lora_A, b, self._formula.scale)
+            return a, b, None
+        squares = squared_norms(weight, a, b, self._formula.scale)
         if self._cut == ROW:  # ranks share the columns
             torch.distributed.all_reduce(squares, group=self._group)
-        return self.lora_A, b, excess(squares, self._here(self.lora_magnitude_change))
+        return a, b, excess(squares, self._here(CHANGE, self.lora_magnitude_change))
 
-    def _here(self, parameter: Tensor) -> Tensor:
+    def _here(self, name: str, parameter: Tensor) -> Tensor:
         """Return what this rank computes with of a parameter."""
-        if self._rows is None:
+        if self._of_expert and self._group.size() > 1 and name not in DIVIDED[self._cut]:
+            # Each rank has the gradient of its part of the outputs, or of the inputs.
+            return tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self._group)  # type: ignore[no-any-return]
+        if self._rows is None or name == "lora_A":
             return parameter
         whole = tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self._group)
         return whole[self._rows]  # type: ignore[no-any-return]
+
+
+def _mark_of_expert(parameter: Any, cut: int | None, group: torch.distributed.ProcessGroup) -> None:
+    """Mark a parameter of an expert's adapter, which the ranks of `group` share along `cut`, or all have.
+
+    Megatron-core's gradient norm takes what does not count as divided from the first tensor-parallel rank
+    alone. Other ranks may have other experts, so that it counts as divided, and where ranks that share an
+    expert all have it, as another's on all of them but the first."""
+    parameter.allreduce = False
+    tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, -1 if cut is None else cut, 1)
+    parameter.shared = cut is None and group.rank() > 0
 
 
 class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
@@ -155,20 +175,20 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
             part, sequence = a.to(device(), config.params_dtype), config.sequence_parallel
             rows = layer.shared.of_layer[name] if layer.shared else None
             pair = LowRankPair(
-                part, layer.outputs[name], formula, cut=layer.cut, sequence=sequence, group=group, rows=rows
-            )
+                part, layer.outputs[name], formula, cut=layer.cut, sequence=sequence, group=group, rows=rows,
+                of_expert=layer.of_expert,
+            )  # fmt: skip
             self.add_module(name, pair)
 
     def forward(self, inputs: Tensor, outputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the outputs, [T, 1, m], of the layer with its adapter.
+        """Return the outputs, [T, 1, m], of the layer with its adapter; of an expert's, [T, m].
 
         Args:
-            inputs: those of the layer, [T, 1, n].
+            inputs: those of the layer, [T, 1, n], or [T, n].
             outputs: what the layer makes of them.
             weight: the layer's.
             bias: what `outputs` have in them, besides what the weight makes of the inputs."""
-        weights = self._weights(weight)
-        found = {name: pair(weights[name]) for name, pair in self.named_children()}
+        found = self.pairs(weight)
         # Small matrices are put together, and not what they make of all tokens.
         low = self._exchanged(F.linear(inputs, torch.cat([a for a, _, _ in found.values()])))
         b = self._together(dict(zip(found, _side_by_side([b for _, b, _ in found.values()]), strict=True)))
@@ -176,13 +196,40 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
         outputs = flat.view_as(outputs)
         if not self._formula.weight_decomposed:
             return outputs
-        lengths = self._together({name: excess[:, None] for name, (_, _, excess) in found.items()})[:, 0]
+        rows = {name: excess[:, None] for name, (_, _, excess) in found.items() if excess is not None}
+        lengths = self._together(rows)[:, 0]
         linear = outputs if bias is None else outputs - bias
         return torch.addcmul(outputs, linear, lengths.to(outputs.dtype))
+
+    def pairs(self, weight: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
+        """Return what `LowRankPair.forward` does of each Hugging Face layer that has an adapter, by its last
+        name; `weight` is the layer's."""
+        weights = self._weights(weight)
+        return {name: pair(weights[name]) for name, pair in self.named_children()}
+
+    @property
+    def outputs(self) -> Mapping[str, int]:
+        """Return how many outputs each Hugging Face layer has here, in their order in an expert's layer."""
+        return self._layer.outputs
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of B A."""
+        return self._formula.scale
+
+    @property
+    def ranks(self) -> Mapping[str, int | None]:
+        """Return the rank of the adapter of each Hugging Face layer; None with lengths of rows."""
+        return {
+            name: None if self._formula.weight_decomposed else len(pair.lora_A)
+            for name, pair in self.named_children()
+        }
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """Return A x of all tokens that the layer's outputs here are of, over all inputs."""
         group, sequence = self._group, self.config.sequence_parallel
+        if self._layer.of_expert:
+            return low
         if self._layer.cut == COLUMN and sequence:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, group=group)
         elif self._layer.cut == COLUMN:

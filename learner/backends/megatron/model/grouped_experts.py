@@ -7,24 +7,21 @@ products take a copy of them, which is made once more for the backward pass inst
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from learner.backends.grouped_kernel import MULTIPLE, has_kernel
+from learner.backends.megatron.conversion.base import ADAPTER
 from learner.backends.megatron.core import SequentialMLP, tensor_parallel, weighted_bias_swiglu_impl
+from learner.backends.megatron.model.adapter import Adapter
 from learner.backends.megatron.model.gathering import finish_gathering
 
 LAYERS = ("linear_fc1", "linear_fc2")
 """Names of an expert's layers: gate and up projection, and down projection."""
-MULTIPLE = 8
-"""The kernel's rows begin at multiples of 16 bytes, so that widths in bfloat16 are multiples of this."""
-
-
-def has_kernel(tokens: Tensor) -> bool:
-    """Tell whether torch has a kernel for grouped products of such tokens."""
-    return tokens.is_cuda and tokens.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is untyped
@@ -53,18 +50,27 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
         first, second = ([getattr(each, name) for each in self.local_experts] for name in LAYERS)
         for layer in (*first, *second):
             finish_gathering(layer)
-        hidden = grouped(tokens, ends, [layer.weight for layer in first])
+        hidden = self._linear(LAYERS[0], first, tokens, ends)
         if self.config.add_bias_linear:
             hidden = hidden + by_group([layer.bias for layer in first], ends, len(tokens))
         if self.config.bias_activation_fusion:
             hidden = weighted_bias_swiglu_impl(hidden, None, weights_of_tokens, False)
         else:
             hidden = (self._gated(hidden) * weights_of_tokens).to(tokens.dtype)
-        outputs = grouped(hidden, ends, [layer.weight for layer in second])
+        outputs = self._linear(LAYERS[1], second, hidden, ends)
         if self.config.add_bias_linear:
             biases = by_group([layer.bias for layer in second], ends, len(tokens))
             outputs = (outputs + biases * weights_of_tokens).to(tokens.dtype)
         return outputs, None
+
+    def _linear(self, name: str, layers: Sequence[Any], inputs: Tensor, ends: Tensor) -> Tensor:
+        """Return what a linear layer of all experts makes of its inputs, with their adapters."""
+        outputs = grouped(inputs, ends, [layer.weight for layer in layers])
+        adapters = self._adapters(name)
+        return outputs if adapters[0] is None else _adapted(adapters, layers, inputs, outputs, ends)
+
+    def _adapters(self, name: str) -> list[Any]:
+        return [getattr(each, name + ADAPTER, None) for each in self.local_experts]
 
     def _gated(self, hidden: Tensor) -> Tensor:
         """Return what an expert makes of its gate and up projection, as megatron-core's MLP does."""
@@ -76,7 +82,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
 
     def _are_plain(self) -> bool:
         """Tell whether an expert is gate, up and down projection of one rank and nothing else, of widths that
-        the kernel takes."""
+        the kernel takes, and whether all have the same adapters or none."""
         if self.in_fp8 or self.tp_group.size() > 1:
             return False
         linear = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
@@ -85,7 +91,31 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core is u
             and type(each.linear_fc2) is linear[1]
             and not any(size % MULTIPLE for size in each.linear_fc2.weight.shape)
             for each in self.local_experts
-        )
+        ) and all(_fit(self._adapters(name)) for name in LAYERS)
+
+
+def _fit(adapters: Sequence[Adapter | None]) -> bool:
+    """Tell whether experts have adapters of the same layers, without lengths of rows, or have none."""
+    kinds = [None if each is None else each.ranks for each in adapters]
+    return all(one == other for one, other in pairwise(kinds)) and (
+        kinds[0] is None or not any(rank is None or rank % MULTIPLE for rank in kinds[0].values())
+    )
+
+
+def _adapted(
+    adapters: Sequence[Adapter], layers: Sequence[Any], inputs: Tensor, outputs: Tensor, ends: Tensor
+) -> Tensor:
+    """Return outputs with what the adapters of all experts make of the inputs."""
+    added = {}
+    pairs = [each.pairs(layer.weight) for each, layer in zip(adapters, layers, strict=True)]
+    for name in pairs[0]:
+        low = grouped(inputs, ends, [of_expert[name][0] for of_expert in pairs])
+        added[name] = grouped(low, ends, [of_expert[name][1] for of_expert in pairs])
+    parts = [
+        added[name] if name in added else outputs.new_zeros(len(outputs), size)
+        for name, size in adapters[0].outputs.items()
+    ]
+    return outputs.add(torch.cat(parts, dim=1), alpha=adapters[0].scale)
 
 
 def grouped(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
