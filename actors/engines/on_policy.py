@@ -35,9 +35,10 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
 """Values, by name, that change no result."""
 CHANGES_RESULTS = (
     "quantization", "torchao_config", "speculative_algorithm", "enable_torch_compile", "enable_fp32_lm_head",
-    "enable_lora", "enable_dp_attention",
+    "enable_lora", "enable_dp_attention", "disable_overlap_schedule", "disable_radix_cache",
 )  # fmt: skip
-"""Settings with which the server computes otherwise."""
+"""Settings with which the server computes otherwise: the last two, earlier answers of a conversation, which it
+then reads as a part of the next prompt."""
 
 
 def unlike_learner(engine: EngineConfig) -> Iterator[str]:

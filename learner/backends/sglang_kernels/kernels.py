@@ -150,8 +150,8 @@ def most_splits(longest: int) -> int:
 def decoded_tokens(sampled_next: Tensor, positions: Tensor, longest: int, width: int) -> list[Decoded]:
     """Return the tokens that the server has fed one at a time, in parts that fit `WORKSPACE_BYTES`.
 
-    They are those that were sampled, and after which another was: the last token of an answer is read with
-    the next prompt, if ever.
+    They are those that were sampled. The last of an answer is one of them: a server that schedules ahead has
+    begun its next step by the time it sees that the answer has ended, and caches what came of it.
 
     Args:
         sampled_next: bool [T], whether the next token of the same sequence was sampled.
@@ -160,7 +160,7 @@ def decoded_tokens(sampled_next: Tensor, positions: Tensor, longest: int, width:
         width: numbers that attention computes for each token.
     """
     sampled = torch.cat((sampled_next.new_zeros(1), sampled_next[:-1])) & (positions > 0)
-    rows = (sampled & sampled_next).nonzero()[:, 0]
+    rows = sampled.nonzero()[:, 0]
     at_a_time = max(1, WORKSPACE_BYTES // (4 * width * most_splits(longest)))
     return [_decoded(some, positions) for some in torch.split(rows, at_a_time)] if len(rows) else []
 

@@ -61,16 +61,16 @@ def test_each_weight_has_the_ordinary_gradient():
         assert similar > 0.99, name
 
 
-def test_tokens_between_sampled_ones_are_those_that_a_server_feeds_alone():
+def test_sampled_tokens_are_those_that_a_server_feeds_alone():
     sampled = [*map(int, "000111100110111")]  # two prompts and answers, and another sequence
     starts = [0] * 11 + [11] * 4
     following = torch.tensor([*sampled[1:11], 0, *sampled[12:], 0], dtype=torch.bool)
     positions = torch.arange(15) - torch.tensor(starts)
     [tokens] = decoded_tokens(following, positions, longest=11, width=8)
-    assert tokens.rows.tolist() == [3, 4, 5, 9, 12, 13], "not the last of an answer: the next prompt has it"
-    assert tokens.ends.diff().tolist() == [4, 5, 6, 10, 2, 3]
+    assert tokens.rows.tolist() == [3, 4, 5, 6, 9, 10, 12, 13, 14], "the last of an answer, too"
+    assert tokens.ends.diff().tolist() == [4, 5, 6, 7, 10, 11, 2, 3, 4]
     keys = tokens.key_rows().split(tokens.ends.diff().tolist())
-    assert [each.tolist() for each in (keys[0], keys[-1])] == [[0, 1, 2, 3], [11, 12, 13]]
+    assert [each.tolist() for each in (keys[0], keys[-1])] == [[0, 1, 2, 3], [11, 12, 13, 14]]
 
 
 def test_long_packs_are_decoded_in_parts_that_fit(monkeypatch):
