@@ -54,9 +54,10 @@ def _rope_of(hf_config: PretrainedConfig, kind: str | None, head_dim: int, devic
         frequencies, factor = ROPE_INIT_FUNCTIONS[scaling](hf_config, torch.device("cpu"), **of_kind)
         return Rope(frequencies.to(device), factor)
     rotated = int(head_dim * given.get("partial_rotary_factor", 1.0))
-    exponent = torch.arange(0, rotated, 2, dtype=torch.int64, device=device).float() / rotated
-    frequencies = 1.0 / _theta(given) ** exponent
-    return Rope(F.pad(frequencies, (0, (head_dim - rotated) // 2)))  # the rest of the head is turned by 0
+    exponent = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
+    frequencies = 1.0 / _theta(given) ** exponent  # on the CPU, like transformers: a GPU's powers are others
+    padded = F.pad(frequencies, (0, (head_dim - rotated) // 2))  # the rest of the head is turned by 0
+    return Rope(padded.to(device))
 
 
 def rope_types(hf_config: PretrainedConfig) -> list[str]:
