@@ -13,7 +13,8 @@ from cyclopts import App, Parameter
 
 from bus.errors import ConfigError, SluiceError
 from launch.cli.app import ActorsSettings, ConfigFiles, Settings, app
-from launch.config import ActorsProcess, RunConfig, config_file, flags, merge, validate
+from launch.cli.bench_server import server_to_measure
+from launch.config import ActorsProcess, RunConfig, config_file, flags, merge
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import fail, run
 
@@ -201,14 +202,10 @@ def bench_actors(
     """
     from launch.benchmarks.actors import ActorLoad
     from launch.benchmarks.embedded_engine import bench_actors as measured
-    from launch.benchmarks.random_models import random_model, refuse_several, shape
+    from launch.benchmarks.random_models import random_model
 
     configure_logging("warning")
-    shape(model)  # refuses an unknown name before anything runs
-    engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
-    if engine.type != "sglang":
-        raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
-    refuse_several(engine)
+    engine = server_to_measure(model, settings)
     load = ActorLoad(concurrency=concurrency, new_tokens=new_tokens, rounds=rounds)
     made = partial(random_model, model)
     measure(lambda: measured(engine, made, load, embedded=not server_only), as_json=as_json)

@@ -4,10 +4,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from bus.errors import ConfigError
 from launch.cli.app import ActorsSettings
 from launch.cli.bench_commands import AsJson, Model, bench, measure
-from launch.config import ActorsProcess, flags, validate
+from launch.cli.bench_server import server_to_measure
+from launch.config import ActorsProcess
 from launch.process.log_settings import configure_logging
 
 
@@ -38,14 +38,9 @@ def bench_on_policy(
     """
     from launch.benchmarks.on_policy import Load, usual
     from launch.benchmarks.on_policy import bench_on_policy as measured
-    from launch.benchmarks.random_models import refuse_several, shape
 
     configure_logging("warning")
-    shape(model)  # refuses an unknown name before anything runs
-    engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
-    if engine.type != "sglang":
-        raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
-    refuse_several(engine)
+    engine = server_to_measure(model, settings)
     chosen = usual(_names(modes), _names(learners))
     load = Load(model=model, new_tokens=new_tokens)
     measure(lambda: measured(load, engine, *chosen), as_json=as_json)
