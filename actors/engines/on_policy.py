@@ -24,6 +24,8 @@ ENVIRONMENT = {
 log-probs in float32 of the logits as they are, where the mode itself rounds them to bfloat16; products by
 Triton, of which there are two kinds otherwise; and the parts of a sum that the learner's attention has."""
 ALLOWED: Mapping[str, tuple[str, ...]] = {
+    "prefill_attention_backend": ("triton",),
+    "decode_attention_backend": ("triton",),
     "dtype": ("bfloat16", "auto"),
     "kv_cache_dtype": ("bfloat16", "bf16", "auto"),
     "device": ("cuda",),
@@ -31,14 +33,17 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("1",),
     "pp_size": ("1",),
     "pipeline_parallel_size": ("1",),
+    "model_impl": ("sglang", "auto"),
+    "json_model_override_args": ("{}",),
 }
 """Values, by name, that change no result."""
 CHANGES_RESULTS = (
     "quantization", "torchao_config", "speculative_algorithm", "enable_torch_compile", "enable_fp32_lm_head",
     "enable_lora", "enable_dp_attention", "disable_overlap_schedule", "disable_radix_cache",
+    "enable_mixed_chunk",
 )  # fmt: skip
-"""Settings with which the server computes otherwise: the last two, earlier answers of a conversation, which it
-then reads as a part of the next prompt."""
+"""Settings with which the server computes otherwise: the last three, sampled tokens that it then reads as a
+part of a prompt."""
 
 
 def unlike_learner(engine: EngineConfig) -> Iterator[str]:

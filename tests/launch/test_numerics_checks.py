@@ -122,3 +122,18 @@ def test_all_that_contradicts_that_mode_is_named_at_once():
 def test_other_engines_than_our_own_servers_are_refused_in_that_mode(engine, said):
     with pytest.raises(ConfigError, match=said):
         resolve({**SGLANG, "actors": {"engine": engine}})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("decode-attention-backend", "fa3", "set 'triton'"),
+        ("prefill_attention_backend", "flashinfer", "set 'triton'"),
+        ("model_impl", "transformers", "set 'sglang'"),
+        ("json_model_override_args", '{"rope_theta": 1}', "set '{}'"),
+        ("enable_mixed_chunk", True, "it computes otherwise; leave it out"),
+    ],
+)
+def test_settings_by_which_a_server_quietly_computes_otherwise_are_refused(setting, value, remedy):
+    with pytest.raises(ConfigError, match=rf"server\.{setting.replace('-', '_')}=.*: {remedy}"):
+        resolve(SGLANG, {"actors": {"engine": {"server": {setting: value}}}})
