@@ -23,6 +23,7 @@ from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
+from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.environment_report import environment_report, idle_text
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
@@ -49,6 +50,7 @@ from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.pace import follow_pace
+from bus.policy_names import DEFAULT_POLICY
 from bus.process_tuning import few_collections, quick_turns
 from bus.status import report_status
 from storage.images.chat import ImageChat
@@ -80,6 +82,13 @@ class ActorSettings:
         """Return the settings of its engines; those that only evaluate keep exactly one version."""
         engine = self.actors.engine
         return exact_engine(engine) if self.actors.evaluation.only else told_by(engine, self.sampling)
+
+    @property
+    def unscaled(self) -> set[str]:
+        """Return the names of policies whose engines tell log-probs at temperature 1 alone."""
+        further = {name: one.engine for name, one in self.further.items()}
+        engines = {DEFAULT_POLICY: self.engine, **further}
+        return {name for name, engine in engines.items() if tells_unscaled_logprobs(engine)}
 
     @property
     def agents(self) -> dict[str, str]:
@@ -202,27 +211,20 @@ def _actor(
         on_loaded=probe.loaded,
     )  # fmt: skip
     policy = Policy(
-        engine,
-        tokenizer,
-        sampled,
+        engine, tokenizer, sampled,
         mask_older_versions=settings.actors.mask_older_versions,
         routed_experts=settings.actors.engine.routed_experts,
         tool_calls=settings.actors.tool_calls,
         opponents=opponents,
         images=images,
-    )
+    )  # fmt: skip
     further = FurtherEngines({name: one.engine for name, one in engines.further.items()}, settings.agents)
     policy.further = further
+    policy.unscaled = settings.unscaled
     worker = Worker(
-        bus,
-        policy,
-        environment,
-        follower=follower,
-        keep=keep,
-        shards=settings.shards,
-        name=actor_name(),
+        bus, policy, environment, follower=follower, keep=keep, shards=settings.shards, name=actor_name(),
         share_after_s=settings.actors.share_after_s,
-    )
+    )  # fmt: skip
     worker.retries = settings.actors.retries
     worker.interruption.config = settings.actors.interruption
     worker.further = {name: one.leases for name, one in engines.further.items()}
@@ -254,15 +256,11 @@ def _evaluator(
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     evaluator = Evaluator(
-        bus,
-        answering,
-        tokenizer,
-        environment,
-        sampled=sampled,
+        bus, answering, tokenizer, environment, sampled=sampled,
         greedy=replace(sampled, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, keep_masks=False),
         tool_calls=settings.actors.tool_calls,
         opponents=engines.opponents.engines,
-    )
+    )  # fmt: skip
     evaluator.finish_within_s = settings.actors.interruption.finish_within_s
     endpoints = settings.actors.evaluation.endpoints
     evaluator.endpoints = chat_endpoints(endpoints, tokenizer, settings.actors.tool_calls)

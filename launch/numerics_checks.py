@@ -74,6 +74,11 @@ def _unlike_sglang(config: "RunConfig") -> Iterator[str]:
         )
     if sampling.cuts_off:
         yield "sampling.top_p, top_k or min_p cut tokens off: set them to 1, 0 and 0"
+    for name, environment in config.actors.by_name.items():
+        gateway = getattr(environment, "gateway", None)
+        if gateway is not None and "temperature" not in gateway.pinned:
+            where = f"environment {name!r} of actors.environments" if name else "actors.environment"
+            yield f"gateway.pinned of {where} lets agents choose another temperature: add temperature to it"
     if learner.publication.quantisation != "none":
         yield f"learner.publication.quantisation={learner.publication.quantisation}: set it to none"
 

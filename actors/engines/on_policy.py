@@ -14,9 +14,10 @@ SERVER: Mapping[str, SglangSetting] = {
     "attention_backend": "triton",
 }
 """The learner's attention is that backend's: it needs no kernels besides Triton's."""
+UNSCALED = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    UNSCALED: "1",
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0",
     "SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE": "256",
 }
@@ -44,6 +45,11 @@ CHANGES_RESULTS = (
 )  # fmt: skip
 """Settings with which the server computes otherwise: the last three, sampled tokens that it then reads as a
 part of a prompt."""
+
+
+def tells_unscaled_logprobs(engine: EngineConfig) -> bool:
+    """Return whether log-probs are those at temperature 1, whatever temperature tokens are drawn at."""
+    return isinstance(engine, SglangEngineConfig) and engine.environment.get(UNSCALED) == "1"
 
 
 def unlike_learner(engine: EngineConfig) -> Iterator[str]:

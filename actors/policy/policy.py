@@ -60,6 +60,8 @@ class Policy:
         """Turns of all rollouts that share this, as far as somebody records them."""
         self.further = FurtherEngines()
         """Policies that are trained beside this one, with engines of their own, and which agents they are."""
+        self.unscaled: Set[str] = frozenset()
+        """Policies, by name, whose engines tell log-probs at temperature 1 alone."""
         self._max_lag = mask_older_versions
         self._routed_experts = routed_experts
         self._engine = engine
@@ -220,7 +222,14 @@ class Policy:
                 f"{', '.join(sorted(self.opponents))}: define it in policies or actors.opponents"
             )
         trainable = trainable and policy not in self._opponents
-        return Call(next(self._completions), agent, policy, sampling or self.sampling, trainable)
+        call = Call(next(self._completions), agent, policy, sampling or self.sampling, trainable)
+        if call.is_trained and policy in self.unscaled and call.sampling.temperature != 1:
+            raise EpisodeError(
+                f"agent {agent!r} asks for temperature {call.sampling.temperature:g}, and the engines of "
+                f"policy {policy!r} tell log-probs at temperature 1 only (model.numerics=sglang): have it "
+                "ask for 1, or with trainable=False"
+            )
+        return call
 
     async def _read_plainly(
         self, token_ids: Sequence[int], call: Call, images: tuple[PlacedImage, ...]

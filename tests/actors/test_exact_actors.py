@@ -1,4 +1,4 @@
-"""An actor whose own settings do not go with the run's exact arithmetic."""
+"""Actors where engine and learner compute alike: whose own settings do not go with that do not start."""
 
 import asyncio
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
+from actors.engines.on_policy import on_policy
 from actors.environments.base import Environment
 from actors.service import ActorSettings, run_actors
 from bus.connection import Bus
@@ -36,3 +37,18 @@ async def test_an_actor_of_another_engine_than_the_runs_does_not_start(
     )  # fmt: skip
     with pytest.raises(ConfigError, match=said):
         await run_actors(bus, settings, Idle(), asyncio.Event())
+
+
+def test_an_actor_knows_which_policies_log_probs_are_at_temperature_1_alone(tmp_path):
+    def unscaled(engine):
+        settings = ActorSettings(
+            actors=ActorsConfig(engine=engine),
+            sampling=SamplingConfig(),
+            shards=1,
+            max_staleness=4,
+            logs=tmp_path,
+        )
+        return settings.unscaled
+
+    assert unscaled(on_policy(SglangEngineConfig())) == {"default"}
+    assert unscaled(SglangEngineConfig()) == unscaled(EmbeddedEngineConfig()) == set()

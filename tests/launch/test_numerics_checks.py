@@ -124,6 +124,12 @@ def test_other_engines_than_our_own_servers_are_refused_in_that_mode(engine, sai
         resolve({**SGLANG, "actors": {"engine": engine}})
 
 
+def test_agents_that_may_choose_a_temperature_are_refused_in_that_mode():
+    agent = {"type": "agent", "command": "true", "gateway": {"pinned": ["top_p", "top_k"]}}
+    with pytest.raises(ConfigError, match=r"- gateway\.pinned of actors\.environment lets agents choose"):
+        resolve(SGLANG, {"actors": {"environment": agent}})
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [

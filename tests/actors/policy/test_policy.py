@@ -183,6 +183,18 @@ async def test_greedy_turns_and_frozen_agents_are_recorded_but_not_trained(scrip
     assert judge.policy_versions.tolist() == [-1, 2, 2, 2]
 
 
+async def test_no_turn_is_trained_whose_log_probs_would_be_of_another_temperature(scripted):
+    policy, _ = scripted(*["a<|end|>"] * 3)
+    policy.unscaled = {"default"}
+    warm = replace(policy.sampling, temperature=0.5)
+    with pytest.raises(EpisodeError, match=r"temperature 0\.5, .*policy 'default' tell log-probs at"):
+        await policy.chat("x", sampling=warm)
+    await policy.chat("x", sampling=warm, trainable=False)
+    await policy.chat("x", sampling=replace(policy.sampling, temperature=0.0))
+    await policy.chat("x")
+    assert [any(one.loss_mask) for one in policy.trajectories(1.0)] == [False, False, True]
+
+
 async def test_a_completion_that_is_cancelled_before_it_was_read_is_not_trained(scripted, monkeypatch):
     policy, _ = scripted("42<|end|>")
     is_read = asyncio.Event()
