@@ -76,12 +76,15 @@ class ActorSettings:
     """Policies that the run trains beside its own, by name."""
     exact: bool = False
     """Whether engines that roll out give the learner's log-probs to the bit (model.numerics)."""
+    rollout_engine: EngineConfig | None = None
+    """Settings of engines that roll out, where those of opponents and evaluations are others."""
 
     @property
     def engine(self) -> EngineConfig:
         """Return the settings of its engines; those that only evaluate keep exactly one version."""
-        engine = self.actors.engine
-        return exact_engine(engine) if self.actors.evaluation.only else told_by(engine, self.sampling)
+        if self.actors.evaluation.only:
+            return exact_engine(self.actors.engine)
+        return told_by(self.rollout_engine or self.actors.engine, self.sampling)
 
     @property
     def unscaled(self) -> set[str]:

@@ -316,8 +316,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
 
             further = await _further_policies(bus, config, overrides, stop, opened)
             settings = ActorSettings(
-                actors=config.actors.model_copy(update={"engine": engine_of(config)}),
-                sampling=config.sampling,
+                actors=config.actors, sampling=config.sampling, rollout_engine=engine_of(config),
                 shards=config.replay.shards,
                 logs=config.directory / config.run / "logs",
                 colocation=config.colocation,
@@ -325,7 +324,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
                 further=further,
                 max_staleness=config.admission.max_staleness,
                 exact=config.model.numerics == "exact",
-            )
+            )  # fmt: skip
             await run_actors(bus, settings, environment, stop)
 
 

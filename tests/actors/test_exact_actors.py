@@ -9,6 +9,9 @@ from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.on_policy import on_policy
 from actors.environments.base import Environment
+from actors.evaluation.dedicated import own_servers
+from actors.opponents.config import OpponentConfig
+from actors.opponents.opponents import opponent_engine
 from actors.service import ActorSettings, run_actors
 from bus.connection import Bus
 from bus.errors import ConfigError
@@ -52,3 +55,14 @@ def test_an_actor_knows_which_policies_log_probs_are_at_temperature_1_alone(tmp_
 
     assert unscaled(on_policy(SglangEngineConfig())) == {"default"}
     assert unscaled(SglangEngineConfig()) == unscaled(EmbeddedEngineConfig()) == set()
+
+
+def test_opponents_and_held_out_prompts_are_answered_by_servers_in_ordinary_arithmetic(tmp_path):
+    engine, opponent = SglangEngineConfig(), OpponentConfig(path=tmp_path)
+    settings = ActorSettings(
+        actors=ActorsConfig(engine=engine), sampling=SamplingConfig(), shards=1, max_staleness=4,
+        logs=tmp_path, rollout_engine=on_policy(engine),
+    )  # fmt: skip
+    assert settings.engine.settings["rl_on_policy_target"] == "fsdp"
+    for ordinary in (own_servers(settings.actors), opponent_engine("old", opponent, settings.actors.engine)):
+        assert (ordinary.settings, ordinary.environment) == ({}, {})
