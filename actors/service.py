@@ -245,8 +245,8 @@ def _actor(
         evaluator.further = further
         evaluator.images = images
     admin = EngineAdmin(
-        bus, engine, settings.actors.engine, model, engines.claims,
-        actor=actor_name(), colocated=settings.colocation.enabled, shared=engines.shared,
+        bus, engine, settings.engine, model, engines.claims, actor=actor_name(),
+        colocated=settings.colocation.enabled, shared=engines.shared, exact=settings.exact,
     )  # fmt: skip
     return _Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)
 

@@ -175,7 +175,7 @@ class PolicyOpener:
         )  # fmt: skip
         admin = EngineAdmin(
             bus, fleet, engine, model, self._claims, actor=actor_name(), colocated=False,
-            shared=SharedServers(served, {}),
+            shared=SharedServers(served, {}), exact=exact,
         )  # fmt: skip
         if name in self._shared.further:
             self._shared.admit(name, fleet)

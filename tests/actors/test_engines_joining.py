@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from actors.engines.config import SglangEngineConfig
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, subject_of
 from actors.engines.fleet.engine_claims import EngineClaims, role_of
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.on_policy import on_policy
 from actors.engines.scripted import ScriptedEngine
 from actors.further_policies.shared_servers import SharedServers
 from bus import roles
@@ -186,6 +187,21 @@ async def test_no_server_joins_an_actor_that_shares_its_devices_with_the_learner
     with pytest.raises(BusError, match=r"http://there:1 cannot join: .*colocation\.enabled"):
         await asked(bus, "join", "http://there:1")
     assert not fleet.engines
+    stop.set()
+    await serving
+
+
+@pytest.mark.parametrize("numerics", ["exact", "sglang"])
+async def test_no_server_joins_engines_that_compute_as_the_learner_does(bus, model, tmp_path, numerics):
+    fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
+    config = EmbeddedEngineConfig() if numerics == "exact" else on_policy(settings(tmp_path))
+    admin = EngineAdmin(
+        bus, fleet, config, model, EngineClaims(bus, ACTOR), actor=ACTOR, colocated=False,
+        exact=numerics == "exact",
+    )  # fmt: skip
+    serving = asyncio.create_task(admin.run(stop))
+    with pytest.raises(BusError, match=r"http://there:1 cannot join: .*model\.numerics"):
+        await asked(bus, "join", "http://there:1")
     stop.set()
     await serving
 

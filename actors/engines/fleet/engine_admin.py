@@ -12,6 +12,7 @@ from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
+from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.served_adapters import ServedAdapters
 from actors.further_policies.shared_servers import SharedServers
 from bus.codec import Message
@@ -42,9 +43,9 @@ def subject_of(bus: Bus, actor: str) -> str:
 class EngineAdmin:
     """Answers `launch engines`: servers join the actor's fleet while it works, and leave it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - an actor's fleet, and all that decides who may join it
         self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, claims: EngineClaims, *,
-        actor: str, colocated: bool, shared: SharedServers | None = None,
+        actor: str, colocated: bool, shared: SharedServers | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         """Answer for the fleet of one policy.
 
@@ -56,7 +57,8 @@ class EngineAdmin:
             claims: the actor's.
             actor: its name.
             colocated: whether it shares its devices with the learner.
-            shared: adapters that servers add themselves, and who is served by the same servers."""
+            shared: adapters that servers add themselves, and who is served by the same servers.
+            exact: whether its engines compute in exact arithmetic (model.numerics)."""
         self.refusal = ""
         """Why no engine may join or leave; empty where it may."""
         self._bus = bus
@@ -67,6 +69,7 @@ class EngineAdmin:
         self._actor = actor
         self._colocated = colocated
         self._shared = shared or SharedServers(None, {})
+        self._like_learner = exact or tells_unscaled_logprobs(config)
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -95,6 +98,11 @@ class EngineAdmin:
                 f"{url} cannot join: this actor shares its devices with the learner (colocation.enabled), "
                 "and only an engine that it starts itself frees them: have it join an actor that was started "
                 "with --colocation.no-enabled"
+            )
+        if self._like_learner:
+            raise EngineError(
+                f"{url} cannot join: engines of this run compute as the learner does (model.numerics), and a "
+                "running server has settings of its own: start another actor, with engines of its own"
             )
         if url in self._fleet.engines:
             raise EngineError(f"{url} is one of this actor's engines already")
