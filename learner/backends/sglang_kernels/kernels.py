@@ -6,6 +6,7 @@ this file knows SGLang's modules.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,7 +75,12 @@ class SglangKernels:
 
 @cache
 def load_kernels() -> SglangKernels:
-    """Import SGLang's kernels. Raises `ConfigError` where they are not installed or are others."""
+    """Import SGLang's kernels. Raises `ConfigError` where they cannot run, are missing or are others."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "model.numerics=sglang computes with SGLang's kernels, which need a GPU, and torch finds none: "
+            "start the learner on a host with GPUs, or set model.numerics=fast"
+        )
     try:
         with _without_deepgemm():
             products, prefilling, decoding = (importlib.import_module(name) for name in MODULES)

@@ -113,7 +113,8 @@ def test_models_that_sglang_computes_otherwise_are_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, SGLang may be there")
-def test_an_environment_without_sglang_is_told_what_to_install():
+def test_an_environment_without_sglang_is_told_what_to_install(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     model = tiny_model("qwen3")
     given = (ModelConfig(numerics="sglang"), model.config, hf_state(model), OptimizerConfig(), None)
     with pytest.raises(ConfigError, match="install the server's version of SGLang"):
@@ -121,3 +122,9 @@ def test_an_environment_without_sglang_is_told_what_to_install():
     with pytest.raises(ConfigError, match=r"learner.backend=megatron: set learner.backend=fsdp"):
         build_backend(*given)
     load_kernels.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_learner_without_a_gpu_is_told_so_before_it_computes():
+    with pytest.raises(ConfigError, match="need a GPU, and torch finds none"):
+        load_kernels()
