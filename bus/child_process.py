@@ -64,7 +64,9 @@ def _setpriv() -> str | None:
     """Return where setpriv is, if it knows of signals at the death of a parent."""
     if (found := shutil.which("setpriv")) is None:
         return None
-    tried = subprocess.run(
-        [found, "--pdeathsig", "TERM", "--", found, "--version"], check=False, capture_output=True, timeout=60
-    )
+    command = [found, "--pdeathsig", "TERM", "--", found, "--version"]
+    try:
+        tried = subprocess.run(command, check=False, capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # it cannot run here, or hangs: there is another way
+        return None
     return found if tried.returncode == 0 else None

@@ -49,3 +49,10 @@ def test_an_older_setpriv_is_not_used(tmp_path, monkeypatch: pytest.MonkeyPatch)
     older.chmod(0o755)
     monkeypatch.setattr(child_process.shutil, "which", lambda *_, **__: str(older))
     assert child_process._setpriv.__wrapped__() is None
+
+
+def test_a_setpriv_that_cannot_run_here_is_not_used(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (broken := tmp_path / "setpriv").write_bytes(b"\x7fELF of another machine")
+    broken.chmod(0o755)
+    monkeypatch.setattr(child_process.shutil, "which", lambda *_, **__: str(broken))
+    assert child_process._setpriv.__wrapped__() is None
