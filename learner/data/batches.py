@@ -135,6 +135,7 @@ def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None)
             "behaviour_logprobs": trajectory.behaviour_logprobs,
             "policy_versions": trajectory.policy_versions,
             "temperatures": _temperatures(trajectory),
+            **_sampled_untrained(trajectory),
         },
         update_slot=trajectory.lease_id + trajectory.sample,
         group=trajectory.lease_id,
@@ -154,6 +155,15 @@ def _cut_off_tokens(trajectory: Trajectory) -> int:
         for turn in trajectory.turns
         if turn.is_cut_off
     )
+
+
+def _sampled_untrained(trajectory: Trajectory) -> dict[str, NDArray[np.bool_]]:
+    """Return the stream of sampled tokens that are not trained, such as greedy turns; none without any."""
+    others = np.zeros(len(trajectory.token_ids), np.bool_)
+    for turn in trajectory.turns:
+        others[turn.start : turn.stop] = True
+    others &= ~trajectory.loss_mask
+    return {"sampled_untrained": others} if others.any() else {}
 
 
 def _temperatures(trajectory: Trajectory) -> NDArray[np.float32] | float:

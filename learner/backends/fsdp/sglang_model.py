@@ -48,7 +48,10 @@ class SglangArithmetic:
         decoder: Any = hf_model.get_decoder()
         config = self._config
         heads = config.num_attention_heads * config.head_dim
-        decoded = decoded_tokens(batch.loss_mask, batch.position_ids, packed.longest, heads)
+        sampled_next = batch.loss_mask
+        if (untrained := batch.streams.get("sampled_untrained")) is not None:
+            sampled_next = sampled_next | untrained
+        decoded = decoded_tokens(sampled_next, batch.position_ids, packed.longest, heads)
         angles = rotary_angles(config.rope_parameters["rope_theta"], config.head_dim, batch.position_ids)
         x = F.embedding(batch.tokens, decoder.embed_tokens.weight).float()
         for layer in decoder.layers:

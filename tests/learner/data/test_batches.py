@@ -244,3 +244,19 @@ def test_completed_answers_and_tokens_of_a_cut_off_distribution_are_counted():
     cut, trained = (sum(int(t.loss_mask.sum()) for t in some) for some in (group[1:3], group[:3]))
     assert values["rollout/cut_off_fraction"] == cut / trained
     assert batch_values(batch_of([]))["rollout/cut_off_fraction"] == 0.0
+
+
+def test_sampled_tokens_that_are_not_trained_are_marked():
+    trajectory = make_trajectory(0, 0, group_size=1, tokens=8)
+    mask = np.arange(8) >= 6
+    both = replace(
+        trajectory, loss_mask=mask, turns=(Turn(2, 4, "stop", temperature=0.0), Turn(6, 8, "stop"))
+    )
+    alone = replace(trajectory, loss_mask=mask, turns=(Turn(6, 8, "stop"),))
+    [found], [plain] = (batch_of([[one]]).samples for one in (both, alone))
+    assert found.streams["sampled_untrained"].tolist() == [False] * 2 + [True] * 2 + [False] * 4
+    assert "sampled_untrained" not in plain.streams
+    [micro_batch] = pack([plain, found], 100)
+    assert micro_batch.streams["sampled_untrained"].nonzero()[:, 0].tolist() == [8 + 1, 8 + 2], (
+        "where predicted"
+    )

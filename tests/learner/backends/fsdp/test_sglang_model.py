@@ -95,6 +95,20 @@ def test_sampled_tokens_are_attended_to_by_the_kernel_for_single_tokens():
     assert torch.equal(found[0].view(2, 20)[:, 7], expected[0].view(2, 20)[:, 7])
 
 
+def test_sampled_tokens_that_are_not_trained_are_attended_to_as_they_were_sampled():
+    plain = plain_kernels()
+    other = replace(plain, decode=lambda *given: 1.1 * plain.decode(*given))
+    [sample] = random_samples([20])
+    sample = replace(sample, loss_mask=np.arange(20) == 15)
+    greedy = sample.with_streams(sampled_untrained=(np.arange(20) >= 5) & (np.arange(20) < 12))
+    [alone], [expected], [found] = (
+        trainer(kernels).logprobs(pack([each], 100))
+        for kernels, each in ((other, sample), (plain, greedy), (other, greedy))
+    )
+    assert torch.equal(alone[0][14], expected[0][14]), "nothing is decoded for one sampled token"
+    assert found[0][14] != expected[0][14], "its context was"
+
+
 @pytest.mark.parametrize(("longest", "most"), [(1, 1), (256, 1), (257, 2), (513, 4), (4096, 16)])
 def test_few_kinds_of_kernels_are_compiled_for_all_lengths(longest, most):
     assert most_splits(longest) == most
