@@ -1,6 +1,7 @@
 """What each policy has at an SGLang server, which may serve several."""
 
 import asyncio
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ class ServedPolicy:
     """Number of tokens sampled for it since the start."""
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while requests are let through, and for good once the server has failed."""
+    mark: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Told apart by it are versions of the same number: a server that others had before this engine, as an
+    attached one, still has what it computed for them."""
 
     @property
     def adapter(self) -> LoadedAdapter | None:
@@ -30,8 +34,9 @@ class ServedPolicy:
 
     @property
     def salt(self) -> str:
-        """Return what keeps prefixes that other weights computed from its requests."""
-        return f"{self.adapter.policy_version if self.adapter else self.version}.{self.loads}"
+        """Return what keeps prefixes and images that other weights computed from its requests."""
+        version = self.adapter.policy_version if self.adapter else self.version
+        return f"{self.mark}.{version}.{self.loads}"
 
     def taken(self, version: int) -> None:
         """Note the version that the server has from now on."""

@@ -152,6 +152,18 @@ async def test_an_update_changes_the_tower_and_the_text(engine, directory, polic
     assert await engine.checksums() == before
 
 
+async def test_an_image_that_an_engine_before_showed_at_the_same_version_is_seen_anew(
+    engine, directory, policies, tmp_path
+):
+    request = asked(directory, "seen", image_part(picture(seed=11)), ASKING)
+    for policy in policies:
+        later = SglangEngine(directory, SglangEngineConfig(**CONFIG, url=engine.url), tmp_path / "unused.log")
+        await later.start()
+        await later.load_weights(published(policy), 0)
+        await check(later, policy, directory, request, version=0)
+        await later.close()
+
+
 async def test_the_probe_is_scored_as_transformers_does(engine, policies):
     tokens = probe_tokens(policies[0].config)  # random ones, those that stand for patches among them
     found = await engine.score(tokens.tolist())

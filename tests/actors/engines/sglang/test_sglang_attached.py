@@ -324,3 +324,17 @@ async def test_a_body_larger_than_a_mebibyte_is_sent_in_pieces(server):
         await client.generate(request("r", [123_456] * 200_000), rid="r", salt="", timeout_s=TIMEOUT_S)
     finally:
         await client.close()
+
+
+async def test_a_later_engine_shares_nothing_of_a_version_with_the_one_that_the_server_had_before(
+    server, attach
+):
+    for _ in range(2):
+        engine = attach()
+        await engine.start()
+        await engine.load_weights(STATE, 0)
+        for name in ("first", "sibling"):
+            await engine.generate(request(name, [1]))
+        await engine.close()
+    salts = [body["extra_key"] for body in server.asked if not body["rid"].startswith("probe")]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
