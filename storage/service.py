@@ -242,6 +242,7 @@ class _Service:
                 found = await self._bus.get("policy", PolicyManifest)
                 if found is not None:
                     await self._check_lengths(found[0].model)
+                    await check_measured(self._bus, found[0].model, self._measured)
                     await self._remember_vocabulary(found[0].model)
                     self._dispatcher.admit()
                     return
@@ -250,7 +251,7 @@ class _Service:
             await set_within(stop, RETRY_S)
 
     async def _check_lengths(self, model: BlobRef) -> None:
-        """Once for the same prompts and model: it takes long, and after a restart a run waits for leases."""
+        """Once for the same prompts to train on and the same model: it takes long, and leases wait for it."""
         longest, skips = self._settings.max_new_tokens, self._settings.data.long_prompts == "skip"
         checked = json.dumps([self._data.latest.digest, model.digest, longest, *(["skip"] if skips else [])])
         if self._ledger.facts.get(LENGTHS_CHECKED) != checked:
@@ -260,7 +261,6 @@ class _Service:
                 self._data.skip_long(found)
             else:
                 await check_lengths(self._bus, model, prompts, max_new_tokens=longest)
-            await check_measured(self._bus, model, self._measured)
             self._ledger.set_fact(LENGTHS_CHECKED, checked)
 
     async def _remember_vocabulary(self, model: BlobRef) -> None:

@@ -245,6 +245,21 @@ async def test_a_held_out_image_that_the_model_cannot_see_stops_the_run(
     assert await messages(bus, "TASKS") == 0
 
 
+async def test_other_held_out_prompts_are_looked_at_though_those_to_train_on_were_checked(
+    bus, tmp_path, model_files
+):
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    heldout = write_prompts(tmp_path / "heldout.jsonl", "3 + 3 =")
+    settings = make_settings(tmp_path, "2 + 2 =", heldout=heldout)
+    async with storage(bus, settings):
+        await has(bus, "TASKS", 4)
+    write_prompts(heldout, [{"role": "user", "content": [image_part(picture())]}])
+    async with asyncio.timeout(60):
+        with pytest.raises(ExceptionGroup) as failure:
+            await run_storage(bus, settings, asyncio.Event())
+    assert failure.group_contains(ConfigError, match="prompt 1 of the held-out prompts: it shows an image")
+
+
 async def test_prompts_that_are_too_long_are_left_out_where_the_run_says_so(bus, tmp_path, model_files):
     await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
     settings = make_settings(tmp_path, "2 + 2 =", "x" * 21, "3 + 3 =")
