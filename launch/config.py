@@ -240,7 +240,7 @@ def of_policy(config: RunConfig, name: str) -> RunConfig:
         "actors": {"engine": own.engine},
     }
     try:
-        found = validate(inherited.model_dump(), with_lists(RunConfig, layer))
+        found = validate(inherited.model_dump(), with_lists(RunConfig, flags(layer)))
         check_together(found)
     except ConfigError as error:
         raise ConfigError(f"policies.{name}: {error}") from error

@@ -43,6 +43,13 @@ def test_a_setting_of_a_further_policy_may_be_written_as_flags_are():
     assert learner.checkpoint.save_every == 3
 
 
+def test_a_flag_of_a_further_policy_may_be_none():
+    flags = {"agents": "selector", "learner": {"target-accuracy": "none"}, "model": {"path": "none"}}
+    run = validate(PANEL, {"model": {"path": "org/model"}}, policies(second=flags), {"run": "mine"})
+    found = of_policy(run, "second")
+    assert (found.model.path, found.learner.target_accuracy) == (None, None)
+
+
 @pytest.mark.parametrize("targets", ["q_proj,v_proj", "q_proj, v_proj", '["q_proj", "v_proj"]'])
 def test_a_flag_of_a_further_policy_may_be_a_list(targets):
     flags = {
