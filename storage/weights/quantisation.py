@@ -33,12 +33,13 @@ _WEIGHT = ".weight"
 _ENDS = (BLOCK_SCALE, TENSOR_SCALE, PACKED, SHAPE)
 _LINEAR = re.compile(
     r"(^|\.)(\w+_proj|kv_a_proj_with_mqa|in_proj_qkvz?|in_proj_z|w[123]|wq_b|wk"
-    r"|fc[12]|fc_(in|out)|c_fc|dense|dense_(h_to_4h|4h_to_h)|query_key_value|Wqkv|linear_(x|y|out))\.weight$"
+    r"|fc[12]|fc_(in|out)|c_fc|c_attn|dense|dense_(h_to_4h|4h_to_h)|query_key_value|Wqkv|linear_(x|y|out))\.weight$"
 )
 """Linear layers of attention, of MLPs and of experts, by their names in the model families there are: all of
 a family, since a model that is quantised in part is neither small nor as exact as the part that is not."""
-_TRANSPOSED = re.compile(r"(^|\.)h\.\d+\.attn\.c_attn\.weight$")
-"""A layer of GPT-2, whose weights have rows and columns in one another's places."""
+_FUSED = re.compile(r"(^|\.)attn\.c_attn\.weight$")
+"""Queries, keys and values of GPT-2 and of GPT-BigCode: with more columns than rows it is GPT-2's, whose
+weights have rows and columns in one another's places."""
 _KEPT = re.compile(r"(^|\.)(weights_proj|eh_proj)\.weight$|(^|\.)(visual|vision\w*|audio\w*)\.")
 """Small or sensitive layers among them, which published fp8 checkpoints have in bfloat16."""
 
@@ -212,7 +213,7 @@ def _int4_config(shapes: Shapes) -> dict[str, Json]:
 def refuse_unsuitable(found: Format, shapes: Shapes) -> None:
     """Raise `ConfigError` for weights, by their Hugging Face names, that cannot be quantised so."""
     for name, shape in shapes.items():
-        if _TRANSPOSED.search(name):
+        if _FUSED.search(name) and shape[0] < shape[-1]:
             raise ConfigError(
                 f"{name} is GPT-2's, whose layers are transposed, so that blocks and rows of codes would be "
                 "others for engines: this model cannot be quantised"

@@ -214,8 +214,8 @@ SIZES = {
 @pytest.mark.parametrize(
     "family",
     [
-        "Bloom", "CodeGen", "Falcon", "GPTJ", "GPTNeoX", "Mpt", "OPT", "Persimmon", "Phi", "Phi3", "Qwen3",
-        "RecurrentGemma", "Starcoder2", "XGLM",
+        "Bloom", "CodeGen", "Falcon", "GPTBigCode", "GPTJ", "GPTNeoX", "Mpt", "OPT", "Persimmon", "Phi",
+        "Phi3", "Qwen3", "RecurrentGemma", "Starcoder2", "XGLM",
     ],
 )  # fmt: skip
 def test_a_model_is_quantised_whole(family):
@@ -224,6 +224,9 @@ def test_a_model_is_quantised_whole(family):
         model = AutoModelForCausalLM.from_config(config)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert len(linear) > 2
+    quantisation_config(
+        FORMATS["fp8_block"], {name: tuple(one.shape) for name, one in model.named_parameters()}
+    )
     kept = {
         name for name, one in linear.items() if not is_quantised(f"{name}.weight", tuple(one.weight.shape))
     }
