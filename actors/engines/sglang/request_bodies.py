@@ -19,7 +19,7 @@ def probe_body() -> Json:
 def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: str = "") -> Json:
     """Return what /generate wants for a request, which an adapter of that name is to answer, if any.
 
-    Raises `RequestRefusedError` for images that it could not have."""
+    Its images are as `SentImages.prepared` has made them."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     most_kept = min(sampling.top_k or MOST_KEPT, MOST_KEPT) if sampling.records_kept else sampling.top_k
