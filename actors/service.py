@@ -260,7 +260,7 @@ def _evaluator(
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     evaluator = Evaluator(
         bus, answering, tokenizer, environment, sampled=sampled,
-        greedy=replace(sampled, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, keep_masks=False),
+        greedy=replace(sampled, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0),
         tool_calls=settings.actors.tool_calls,
         opponents=engines.opponents.engines,
     )  # fmt: skip

@@ -301,14 +301,18 @@ def _tasks(data_set: str, prompts: Sequence[Prompt], samples: int) -> list[Task]
 
 
 def _sampling(task: EvaluationTask, usual: Sampling, *, temperature: float | None = None) -> Sampling:
-    """Return the sampling of a data set: what it does not choose is as usual."""
+    """Return the sampling of a data set: what it does not choose is as usual.
+
+    Which tokens were kept is not asked for: nothing is trained, and servers that only evaluate need not tell.
+    """
     chosen = {
         "temperature": task.temperature if temperature is None else temperature,
         "top_p": task.top_p,
         "top_k": task.top_k,
         "max_new_tokens": task.max_new_tokens,
     }
-    return replace(usual, **{name: value for name, value in chosen.items() if value is not None})  # type: ignore[arg-type]  # each has its field's type
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return replace(usual, keep_masks=False, **chosen)  # type: ignore[arg-type]  # each has its field's type
 
 
 def _scores(task: EvaluationTask, sampled: Sequence[_Answer]) -> dict[str, float]:

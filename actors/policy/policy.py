@@ -221,8 +221,10 @@ class Policy:
                 f"agent {agent!r} is to be policy {policy!r}, and there are only "
                 f"{', '.join(sorted(self.opponents))}: define it in policies or actors.opponents"
             )
-        trainable = trainable and policy not in self._opponents
-        call = Call(next(self._completions), agent, policy, sampling or self.sampling, trainable)
+        sampling = sampling or self.sampling
+        if policy in self._opponents:  # servers of theirs need not tell what they kept: nothing is trained
+            trainable, sampling = False, replace(sampling, keep_masks=False)
+        call = Call(next(self._completions), agent, policy, sampling, trainable)
         if call.is_trained and policy in self.unscaled and call.sampling.temperature != 1:
             raise EpisodeError(
                 f"agent {agent!r} asks for temperature {call.sampling.temperature:g}, and the engines of "

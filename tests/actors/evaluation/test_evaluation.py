@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode
 from actors.evaluation import engines as evaluation_engines
 from actors.evaluation.engines import RolloutEngines
 from bus.errors import EngineError, EngineLostError, HandBackError
+from tests.actors import held_out
 from tests.actors.engines.fleet.test_fleet_embedded import fleet_of, state  # noqa: F401
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, followed, published, until
 from tests.actors.tiny import tiny_model
@@ -71,6 +73,17 @@ async def test_the_result_says_which_versions_drew_its_tokens(bus, evaluations, 
     assert (result.sampled, result.greedy, result.prompts) == (1.0, 1.0, PROMPTS)
     temperatures = [request.sampling.temperature for request in engine.requests]
     assert temperatures == [1.0] * PROMPTS + [0.0] * PROMPTS
+
+
+async def test_no_server_is_asked_which_tokens_it_kept_of_answers_that_are_not_trained(
+    bus, evaluations, engine, follower, rollouts, monkeypatch
+):
+    monkeypatch.setattr(held_out, "SAMPLED", Sampling(max_new_tokens=12, top_p=0.9, keep_masks=True))
+    async with evaluations.evaluator(rollouts, Recording()):
+        await evaluations.ask(await publish(bus, 3))
+        await evaluations.result()
+    assert {request.sampling.top_p for request in engine.requests} == {0.9}
+    assert not any(request.sampling.keep_masks for request in engine.requests)
 
 
 async def test_nothing_is_answered_by_a_version_older_than_the_one_asked_for(

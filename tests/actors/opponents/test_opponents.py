@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from actors.config import ActorsConfig
 from actors.engines.base import Sampling
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
+from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
 from actors.environments.build import build_environment
 from actors.environments.games.config import GameConfig, Nim
@@ -226,6 +227,18 @@ async def test_each_side_is_sampled_by_its_own_weights_and_only_the_policy_is_tr
         expected = recomputed(model, trajectory.token_ids[: turn.start].tolist(), generation)
         np.testing.assert_allclose(trajectory.behaviour_logprobs[turn.start : turn.stop], expected, atol=1e-4)
         assert {*trajectory.policy_versions[turn.start : turn.stop].tolist()} == {version}
+
+
+async def test_an_opponent_is_not_asked_which_tokens_it_kept_since_its_server_may_not_tell():
+    mine, theirs = (ScriptedEngine(lambda _: [5] * 3, policy_version=1) for _ in range(2))
+    sampling = Sampling(max_new_tokens=3, top_p=0.9, keep_masks=True)
+    policy = Policy(mine, character_tokenizer(), sampling, opponents={"past": theirs}).fresh("n")
+    for engine in (mine, theirs):
+        await engine.start()
+    await policy.chat("93", "player-1")
+    await policy.chat("93", "player-2", policy="past")
+    asked = [[request.sampling.records_kept for request in engine.requests] for engine in (mine, theirs)]
+    assert asked == [[True], [False]]
 
 
 @pytest.fixture
