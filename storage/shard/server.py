@@ -1,6 +1,7 @@
 """One replay shard on the bus: takes trajectories off the stream, stores them, answers reads."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -46,8 +47,9 @@ REWARDS = 1024
 ANSWER_SPREADS = 1024
 """Groups in an answer that tells their spreads, rewards or computed tokens, for which each is read from the
 disk."""
-ANSWER_TOKENS = 1 << 24
-"""Tokens of these groups: reading so many takes a good part of the second that the dispatcher waits."""
+READING_S = 0.4
+"""Seconds after which no more of these groups are read. The dispatcher waits a second for an answer: from a
+slow disk it would hear nothing, and ask for the same groups for ever."""
 
 
 class Shard:
@@ -197,11 +199,13 @@ class Shard:
         return [await asyncio.to_thread(self._read_news, request, news)]
 
     def _read_news(self, request: StoredRequest, news: StoredGroups) -> StoredGroups:
-        """Return the first of the news, with what is known only by reading the groups."""
-        end = int(np.searchsorted(np.cumsum(news.tokens), ANSWER_TOKENS)) + 1  # one at least
-        leases, tokens = (list(each[: min(end, ANSWER_SPREADS)]) for each in (news.lease_ids, news.tokens))
-        spreads, rewards, computed = [], [], []
-        for n, trained in enumerate(map(self._trained, leases)):
+        """Return the first of the news, one at least, with what is known only by reading the groups."""
+        tokens, spreads, rewards, computed = list(news.tokens[:ANSWER_SPREADS]), [], [], []
+        began, through = time.monotonic(), 0
+        for n, lease_id in enumerate(news.lease_ids[:ANSWER_SPREADS]):
+            if n and time.monotonic() > began + READING_S:
+                break
+            trained, through = self._trained(lease_id), n + 1
             if request.spreads or request.rewards:
                 by_agent = _rewards(trained)
                 spreads.append(_spread(by_agent))
@@ -212,8 +216,8 @@ class Shard:
                 computed.append(different_beginnings(texts))
         return replace(
             news,
-            lease_ids=tuple(leases),
-            tokens=tuple(tokens),
+            lease_ids=news.lease_ids[:through],
+            tokens=tuple(tokens[:through]),
             spreads=tuple(spreads) if request.spreads else (),
             rewards=tuple(rewards) if request.rewards else (),
             computed_tokens=tuple(computed),

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from bus.publish import Publisher
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.server import MAX_PAYLOAD
 from bus.trajectory import Trajectory, TrajectoryBatch
+from storage.shard import server
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import (
@@ -96,6 +98,31 @@ async def test_completed_groups_are_announced_and_listed(bus, store):
         assert await news(bus, 0) == both
         assert await news(bus, 1) == StoredGroups(shard=0, after=1, lease_ids=(4,), total=2, tokens=(16,))
         assert await news(bus, 2) == StoredGroups(shard=0, after=2, lease_ids=(), total=2)
+
+
+async def test_of_groups_that_a_slow_disk_takes_long_to_read_an_answer_has_those_that_were_read_in_time(
+    bus, store, monkeypatch
+):
+    """Or else the dispatcher, which waits a second, would never hear of any."""
+    now, read_store = 0.0, store.read
+
+    def slowly(leases):
+        nonlocal now
+        now += 0.3
+        return read_store(leases)
+
+    monkeypatch.setattr(store, "read", slowly)
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now))
+    store.append([trajectory for lease_id in range(4) for trajectory in group(lease_id)])
+    shard = make_shard(bus, store, 0, issued=4)
+    for after, found in ((0, (0, 1)), (2, (2, 3))):
+        [answer] = await shard._on_stored(StoredRequest(after=after, computed_tokens=True))
+        assert (answer.lease_ids, answer.tokens, answer.total) == (found, (16, 16), 4)
+        assert len(answer.computed_tokens) == 2
+    now = 10.0
+    monkeypatch.setattr(server, "READING_S", 0.0)
+    [answer] = await shard._on_stored(StoredRequest(after=0, rewards=True))
+    assert (answer.lease_ids, len(answer.rewards)) == ((0,), 1)
 
 
 async def test_crash_between_storing_and_acking_stores_nothing_twice(bus, tmp_path):
