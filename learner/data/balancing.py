@@ -77,9 +77,11 @@ class GroupWork:
             budget: tokens that are computed in a micro-batch.
         """
         length = tokens / samples
-        if not 0 < computed < tokens or samples == 1:
+        if not 0 < computed < tokens:
             return cls(samples, length)
-        shared = min((tokens - computed) / (samples - 1), length)
+        if computed < length:  # strands of each have more in common than siblings: turns, or a lone sample's
+            return cls(1, computed)
+        shared = (tokens - computed) / (samples - 1)
         own = length - shared
         packs = ceil(samples * own / max(budget - shared, own)) if own else 1
         return cls(samples, length, shared, packs)

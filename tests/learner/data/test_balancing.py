@@ -127,6 +127,15 @@ def test_what_a_group_costs_is_what_packing_computes_of_it(prompt, answer):
     assert found == pytest.approx(computed(group), abs=SIBLINGS)
 
 
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_strands_that_share_the_turns_of_an_episode_cost_what_is_computed_of_them(siblings):
+    batch, rng = BatchConfig(tokens_per_micro_batch=BUDGET, share_prefixes=True), np.random.default_rng(0)
+    episodes = [rng.integers(0, VOCAB, 400) for _ in range(siblings)]
+    group = [sample_of(rng, text[:turns], 0, (1.0,)) for text in episodes for turns in range(40, 401, 40)]
+    found = cost(ref_of(0, group), batch, None, siblings)
+    assert found == computed(group) == 400 * siblings
+
+
 def test_work_of_shared_prompts_is_that_of_their_segments():
     config = tiny_model("llama").config
     [whole, prompt] = (forward_flops(config, length) for length in (100, 60))
