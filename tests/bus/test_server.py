@@ -130,6 +130,20 @@ def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
         assert bus.server.free_port("127.0.0.1") != port
 
 
+@pytest.mark.nats
+async def test_a_client_that_gives_no_signs_of_life_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bus.server, "PING_S", 0.1)
+    async with NatsServer(tmp_path) as server:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(b'CONNECT {"verbose": false}\r\nPING\r\n')
+        heard = await asyncio.wait_for(reader.read(), 10.0)  # until the server ends the connection
+        writer.close()
+    assert heard.count(b"PING\r\n") == bus.server.PINGS
+    assert b"Stale Connection" in heard
+
+
 CLIENT = """
 import asyncio, sys
 from nats.aio.client import Client
