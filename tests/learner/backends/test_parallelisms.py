@@ -190,7 +190,7 @@ NIGHTLY = (
     "dp2 plain overlapped", "tp2 plain tied", "tp2 odd tied vocabulary", "tp2 sp plain tied",
     "tp2 sp plain of one key-value head", "pp2 plain", "cp2 plain tied", "cp2 llama3", "tp2 sp yarn",
     "cp2 ring short whole", "cp2 ring window", "ep2 overlapped", "ep2 plain tied mixtral", "cp2 moe",
-    "cp2 glm", "tp2 sp moe", "cp2 deepseek", "ep2 deepseek", "dp2 deepseek overlapped",
+    "cp2 glm", "tp2 sp moe", "cp2 deepseek", "ep2 deepseek",
     "dp2 gemma overlapped", "dp2 gpt-oss overlapped", "cp2 gemma", "ep2 gpt-oss",
     "cp2 short whole gpt-oss", "tp2 sp ep2 plain gpt-oss",
     "tp4 sp qwen3-next", "tp2 sp plain qwen3.5", "tp2 sp ep2 plain qwen3.5-moe", "tp2 sp etp2 qwen3.5-moe",

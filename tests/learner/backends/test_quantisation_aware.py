@@ -189,7 +189,7 @@ LAYOUTS = {
 """Ranks, backend, format, `learner.parallel` and changes of the model."""
 
 
-NIGHTLY = ("dp2 plain", "tp2", "tp2 of one key-value head", "fsdp2", "tp2 etp2")
+NIGHTLY = ("dp2 plain", "tp2", "tp2 of one key-value head", "fsdp2")
 """Layouts whose parts other layouts have too."""
 
 
