@@ -38,8 +38,9 @@ from actors.further_policies.further_policy import FurtherPolicy, FurtherSetting
 from actors.further_policies.shared_servers import SharedServers, shared_servers
 from actors.lease_admission import LeaseAdmission
 from actors.opponents.opponents import Opponents
-from actors.policy.cut_off_sampling import refuse_untold_masks, told_by, warn_of_cut_off_sampling
+from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
 from actors.policy.policy import Policy
+from actors.policy.sampling_masks import told_by
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.run_end import stop_when_done
 from actors.weights.follow import PolicyFollower, obtain_model
@@ -105,7 +106,7 @@ async def run_actors(
     """Roll out in `environment`, which others close, until `stop` or until the learner says it is done."""
     await follow_pace(bus)
     warn_of_cut_off_sampling(settings.sampling)
-    refuse_untold_masks(settings.sampling, settings.actors.engine)
+    engine = settings.engine  # here, so that one that does not tell what it keeps is refused first
     refuse_inexact(settings.actors.engine, exact=settings.exact)
     if isinstance(environment, ClientsEnvironment):
         environment.token = settings.gateway_token
@@ -133,7 +134,7 @@ async def run_actors(
         opponents = Opponents.from_config(settings.actors, model, settings.logs, blobs, actor=actor_name())
         open_parts.push_async_callback(opponents.close)
         shared = await shared_servers(
-            settings.engine, manifest.adapted, settings.further, stop,
+            engine, manifest.adapted, settings.further, stop,
             max_staleness=settings.max_staleness, patience_s=settings.actors.patience_s,
         )  # fmt: skip
         if shared is None:

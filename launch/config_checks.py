@@ -7,6 +7,7 @@ from actors.engines.config import SglangEngineConfig, refuse_quantised, refuse_r
 from actors.environments.agent_config import AgentConfig
 from actors.environments.clients_config import ClientsConfig
 from actors.environments.length_config import LengthProfileConfig
+from actors.policy.sampling_masks import refuse_untold_masks
 from actors.rewards.config import RewardConfig
 from bus.errors import ConfigError
 from launch.evaluation_checks import check_evaluations
@@ -70,11 +71,7 @@ def check_together(config: "RunConfig") -> None:
     _check_colocation(config)
     _check_opponents(config)
     check_evaluations(config)
-    refuse_other_sampling(
-        config.learner.served_teachers,
-        temperature=config.sampling.temperature,
-        keep_masks=config.sampling.keep_masks,
-    )
+    _check_sampling(config)
     _check_client_temperature(config)
     if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
         raise ConfigError(
@@ -171,6 +168,16 @@ def _check_quantisation(config: "RunConfig") -> None:
             "only; set actors.engine.update=disk"
         )
     refuse_quantised(engine)
+
+
+def _check_sampling(config: "RunConfig") -> None:
+    """Refuse sampling that a teacher behind a server, or the engines that roll out, do not tell enough of."""
+    sampling = config.sampling
+    refuse_other_sampling(
+        config.learner.served_teachers, temperature=sampling.temperature, keep_masks=sampling.keep_masks
+    )
+    if not config.actors.evaluation.only:
+        refuse_untold_masks(sampling, config.actors.engine)
 
 
 def _check_client_temperature(config: "RunConfig") -> None:

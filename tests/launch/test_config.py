@@ -38,6 +38,14 @@ def test_what_actors_sample_must_be_what_a_teacher_behind_a_server_scores(sampli
     resolve({"sampling": sampling, "learner": {"teachers": {"math": {"path": "there"}}}})
 
 
+def test_servers_that_do_not_tell_what_they_keep_are_refused_at_the_start_but_for_those_that_only_evaluate():
+    engine = {"type": "sglang", "server": {"speculative_algorithm": "EAGLE"}}
+    layer = {"sampling": {"top_p": 0.9, "keep_masks": True}, "actors": {"engine": engine}}
+    assert "speculative_algorithm='EAGLE': SGLang does not tell then what it kept" in refusal(layer)
+    resolve(layer, {"sampling": {"keep_masks": False}})
+    resolve(layer, {"actors": {"evaluation": {"only": True}}})
+
+
 @pytest.mark.parametrize("kind", [{"type": "agent", "command": "true"}, {"type": "clients"}])
 def test_agents_that_choose_their_temperature_are_refused_beside_a_teacher_behind_a_server(kind):
     open_ended = {**kind, "reward": "exact", "gateway": {"pinned": ["top_p", "top_k"]}}

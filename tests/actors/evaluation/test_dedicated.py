@@ -1,6 +1,7 @@
 """Evaluations on servers that do nothing else, and in actors that roll nothing out."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from actors.config import ActorsConfig, SamplingConfig
-from actors.engines.config import EmbeddedEngineConfig
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
@@ -164,6 +165,21 @@ async def test_a_model_that_stays_as_it_is_is_measured_once_beside_the_policy(bu
     assert (len(policy.requests), len(base.requests)) == (0, 6)
     [skipped] = [entry["reason"] for entry in logs if entry["event"] == "evaluation_skipped"]
     assert skipped == "'another' is no opponent of this actor: there are base"
+
+
+@pytest.mark.parametrize("only", [True, False])
+async def test_servers_that_do_not_tell_what_they_keep_are_refused_but_where_an_actor_only_evaluates(
+    bus, tmp_path, only
+):
+    drafting = SglangEngineConfig(server={"speculative_algorithm": "EAGLE"})
+    settings = ActorSettings(
+        actors=ActorsConfig(engine=drafting, evaluation=evaluating(only=only).evaluation),
+        sampling=SamplingConfig(top_p=0.9, keep_masks=True), shards=1, max_staleness=4, logs=tmp_path,
+    )  # fmt: skip
+    stop = asyncio.Event()
+    stop.set()
+    with nullcontext() if only else pytest.raises(ConfigError, match="SGLang does not tell"):
+        await run_actors(bus, settings, Recording(), stop)
 
 
 async def test_an_actor_that_only_evaluates_takes_no_prompts_and_ends_with_the_run(

@@ -8,9 +8,7 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from actors.config import SamplingConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
-from actors.policy.cut_off_sampling import refuse_untold_masks, told_by, warn_of_cut_off_sampling
-from bus.errors import ConfigError
+from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
 
 
 def said(**settings: float) -> list[str]:
@@ -39,37 +37,6 @@ def test_nothing_is_off_where_kept_tokens_are_recorded():
 def test_recording_without_a_cut_or_of_too_large_sets_is_refused(settings, why):
     with pytest.raises(ValidationError, match=why):
         SamplingConfig(keep_masks=True, **settings)
-
-
-CUT = SamplingConfig(top_p=0.9, keep_masks=True)
-
-
-def test_a_server_that_is_to_tell_what_it_kept_is_started_with_the_setting_that_says_so():
-    own = SglangEngineConfig(server={"dtype": "bfloat16"})
-    assert told_by(own, CUT).settings == {"sampling_mask_max_tokens": 4096, "dtype": "bfloat16"}
-    given = SglangEngineConfig(server={"sampling_mask_max_tokens": 2000})
-    assert told_by(given, CUT).settings == given.settings
-    for unchanged in (SglangEngineConfig(url="http://a:1"), EmbeddedEngineConfig()):
-        assert told_by(unchanged, CUT) is unchanged
-    assert told_by(own, SamplingConfig(top_p=0.9)) is own
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"disaggregation": {"enabled": True}}, "a pair was not tried"),
-        ({"server": {"speculative_algorithm": "EAGLE"}}, "'EAGLE': SGLang does not tell"),
-    ],
-)
-def test_servers_that_do_not_tell_what_they_kept_are_refused(settings, why):
-    engine = SglangEngineConfig(**settings)
-    with pytest.raises(ConfigError, match=why):
-        refuse_untold_masks(CUT, engine)
-    with pytest.raises(ConfigError, match=why):
-        told_by(engine, CUT)
-    refuse_untold_masks(SamplingConfig(top_p=0.9), engine)
-    refuse_untold_masks(CUT, SglangEngineConfig(server={"speculative_algorithm": "DFLASH"}))
-    refuse_untold_masks(CUT, EmbeddedEngineConfig())
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9])

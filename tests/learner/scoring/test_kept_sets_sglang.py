@@ -11,7 +11,7 @@ from actors.config import SamplingConfig
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
-from actors.policy.cut_off_sampling import told_by
+from actors.policy.sampling_masks import told_by
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
