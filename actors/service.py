@@ -239,8 +239,7 @@ def _actor(
     if settings.actors.evaluates_on == "rollout":
         at_once = settings.actors.evaluation.prompts_at_once
         answering = RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
-    evaluator = None
-    # no client waits for held-out prompts
+    evaluator = None  # also on demand, where no client waits for held-out prompts
     if settings.actors.evaluates_on != "none" and not isinstance(environment, RunsOnDemand):
         evaluator = _evaluator(bus, settings, engines, answering, model, environment)
         evaluator.further = further

@@ -37,13 +37,7 @@ from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.hooks import NO_HOOK, HookConfig
 from learner.config.lora import NO_LORA, LoraConfig, refuse_lora
-from learner.config.loss import (
-    LossConfig,
-    PluginLoss,
-    PPOClipLoss,
-    ReinforceLoss,
-    UsedLoss,
-)
+from learner.config.loss import LossConfig, PluginLoss, PPOClipLoss, ReinforceLoss, UsedLoss
 from learner.config.mtp import NO_MTP, MtpConfig, refuse_mtp
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
