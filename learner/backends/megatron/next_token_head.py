@@ -9,7 +9,7 @@ which that of the policy is clipped).
 A position counts where the two tokens after it are trained ones, as those that an engine drafts are.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -80,7 +80,7 @@ class TrainedHead:
 
     def __init__(
         self, config: MtpConfig, policy: Sequence[PolicyModel], hf_config: PretrainedConfig, state: State,
-        rules: Sequence[Rule], *, frozen: Container[str], dtype: torch.dtype, parallel: ParallelConfig,
+        rules: Sequence[Rule], *, frozen: Set[str], dtype: torch.dtype, parallel: ParallelConfig,
     ) -> None:  # fmt: skip
         """Build the head and load its weights, on the last stage of a pipeline.
 
@@ -97,6 +97,8 @@ class TrainedHead:
         Raises `ConfigError` for weights that are missing or of another shape, and where none is trained."""
         self._config, self._hf_config, self._dtype = config, hf_config, dtype
         self.stages = parallel.pipeline
+        self.frozen_names = {rule.megatron for rule in rules} & frozen
+        """Names in megatron-core of the head's weights that settings freeze."""
         alone = parallel.model_copy(update=OF_ONE_STAGE)
         settings = transformer_config(hf_config, dtype, alone)
         self._is_here = policy[-1].post_process

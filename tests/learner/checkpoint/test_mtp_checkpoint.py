@@ -11,6 +11,7 @@ from bus.errors import ConfigError
 from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
@@ -140,6 +141,17 @@ def test_a_checkpoint_without_a_head_leaves_that_of_the_model_to_be_trained_and_
     assert "next_token_head_left_behind" in {each["event"] for each in said}
     policy = {name: t for name, t in learning.export().items() if not name.startswith(LAYER)}
     same({name: t for name, t in plain.export().items() if not name.startswith(LAYER)}, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", [(), (r"layers\.2\.enorm",)], ids=["fewer", "more"])
+def test_a_head_of_which_other_weights_were_frozen_is_refused_by_their_names(tmp_path, freeze):
+    first = trainer_of(trainable=TrainableWeights(freeze=(r"layers\.2\.enorm",)[len(freeze) :]))
+    save_checkpoint(first, tmp_path, 1, {}, keep=1)
+    second = trainer_of(trainable=TrainableWeights(freeze=freeze))
+    said = r"1 differ, as mtp\.layers\.0\.enorm\.weight\).*keep model\.freeze"
+    with pytest.raises(ConfigError, match=said):
+        load_checkpoint(second, latest_checkpoint(tmp_path))
 
 
 def published_by(layout):

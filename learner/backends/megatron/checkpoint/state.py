@@ -109,8 +109,12 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
         "lora": None if trainer.lora is None else trainer.lora.saved(),
         "policies": [*sorted(trainer.frozen.own)],
         "critic": _critic_state(trainer.critic) if trainer.critic else None,
-        "head": None if trainer.head is None else {"stages": trainer.head.stages},
+        "head": None if trainer.head is None else _head_state(trainer.head),
     }
+
+
+def _head_state(head: "TrainedHead") -> dict[str, JsonValue]:
+    return {"stages": head.stages, "frozen": [*sorted(head.frozen_names)]}
 
 
 def _critic_state(critic: "MegatronCritic") -> dict[str, JsonValue]:
@@ -131,17 +135,21 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
     refuse_other_optimizer(directory, training.get("optimizer", "adamw"), trainer.optimizer_config.matrices)
     ours = None if trainer.lora is None else trainer.lora.saved()
     refuse_other_adapters(directory, training.get("lora"), ours)
-    frozen = set(training["frozen"]) ^ trainer.frozen_names
-    if frozen:
+    _refuse_other_frozen(directory, training["frozen"], trainer.frozen_names)
+    if trainer.head is not None and (saved_head := training.get("head")):
+        _refuse_other_frozen(directory, saved_head["frozen"], trainer.head.frozen_names)
+        _refuse_more_stages(directory, saved_head["stages"], trainer.head.stages)
+    if trainer.critic is not None:
+        _refuse_other_critic(directory, training.get("critic"), trainer.critic)
+
+
+def _refuse_other_frozen(directory: Path, saved: Iterable[str], ours: set[str]) -> None:
+    if frozen := set(saved) ^ ours:
         raise ConfigError(
             f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
             f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or start a "
             "new run from its weights with --model.path"
         )
-    if trainer.head is not None and (saved_head := training.get("head")):
-        _refuse_more_stages(directory, saved_head["stages"], trainer.head.stages)
-    if trainer.critic is not None:
-        _refuse_other_critic(directory, training.get("critic"), trainer.critic)
 
 
 def _refuse_more_stages(directory: Path, saved: int, stages: int) -> None:
