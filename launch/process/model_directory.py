@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_model import REMEDY, fetched, fetched_before, is_hub_name
 from launch.process.hub_revision import pinned
+from learner.config.mtp import HEADED, refuse_headless
 from storage.disk.run_directory import RunDirectory
 
 
@@ -60,14 +62,33 @@ def refuse_full_context(config: RunConfig) -> None:
         )
 
 
-def _context_of(model: Path) -> int | None:
-    """Return the context that a model directory's config.json names, if it is here and names one."""
+def refuse_headless_model(config: RunConfig) -> None:
+    """Raise `ConfigError` where `learner.mtp` is to train a head that the model does not have.
+
+    A model on another host is not seen from here: the learner refuses it when it loads it."""
+    kind, heads = "qwen3", 0  # the scratch model
+    if config.model.path is not None:
+        run = RunDirectory(config.directory, config.run)
+        found = described(model_on_disk(pinned(config.model.path, run)))
+        kind = found.get("model_type", "")
+        heads = found.get("num_nextn_predict_layers", 1 if kind in HEADED else 0)  # as in transformers
+    if kind:
+        refuse_headless(config.learner.mtp, kind, heads or 0)
+
+
+def described(model: Path) -> dict[str, Any]:
+    """Return what a model directory's config.json says; nothing if it is not here or not JSON, of which
+    whoever loads the model says what is wrong."""
     try:
         found = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
-        return None
-    if not isinstance(found, dict):
-        return None
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _context_of(model: Path) -> int | None:
+    """Return the context that a model directory's config.json names, if it is here and names one."""
+    found = described(model)
     text = found.get("text_config")
     context = (text if isinstance(text, dict) else found).get("max_position_embeddings")
     return context if isinstance(context, int) else None

@@ -14,7 +14,12 @@ from launch.config import RunConfig, of_policy
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.operations.run_stop import going_on
 from launch.process.hub_revision import pinned
-from launch.process.model_directory import model_directory, model_here, refuse_full_context
+from launch.process.model_directory import (
+    model_directory,
+    model_here,
+    refuse_full_context,
+    refuse_headless_model,
+)
 from launch.process.vision_checks import refuse_unfit_vision
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
@@ -49,12 +54,13 @@ def _of_each_policy(config: RunConfig) -> list[RunConfig]:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuse a model directory, a context or demonstrations that cannot be what they are to be."""
+    """Refuse a model directory, a context, a head or demonstrations that cannot be what they are to be."""
     where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
     if config.model.path is not None:
         run = RunDirectory(config.directory, config.run)
         model_directory(pinned(config.model.path, run), setting=f"{where}model.path")
     refuse_full_context(config)
+    refuse_headless_model(config)
     refuse_unfit_vision(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)

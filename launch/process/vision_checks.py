@@ -1,12 +1,9 @@
 """Settings that a vision-language model needs, checked before anything is loaded."""
 
-import json
-from pathlib import Path
-
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_revision import pinned
-from launch.process.model_directory import model_on_disk
+from launch.process.model_directory import described, model_on_disk
 from storage.disk.run_directory import RunDirectory
 from storage.images.reader import FAMILIES
 
@@ -42,12 +39,4 @@ def _vision_model(config: RunConfig) -> str | None:
             else None
         )
     directory = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
-    return str(config.model.path) if _model_type(directory) in FAMILIES else None
-
-
-def _model_type(directory: Path) -> object:
-    try:
-        found = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
-        return None
-    return found.get("model_type") if isinstance(found, dict) else None
+    return str(config.model.path) if described(directory).get("model_type") in FAMILIES else None

@@ -4,8 +4,12 @@ torch."""
 from pydantic import Field
 
 from bus.config import Config
+from bus.errors import ConfigError
 from learner.config.backend import BackendName
 from learner.config.lora import LoraConfig
+
+HEADED = ("deepseek_v3", "glm4_moe")
+"""Families, by `model_type`, whose models may have such a head, of one sparse layer."""
 
 
 class MtpConfig(Config):
@@ -32,6 +36,16 @@ class MtpConfig(Config):
 
 
 NO_MTP = MtpConfig()
+
+
+def refuse_headless(mtp: MtpConfig, model_type: str, heads: int) -> None:
+    """Raise `ConfigError` where a head is to be trained that a model with so many heads does not have."""
+    if mtp.exists and (model_type not in HEADED or heads != 1):
+        raise ConfigError(
+            f"learner.mtp.weight={mtp.weight}: the model, a {model_type} with num_nextn_predict_layers="
+            f"{heads}, has no head that can be trained: set the weight to 0, or take a model of "
+            f"{' or '.join(HEADED)} with one"
+        )
 
 
 def refuse_mtp(mtp: MtpConfig, *, backend: BackendName, lora: LoraConfig, share_prefixes: bool) -> None:

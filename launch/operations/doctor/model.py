@@ -8,7 +8,7 @@ from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.operations.doctor.findings import Finding, brief
 from launch.process.hub_model import is_hub_name
-from launch.process.model_directory import model_on_disk, refuse_full_context
+from launch.process.model_directory import model_on_disk, refuse_full_context, refuse_headless_model
 
 INDEX = "model.safetensors.index.json"
 BAD_FILES = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
@@ -38,11 +38,12 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _load(path)
     yield from _weights(path)
-    try:
-        refuse_full_context(config)
-    except ConfigError as error:
-        said, _, remedy = str(error).rpartition(": ")
-        yield Finding("model", "error", said, remedy)
+    for refuse in (refuse_full_context, refuse_headless_model):
+        try:
+            refuse(config)
+        except ConfigError as error:
+            said, _, remedy = str(error).rpartition(": ")
+            yield Finding("model", "error", said, remedy)
 
 
 def _load(path: Path) -> Iterator[Finding]:

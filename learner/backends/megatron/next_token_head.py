@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Rule
-from learner.backends.megatron.conversion.families import HEADED, family_of, shape_of
+from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.weights import global_name, load_hf_weights
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.ddp import data_parallel, finalize_gradients
@@ -33,7 +32,7 @@ from learner.backends.megatron.process_groups import data_parallel_sum
 from learner.backends.megatron.update_step import update_if_finite
 from learner.backends.output.head_output import head_loss
 from learner.backends.output.policy_output import chunk_rows
-from learner.config.mtp import MtpConfig
+from learner.config.mtp import MtpConfig, refuse_headless
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
@@ -57,13 +56,7 @@ def head_rules(config: MtpConfig, hf_config: PretrainedConfig) -> list[Rule]:
     Raises `ConfigError` for a model without a head that could be trained."""
     if not config.exists:
         return []
-    heads: int = getattr(hf_config, "num_nextn_predict_layers", None) or 0
-    if hf_config.model_type not in HEADED or heads != 1:
-        raise ConfigError(
-            f"learner.mtp.weight={config.weight}: the model, a {hf_config.model_type} with "
-            f"num_nextn_predict_layers={heads}, has no head that can be trained: set the weight to 0, or "
-            f"take a model of {' or '.join(HEADED)} with one"
-        )
+    refuse_headless(config, hf_config.model_type, getattr(hf_config, "num_nextn_predict_layers", None) or 0)
     return list(family_of(hf_config).head(shape_of(hf_config)))
 
 

@@ -58,6 +58,10 @@ def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: P
             "leaves no room for a prompt",
         ),
         (
+            {"learner": {"mtp": {"weight": 0.2}}},
+            "learner.mtp.weight=0.2: the model, a qwen3 with num_nextn_predict_layers=0, has no head",
+        ),
+        (
             {"model": {"scratch": {"context": 1024, "vision": {"layers": 1}}}},
             'learner.backend=megatron trains text models alone: set it to "fsdp"',
         ),

@@ -36,9 +36,6 @@ FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
 }
 """Families by `model_type` of the transformers configuration; some depend on more of it."""
 
-HEADED = ("deepseek_v3", "glm4_moe")
-"""Families whose models may have a head for the token after the next, of one sparse layer (`Family.head`)."""
-
 
 def family_of(hf_config: PretrainedConfig) -> Family:
     """Find a model's family. Raises `ConfigError` with those known for one that is not among them."""

@@ -87,6 +87,15 @@ def test_an_index_without_a_map_is_an_error(index: object, model: Path):
     assert weights.remedy
 
 
+def test_a_head_that_is_to_be_trained_and_that_the_model_does_not_have_is_an_error(model: Path):
+    config = validate({
+        "model": {"path": model}, "sampling": {"max_new_tokens": 8}, "learner": {"mtp": {"weight": 0.2}}
+    })  # fmt: skip
+    *_, head = check_model(config)
+    assert (head.level, "a qwen3 with num_nextn_predict_layers=0" in head.found) == ("error", True)
+    assert head.remedy.startswith("set the weight to 0")
+
+
 def test_a_model_that_tells_no_context_is_an_error_and_its_weights_are_looked_at(model: Path):
     config = {"model_type": "bloom", "hidden_size": 8, "n_layer": 1, "n_head": 1, "vocab_size": 99}
     (model / "config.json").write_text(json.dumps(config))
