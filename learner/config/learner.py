@@ -262,7 +262,7 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _rounded_weights_are_those_of_engines(self) -> Self:
+    def _rounding_is_that_of_engines_or_of_products_alone(self) -> Self:
         if self.quantisation_aware and self.publication.quantisation == "none":
             raise ValueError(
                 "learner.quantisation_aware=true has no effect with learner.publication.quantisation=none: "
@@ -274,10 +274,6 @@ class LearnerConfig(Config):
                 "what the weights and the adapters make together, which no layer computes with; set the rank "
                 "to 0, or quantisation_aware to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _products_in_fp8_are_of_whole_weights(self) -> Self:
         if self.fp8_matmul and self.quantisation_aware:
             raise ValueError(
                 "learner.fp8_matmul=true with learner.quantisation_aware=true: products in fp8 would round "
