@@ -257,8 +257,7 @@ class LearnerConfig(Config):
             reference=self.reference,
             teachers=self.used_teachers,
         )
-        shared = self.batch.share_prefixes
-        refuse_mtp(self.mtp, backend=self.backend, lora=self.lora, share_prefixes=shared)
+        refuse_mtp(self.mtp, backend=self.backend, lora=self.lora, parallel=self.parallel, batch=self.batch)
         return self
 
     @model_validator(mode="after")

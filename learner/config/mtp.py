@@ -6,7 +6,9 @@ from pydantic import Field
 from bus.config import Config
 from bus.errors import ConfigError
 from learner.config.backend import BackendName
+from learner.config.batch import BatchConfig
 from learner.config.lora import LoraConfig
+from learner.config.parallel import ParallelConfig
 
 HEADED = ("deepseek_v3", "glm4_moe")
 """Families, by `model_type`, whose models may have such a head, of one sparse layer."""
@@ -48,7 +50,9 @@ def refuse_headless(mtp: MtpConfig, model_type: str, heads: int) -> None:
         )
 
 
-def refuse_mtp(mtp: MtpConfig, *, backend: BackendName, lora: LoraConfig, share_prefixes: bool) -> None:
+def refuse_mtp(
+    mtp: MtpConfig, *, backend: BackendName, lora: LoraConfig, parallel: ParallelConfig, batch: BatchConfig
+) -> None:
     """Raise `ValueError` for settings beside which no head is trained, and for a head that is not trained."""
     if not mtp.exists:
         if changed := sorted(mtp.model_dump(exclude_defaults=True)):
@@ -67,7 +71,13 @@ def refuse_mtp(mtp: MtpConfig, *, backend: BackendName, lora: LoraConfig, share_
             f"{where} with learner.lora.rank={lora.rank}, which freezes every weight: set the rank to 0, "
             f"{off}"
         )
-    if share_prefixes:
+    if parallel.pipeline > 1 and not parallel.distributed_optimizer:
+        raise ValueError(
+            f"{where} with learner.parallel.pipeline={parallel.pipeline} and distributed_optimizer=false: "
+            "the last stage alone has the head's experts, which megatron-core cannot resume so; set "
+            f"distributed_optimizer=true, {off}"
+        )
+    if batch.share_prefixes:
         raise ValueError(
             f"{where} with learner.batch.share_prefixes=true: the head reads the next token too, which "
             f"differs where trajectories part; set share_prefixes=false, {off}"

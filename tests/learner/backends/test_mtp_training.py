@@ -221,6 +221,10 @@ def test_a_head_that_lacks_weights_is_refused_by_their_names():
         ({"mtp": {"weight": 0.2, "lr_factor": float("inf")}}, r"mtp\.lr_factor\n.*finite number"),
         ({"backend": "fsdp"}, r"learner\.mtp\.weight=0\.2 with learner\.backend=fsdp.*set megatron"),
         ({"lora": {"rank": 4}}, r"with learner\.lora\.rank=4.*set the rank to 0"),
+        (
+            {"parallel": {"pipeline": 2, "distributed_optimizer": False}},
+            r"pipeline=2 and distributed_optimizer=false: the last stage.*set distributed_optimizer=true",
+        ),
         ({"batch": {"share_prefixes": True}}, r"share_prefixes=true: the head reads the next token too"),
         (
             {"mtp": {"lr_factor": 5.0}},
