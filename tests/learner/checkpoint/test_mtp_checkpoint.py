@@ -131,7 +131,9 @@ def test_a_checkpoint_without_a_head_leaves_that_of_the_model_to_be_trained_and_
     step(plain, 0)
     save_checkpoint(plain, tmp_path / "plain", 1, {}, keep=1)
     learning = trainer_of()
-    load_checkpoint(learning, latest_checkpoint(tmp_path / "plain"))
+    with capture_logs() as said:
+        load_checkpoint(learning, latest_checkpoint(tmp_path / "plain"))
+    assert "next_token_head_not_in_checkpoint" in {each["event"] for each in said}
     own = {name: t for name, t in plain.export().items() if name not in COPIES}
     same({name: t for name, t in learning.export().items() if name not in COPIES}, own)
     assert step(learning, 1).diagnostics["mtp_grad_norm"] > 0

@@ -81,15 +81,25 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
         trainer.critic.updates_done = training["critic"]["updates_done"]
     elif training.get("critic"):
         log.warning("critic_left_behind", checkpoint=str(directory), why="the objective has none")
-    if trainer.head is not None and training.get("head"):
-        _load_model(trainer.head, state["head"])
-    elif trainer.head is None and training.get("head"):
-        log.warning("next_token_head_left_behind", checkpoint=str(directory), why="learner.mtp.weight is 0")
+    _load_head(trainer.head, state.get("head"), directory, saved=bool(training.get("head")))
     for tag, weights in state["policies"].items():
         trainer.frozen.restore(tag, list(weights.values()))
     trainer.counts.restore(training)
     if "rng" in state:
         _set_rng_state(state["rng"])
+
+
+def _load_head(
+    head: "TrainedHead | None", state: Mapping[str, Any] | None, directory: Path, *, saved: bool
+) -> None:
+    """Restore the head where there is one, here and in the checkpoint, which `saved` says."""
+    if head is not None and state is not None:
+        _load_model(head, state)
+    elif head is not None:
+        begins = "as it came with the model"
+        log.info("next_token_head_not_in_checkpoint", checkpoint=str(directory), begins=begins)
+    elif saved:
+        log.warning("next_token_head_left_behind", checkpoint=str(directory), why="learner.mtp.weight is 0")
 
 
 def _load_model(model: "Trainer | MegatronCritic | TrainedHead", state: Mapping[str, Any]) -> None:
