@@ -34,7 +34,7 @@ class LoraConfig(Config):
     targets: tuple[str, ...] = ()
     """Ends of the names of the linear layers that have an adapter, as `q_proj` or `layers.0.mlp.up_proj`;
     none stands for all linear layers of the transformer blocks, those of routed experts only with
-    `experts`."""
+    `experts`. Routers and gates of shared experts have none."""
 
     experts: bool = False
     """Give routed experts of a mixture adapters too, one for each projection of each expert. Shared experts

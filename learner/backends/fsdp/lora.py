@@ -122,12 +122,15 @@ def _refuse_experts(config: LoraConfig, projection: str, layers: Sequence[str], 
 
 
 def _linear_layers(hf_model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Linear]]:
-    """Yield the linear layers of the transformer blocks; the output layer is fused with the loss."""
+    """Yield the linear layers of the transformer blocks; the output layer is fused with the loss.
+
+    One of a single output is a gate, as that of a shared expert: like a router it has no adapter, as on
+    Megatron."""
     kinds = hf_model._no_split_modules or ()
     for block, module in hf_model.named_modules():
         if type(module).__name__ in kinds:
             for name, layer in module.named_modules():
-                if isinstance(layer, torch.nn.Linear):
+                if isinstance(layer, torch.nn.Linear) and layer.out_features > 1:
                     yield f"{block}.{name}", layer
 
 

@@ -131,6 +131,15 @@ def test_adapters_of_linear_attention_are_those_of_its_linear_layers(family):
     assert_same(trained("megatron", lora, family=family), trained("fsdp", lora, family=family))
 
 
+def test_neither_backend_gives_gates_of_shared_experts_an_adapter():
+    model = {"family": "qwen3_next"}
+    ours, theirs = trained("megatron", LORA, **model), trained("fsdp", LORA, **model)
+    assert_same(ours, theirs)
+    for backend in BACKENDS:
+        with pytest.raises(ConfigError, match=r"no linear layer .* is named 'shared_expert_gate'"):
+            trainer_of(backend, LoraConfig(rank=4, targets=("shared_expert_gate",)), **model)
+
+
 ONE_HEAD = {"num_key_value_heads": 1}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 MOE = {"family": "qwen3_moe"}

@@ -95,7 +95,7 @@ def test_four_steps_are_those_of_the_formula(backend, family, lora):
         assert not torch.equal(found[name], begun[name]), name
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "qwen3_next"])
 def test_each_step_of_fsdp_is_megatrons(family):
     lora = STABILISED if family == "glm4_moe" else LORA
     assert_same(trained("fsdp", lora, family=family), trained("megatron", lora, family=family))
@@ -119,6 +119,7 @@ LAYOUTS = {
     "etp2 dora": (2, {"expert_tensor": 2, "recompute": "full"}, DORA, QWEN),
     "tp2 sp glm": (2, SPLIT, LORA, GLM),
     "tp2 sp ep2": (2, {**SPLIT, "expert": 2}, LORA, QWEN),
+    "tp2 sp ep2 qwen3-next": (2, {**SPLIT, "expert": 2}, LORA, {"family": "qwen3_next"}),
     "tp2 sp etp2": (2, {**SPLIT, "expert_tensor": 2}, LORA, QWEN),
     "pp2": (2, {"pipeline": 2}, LORA, QWEN),
     "tp2 sp ep2 etp2 dora": (4, {**SPLIT, "expert": 2, "expert_tensor": 2}, DORA, QWEN),
