@@ -29,7 +29,8 @@ def qwen_experts(hf_config: PretrainedConfig) -> Experts:
     )
 
 
-def _experts(hf_config: PretrainedConfig) -> Experts:
+def experts_beside_shared(hf_config: PretrainedConfig) -> Experts:
+    """Read the same with the expert that every token passes through."""
     return replace(qwen_experts(hf_config), shared=hf_config.shared_expert_intermediate_size)
 
 
@@ -45,7 +46,7 @@ QWEN2_MOE = Family(
     layer_rules=(*SHARED_LAYER, QKV_BIAS),
     router_rules=(*QWEN_ROUTER, *SHARED_EXPERT),
     expert_rules=QWEN_EXPERT,
-    experts=_experts,
+    experts=experts_beside_shared,
     requirements=(
         ("num_experts", lambda count, _: bool(count), "a model without experts is of the family qwen2"),
         ("qkv_bias", lambda bias, _: bias is not False, "queries, keys and values must have a bias"),

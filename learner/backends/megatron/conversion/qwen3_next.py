@@ -37,7 +37,7 @@ from learner.backends.megatron.conversion.qwen2_moe import (
     QWEN_EXPERT,
     QWEN_ROUTER,
     SHARED_EXPERT,
-    qwen_experts,
+    experts_beside_shared,
 )
 
 Sections = Callable[[DeltaSizes], Sequence[Sequence[int]]]
@@ -189,10 +189,6 @@ def _with_experts(
     )
 
 
-def _experts_of_some_layers(hf_config: PretrainedConfig) -> Experts:
-    return replace(qwen_experts(hf_config), shared=hf_config.shared_expert_intermediate_size)
-
-
 def _experts_of_all_layers(hf_config: PretrainedConfig) -> Experts:
     return Experts(
         count=hf_config.num_experts,
@@ -205,7 +201,7 @@ def _experts_of_all_layers(hf_config: PretrainedConfig) -> Experts:
 
 def qwen3_next(hf_config: PretrainedConfig) -> Family:
     """Return the family with the sizes of a configuration."""
-    return _with_experts(_family(hf_config, FUSED), _experts_of_some_layers, DECODER_SPARSE_STEP)
+    return _with_experts(_family(hf_config, FUSED), experts_beside_shared, DECODER_SPARSE_STEP)
 
 
 def qwen3_5(hf_config: PretrainedConfig) -> Family:
