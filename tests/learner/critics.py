@@ -14,6 +14,7 @@ from tests.learner.tiny import hf_state, tiny_model
 CLASSES = {
     "deepseek_v3": "DeepseekV3ForTokenClassification", "gpt_oss": "GptOssForTokenClassification",
     "llama": "LlamaForTokenClassification", "qwen3": "Qwen3ForTokenClassification",
+    "qwen3_next": "Qwen3NextForTokenClassification",
 }  # fmt: skip
 
 

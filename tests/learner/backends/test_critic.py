@@ -92,6 +92,7 @@ def reference_update(critic, optimizer, samples, config: CriticConfig, lr: float
         ("llama", {"hidden_size": 32, "num_hidden_layers": 1}, "adamw"),
         ("deepseek_v3", {}, "adamw"),
         ("gpt_oss", {}, "adamw"),
+        ("qwen3_next", {}, "adamw"),
         pytest.param("qwen3", {}, "muon", marks=pytest.mark.slow),
     ],
 )
