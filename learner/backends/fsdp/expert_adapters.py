@@ -123,6 +123,8 @@ def grouped_linear(tokens: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     `counts` are tokens of each expert, which lie in their order."""
     if has_kernel(tokens) and not any(size % MULTIPLE for size in weight.shape[1:]):
+        if weight.requires_grad:  # what a kernel leaves in gradients of experts without tokens is not said
+            weight = weight.masked_fill((counts == 0)[:, None, None], 0)
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
     of_experts = zip(torch.split(tokens, counts.tolist()), weight.unbind(), strict=True)
