@@ -25,7 +25,8 @@ def targeted(config: LoraConfig, modules: Sequence[str], experts: Sequence[str] 
     """Return those of the linear layers `modules`, and of routed `experts` where they are to have adapters,
     that have one.
 
-    Raises `ConfigError` for a target that is the end of no name, and for experts where there are none.
+    Raises `ConfigError` for a target that is the end of no name, and for experts where there are none, or
+    where no target names one.
     """
     if config.experts and not experts:
         raise ConfigError(
@@ -46,7 +47,15 @@ def targeted(config: LoraConfig, modules: Sequence[str], experts: Sequence[str] 
                 f"learner.lora.targets: no linear layer of the transformer blocks is named {target!r}; there "
                 f"are {', '.join(ends)}{hint}"
             )
-    return [module for module in found if any(_ends_with(module, target) for target in config.targets)]
+    chosen = [module for module in found if any(_ends_with(module, target) for target in config.targets)]
+    if config.experts and set(experts).isdisjoint(chosen):
+        ends = sorted({module.rsplit(".", 1)[-1] for module in experts})
+        raise ConfigError(
+            f"learner.lora.experts=true has no effect with learner.lora.targets={list(config.targets)}, "
+            f"which name no layer of routed experts: add {', '.join(ends)} or some of them, or leave experts "
+            "out"
+        )
+    return chosen
 
 
 def _ends_with(module: str, target: str) -> bool:

@@ -235,6 +235,10 @@ def test_what_is_announced_of_experts_does_not_grow_with_their_number():
             "nothing to train besides experts",
         ),
         *((
+            backend, "qwen3_moe", LORA.model_copy(update={"targets": ("q_proj",)}),
+            "experts=true has no effect with .*: add down_proj, gate_proj, up_proj or some",
+        ) for backend in BACKENDS),
+        *((
             backend, "qwen3_moe", LoraConfig(rank=4, targets=("q_proj", "up_proj")),
             "named 'up_proj'; .*; routed experts have one, and adapters with learner.lora.experts=true",
         ) for backend in BACKENDS),
