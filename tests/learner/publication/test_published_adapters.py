@@ -105,13 +105,14 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
     assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
 
 
-EXPERTS = {"backend": Trainer, "family": "qwen3_moe"}
-
-
-@pytest.mark.parametrize("decomposed", [False, True], ids=["plain", "with lengths of rows"])
+@pytest.mark.parametrize(
+    ("backend", "decomposed"),
+    [(Trainer, False), (Trainer, True), (FsdpTrainer, False)],
+    ids=["megatron", "megatron with lengths of rows", "fsdp"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_actors_make_the_learners_experts_of_their_adapters(bus, tmp_path, dtype, decomposed):
-    learner = Learner(bus, tmp_path, dtype, decomposed=decomposed, **EXPERTS)
+async def test_actors_make_the_learners_experts_of_their_adapters(bus, tmp_path, dtype, backend, decomposed):
+    learner = Learner(bus, tmp_path, dtype, decomposed=decomposed, backend=backend, family="qwen3_moe")
     await learner.publisher.start(tmp_path)
     receiver, digests = Receiver(Blobs(bus)), {}
     for version in range(3):
