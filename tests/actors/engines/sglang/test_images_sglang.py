@@ -156,7 +156,7 @@ async def test_an_image_that_an_engine_before_showed_at_the_same_version_is_seen
     engine, directory, policies, tmp_path
 ):
     request = asked(directory, "seen", image_part(picture(seed=11)), ASKING)
-    for policy in policies:
+    for policy in reversed(policies):  # the server ends with the weights that the shared engine has given it
         later = SglangEngine(directory, SglangEngineConfig(**CONFIG, url=engine.url), tmp_path / "unused.log")
         await later.start()
         await later.load_weights(published(policy), 0)
