@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory):
         wait_until(lambda: _stored(root) >= 2 * GROUPS, "two steps' groups", learner, timeout_s=120)
         second.kill()
         again = start("second", "shards", "--shards", "2-3", "--directory", "elsewhere")
-        wait_until(lambda: "shards_ready" in again.said(), "the shards that were killed", again)
+        wait_until(lambda: again.said().count("shards_ready") == 2, "the shards that were killed", again)
         wait_until(lambda: _stored(root) >= 4 * GROUPS, "four steps' groups", learner, timeout_s=120)
         assert start("thief", "shards", "--shards", "3").wait(60) == 2
         assert learner.wait(240) == 0, learner.said()

@@ -79,7 +79,8 @@ def test_steps_with_given_experts_are_those_of_transformers(family, changes):
     assert_trained_like(found, weights, family, changes)
     own = [reference_step(m, reference_optimizer(m, OPTIMIZER), random_samples(LENGTHS), loss="tis", lr=0.0)
            for m in [tiny_model(family, **changes)]]  # fmt: skip
-    assert abs(own[0][0] - found[0][0]) > 1e-3  # experts drawn by chance are others than the router's
+    # experts drawn by chance are others than the router's; where they are the same, losses differ by 1e-5
+    assert abs(own[0][0] - found[0][0]) > 5e-4
 
 
 def noted(family, changes, layout, share_prefixes=False):

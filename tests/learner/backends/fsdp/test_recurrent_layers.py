@@ -29,7 +29,7 @@ OVER_CHUNKS = [1, 150, 3, 64, 2, 65, 130, 4, 71]
 """The kernel computes 64 tokens at a time, and the convolution looks at 4."""
 LINEAR = {
     "in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
-    "down_proj", "shared_expert_gate",
+    "down_proj",
 }  # fmt: skip
 
 
