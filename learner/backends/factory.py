@@ -137,12 +137,15 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
             f"learner.backend={backend} trains text models alone, and the model, a {hf_config.model_type}, "
             'is a vision-language model: set learner.backend = "fsdp" (docs/vision.md)'
         )
-    if model.numerics == "sglang" and backend != "fsdp":
-        raise ConfigError(f"model.numerics=sglang with learner.backend={backend}: set learner.backend=fsdp")
-    shown: dict[str, Any] = {} if images is None else {"images": images}
+    given: dict[str, Any] = {} if images is None else {"images": images}
     if model.numerics == "sglang":
-        shown["kernels"] = load_kernels()
-    head = {"mtp": mtp} if mtp.exists else {}  # settings refuse it beside other backends
+        if backend != "fsdp":
+            raise ConfigError(
+                f"model.numerics=sglang with learner.backend={backend}: set learner.backend=fsdp"
+            )
+        given["kernels"] = load_kernels()
+    if mtp.exists:  # settings refuse it beside other backends
+        given["mtp"] = mtp
     return BACKENDS[backend]()(
         hf_config,
         state,
@@ -153,8 +156,7 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
         critic=critic,
         lora=lora,
         exact=model.numerics == "exact",
-        **shown,
-        **head,
+        **given,
     )
 
 

@@ -20,9 +20,9 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
 from learner.model_directories.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
+from tests.learner.backends.fsdp.test_lora import assert_four_steps_are_those_of_the_formula
 from tests.learner.backends.test_lora_backends import assert_same, divided, trained
-from tests.learner.lora_reference import adapt, tensors_of
-from tests.learner.reference import reference_optimizer, reference_step
+from tests.learner.lora_reference import adapt
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
@@ -83,16 +83,7 @@ def test_four_steps_are_those_of_the_formula(backend, family, lora):
         * (3 if lora.weight_decomposed else 2)
         // 2
     )
-    expected = adapt(model, begun, 3.0 if lora.rank_stabilised else 1.5)
-    optimizer = reference_optimizer(model, OPTIMIZER)
-    for number in range(4):
-        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
-        wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
-        assert step(trainer, number) == pytest.approx(wanted, abs=1e-5)
-    found = adapters(trainer)
-    for name, tensor in tensors_of(expected).items():
-        assert (found[name] - tensor).abs().max() < 1e-5, name
-        assert not torch.equal(found[name], begun[name]), name
+    assert_four_steps_are_those_of_the_formula(trainer, model, begun, 3.0 if lora.rank_stabilised else 1.5)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"])

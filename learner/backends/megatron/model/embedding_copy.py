@@ -37,9 +37,7 @@ class EmbeddingCopy:
         """Send the embedding as it is now. Every rank calls this, when the parameters are gathered."""
         if self._layer is not None:
             group = parallel_state.get_embedding_group()
-            weight = self._layer.get_parameter(
-                "weight"
-            ).detach()  # lies elsewhere since gradients have a buffer
+            weight = self._layer.get_parameter("weight").detach()  # elsewhere since gradients have a buffer
             dist.broadcast(weight, src=dist.get_process_group_ranks(group)[0], group=group)
 
     def embedded(self, tokens: Tensor) -> Tensor:

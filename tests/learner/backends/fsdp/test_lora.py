@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
 from learner.config.loss import SFTLoss
@@ -40,18 +41,18 @@ def adapted_trainer(
     return FsdpTrainer(model.config, hf_state(model), OPTIMIZER, lora=lora, **settings)
 
 
-def adapters(trainer: FsdpTrainer) -> dict[str, Tensor]:
+def adapters(trainer: FsdpTrainer | Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.adapters.streamed()}
 
 
-def step(trainer: FsdpTrainer, number: int) -> tuple[float, float]:
+def step(trainer: FsdpTrainer | Trainer, number: int) -> tuple[float, float]:
     samples = random_samples(LENGTHS, seed=number)[dist.get_rank() :: dist.get_world_size()]
     result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
     return result.loss, result.grad_norm
 
 
 def assert_four_steps_are_those_of_the_formula(
-    trainer: FsdpTrainer, model: PreTrainedModel, begun: dict[str, Tensor], scale: float
+    trainer: FsdpTrainer | Trainer, model: PreTrainedModel, begun: dict[str, Tensor], scale: float
 ) -> None:
     """Train both from the adapters `begun`."""
     expected = adapt(model, begun, scale)
