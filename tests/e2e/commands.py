@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -80,6 +81,20 @@ class Command:
     def said(self) -> str:
         """Everything it printed so far."""
         return self.output.read_text(errors="replace")
+
+
+def records_of_run(root: Path, *arguments: str, within_s: float = 240) -> list[dict[str, Any]]:
+    """Run the sort preset in `root` to its end, four steps of four groups of four answers.
+
+    Returns the records of its metrics."""
+    run = Command(root, "local", *arguments)
+    try:
+        assert run.wait(within_s) == 0, run.said()
+    finally:
+        run.kill()
+    directory = root / "runs/sort"
+    assert_whole(directory, 4, 4, 4)
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def wait_until(condition: Callable[[], bool], what: str, *alive: Command, timeout_s: float = 60.0) -> None:

@@ -1,12 +1,10 @@
 """The sort preset with adapters of routed experts, from the command line to the export."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.commands import Command, assert_whole
+from tests.e2e.commands import records_of_run
 from tests.e2e.test_lora_run import SMALL
 from tests.e2e.test_router_replay_run import MODELS, written
 
@@ -15,14 +13,10 @@ pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 def test_the_sort_preset_trains_adapters_of_experts_and_its_engine_agrees(tmp_path):
     path = written(MODELS["glm"], tmp_path / "model")
-    run = Command(tmp_path, "local", *SMALL, "--model.path", str(path), "--learner.lora.experts")
-    try:
-        assert run.wait(300) == 0, run.said()
-    finally:
-        run.kill()
+    records = records_of_run(
+        tmp_path, *SMALL, "--model.path", str(path), "--learner.lora.experts", within_s=300
+    )
     directory = tmp_path / "runs/sort"
-    assert_whole(directory, 4, 4, 4)
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     losses = [each["train/loss"] for each in records if each.get("train/stage") == "warmup"]
     assert losses[-1] < losses[0] - 0.2  # nats
     mismatches = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]

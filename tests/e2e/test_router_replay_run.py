@@ -16,7 +16,7 @@ from transformers import (
 
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
-from tests.e2e.commands import Command, assert_whole
+from tests.e2e.commands import records_of_run
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 SMALL = (
@@ -78,14 +78,7 @@ def written(config: PretrainedConfig, directory: Path) -> Path:
 )
 def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path, model: str, backend: str):
     path = written(MODELS[model], tmp_path / "model")
-    run = Command(tmp_path, "local", *SMALL, "--model.path", str(path), "--learner.backend", backend)
-    try:
-        assert run.wait(240) == 0, run.said()
-    finally:
-        run.kill()
-    directory = tmp_path / "runs/sort"
-    assert_whole(directory, 4, 4, 4)
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    records = records_of_run(tmp_path, *SMALL, "--model.path", str(path), "--learner.backend", backend)
     steps = [each for each in records if each.get("train/stage") == "rl"]
     assert [0 <= each["policy/router_changed_fraction"] < 0.5 for each in steps] == [True] * 4
     found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]

@@ -1,12 +1,11 @@
 """A model with sliding windows, from the embedded engine to the learner."""
 
-import json
 from pathlib import Path
 
 import pytest
 from transformers import Gemma3TextConfig
 
-from tests.e2e.commands import Command, assert_whole
+from tests.e2e.commands import records_of_run
 from tests.e2e.test_router_replay_run import written
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.nightly]
@@ -23,14 +22,7 @@ GEMMA = Gemma3TextConfig(
 
 
 def test_engine_and_learner_agree_on_a_model_with_windows(tmp_path: Path):
-    run = Command(tmp_path, "local", *SMALL, "--model.path", str(written(GEMMA, tmp_path / "model")))
-    try:
-        assert run.wait(240) == 0, run.said()
-    finally:
-        run.kill()
-    directory = tmp_path / "runs/sort"
-    assert_whole(directory, 4, 4, 4)
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    records = records_of_run(tmp_path, *SMALL, "--model.path", str(written(GEMMA, tmp_path / "model")))
     assert sum(each.get("train/stage") == "rl" for each in records) == 4
     found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
     assert found
