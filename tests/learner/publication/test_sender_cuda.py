@@ -1,5 +1,6 @@
 """Tests where a sender has what it is to send on a GPU (`pytest -m gpu tests/learner`)."""
 
+import contextlib
 import gc
 
 import pytest
@@ -57,8 +58,8 @@ def test_every_version_is_on_the_device_as_it_was_copied(device_bytes, ahead_mib
 def test_a_gpu_that_is_full_takes_them_by_the_usual_way_and_that_is_said_once():
     gc.collect()  # else what other tests have left is freed later, and there is room
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 21 * MIB) / total)
+    taken = gaps_taken()
+    allow(21 * MIB)
     try:
         source, copy = Source(DEVICE, 1 << 50), copied(0)
         assert "no room for learner.publication.broadcast_device_bytes" in source.prepare(copy.where())
@@ -67,4 +68,21 @@ def test_a_gpu_that_is_full_takes_them_by_the_usual_way_and_that_is_said_once():
         assert source.prepare(later.where()) == ""
         assert placed(source, later) == later.memory.bytes[: 21 * MIB].tobytes()
     finally:
+        taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def allow(more: int) -> None:
+    """Let this process take `more` bytes of the device than its allocator holds."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more) / total)
+
+
+def gaps_taken() -> list[torch.Tensor]:
+    """Tensors in all gaps that earlier tests left in the allocator's memory and that 21 MiB would fit in."""
+    allow(0)
+    taken = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(21 * MIB, dtype=torch.uint8, device=DEVICE))
+    return taken
