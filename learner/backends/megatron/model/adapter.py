@@ -191,7 +191,7 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
         found = self.pairs(weight)
         # Small matrices are put together, and not what they make of all tokens.
         low = self._exchanged(F.linear(inputs, torch.cat([a for a, _, _ in found.values()])))
-        b = self._together(dict(zip(found, _side_by_side([b for _, b, _ in found.values()]), strict=True)))
+        b = self._together(dict(zip(found, side_by_side([b for _, b, _ in found.values()]), strict=True)))
         flat = torch.addmm(outputs.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=self._formula.scale)
         outputs = flat.view_as(outputs)
         if not self._formula.weight_decomposed:
@@ -275,9 +275,10 @@ class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
         return sharded
 
 
-def _side_by_side(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Give each matrix columns of its own among those of all, with zeros in the others'."""
-    widths = [matrix.shape[1] for matrix in matrices]
+def side_by_side(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Give each matrix, [..., rows, columns], columns of its own among those of all, with zeros in the
+    others'."""
+    widths = [matrix.shape[-1] for matrix in matrices]
     return [
         F.pad(matrix, (sum(widths[:number]), sum(widths[number + 1 :])))
         for number, matrix in enumerate(matrices)

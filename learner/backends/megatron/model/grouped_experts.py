@@ -17,7 +17,7 @@ from torch import Tensor
 from learner.backends.grouped_kernel import MULTIPLE, has_kernel
 from learner.backends.megatron.conversion.base import ADAPTER
 from learner.backends.megatron.core import SequentialMLP, tensor_parallel, weighted_bias_swiglu_impl
-from learner.backends.megatron.model.adapter import Adapter
+from learner.backends.megatron.model.adapter import Adapter, side_by_side
 from learner.backends.megatron.model.gathering import finish_gathering
 
 LAYERS = ("linear_fc1", "linear_fc2")
@@ -105,45 +105,61 @@ def _fit(adapters: Sequence[Adapter | None]) -> bool:
 def _adapted(
     adapters: Sequence[Adapter], layers: Sequence[Any], inputs: Tensor, outputs: Tensor, ends: Tensor
 ) -> Tensor:
-    """Return outputs with what the adapters of all experts make of the inputs."""
-    added = {}
+    """Return outputs with what the adapters of all experts make of the inputs.
+
+    Where a layer is gate and up projection, its matrices A are put together, and its matrices B side by side,
+    so that all takes two products."""
     pairs = [each.pairs(layer.weight) for each, layer in zip(adapters, layers, strict=True)]
-    for name in pairs[0]:
-        low = grouped(inputs, ends, [of_expert[name][0] for of_expert in pairs])
-        added[name] = grouped(low, ends, [of_expert[name][1] for of_expert in pairs])
-    parts = [
-        added[name] if name in added else outputs.new_zeros(len(outputs), size)
+    a = {name: torch.stack([of_expert[name][0] for of_expert in pairs]) for name in pairs[0]}
+    b = {name: torch.stack([of_expert[name][1] for of_expert in pairs]) for name in pairs[0]}
+    places = dict(zip(b, side_by_side([*b.values()]), strict=True))
+    groups, rank = len(adapters), sum(each.shape[1] for each in a.values())
+    rows = [
+        places[name] if name in places else outputs.new_zeros(groups, size, rank)
         for name, size in adapters[0].outputs.items()
     ]
-    return outputs.add(torch.cat(parts, dim=1), alpha=adapters[0].scale)
+    low = grouped(inputs, ends, torch.cat([*a.values()], dim=1))
+    return outputs.add(grouped(low, ends, torch.cat(rows, dim=1)), alpha=adapters[0].scale)
 
 
-def grouped(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return [n, out]: tokens [n, in] of each group times its weight [out, in].
+def grouped(tokens: Tensor, ends: Tensor, weights: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return [n, out]: tokens [n, in] of each group times its weight.
 
-    `ends` are where the tokens of each group end, int32 [groups]."""
-    product: Tensor = _Grouped.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
+    Args:
+        tokens: those of the first group first.
+        ends: where the tokens of each group end, int32 [groups].
+        weights: [groups, out, in], or one [out, in] for each group, of which no copy is kept for the backward
+            pass.
+    """
+    matrices = (weights,) if isinstance(weights, Tensor) else weights
+    product: Tensor = _Grouped.apply(tokens, ends, *matrices)  # type: ignore[no-untyped-call]
     return product
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """Multiply with a copy of the weights, which is given back."""
+        """Multiply with the weights of all groups, or with a copy that is given back."""
         ctx.save_for_backward(tokens, ends, *weights)
-        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
+        return F.grouped_mm(tokens, _of_all(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tokens and of each weight, where they are wanted."""
         tokens, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        of_tokens = F.grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        of_tokens = F.grouped_mm(grad, _of_all(weights), offs=ends) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return of_tokens, None, *(None for _ in weights)
         of_weights = F.grouped_mm(grad.t(), tokens, offs=ends)
         empty = _counts(ends) == 0  # what a kernel leaves there is not said
-        return of_tokens, None, *of_weights.masked_fill_(empty[:, None, None], 0).unbind()
+        of_weights.masked_fill_(empty[:, None, None], 0)
+        return of_tokens, None, *((of_weights,) if weights[0].dim() == 3 else of_weights.unbind())
+
+
+def _of_all(weights: Sequence[Tensor]) -> Tensor:
+    """Return [groups, out, in], of one such tensor or of one matrix for each group."""
+    return weights[0] if weights[0].dim() == 3 else torch.stack([*weights])
 
 
 def by_group(vectors: Sequence[Tensor], ends: Tensor, tokens: int) -> Tensor:
