@@ -1,0 +1,61 @@
+"""Drafts by the policy's own head (`pytest -m gpu tests/actors/engines/sglang/test_drafts_cuda.py`)."""
+
+import pytest
+import torch
+
+from actors.engines.config import SglangEngineConfig
+from actors.engines.sglang.engine import SglangEngine
+from tests.actors.cuda import NEAR, PROMPT, SERVER
+from tests.actors.tiny import recomputed, request
+from tests.learner.tiny import hf_state, tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+SIZES = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "n_routed_experts": 8, "moe_intermediate_size": 256,
+    "eos_token_id": None, "pad_token_id": None, "bos_token_id": None, "max_position_embeddings": 4096,
+}  # fmt: skip
+NORMS = ("enorm", "hnorm", "shared_head.norm")
+DRAFTS = {
+    "dtype": "bfloat16",
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 1,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 2,
+}
+
+
+async def test_a_server_that_drafts_by_the_policys_head_gets_it_with_each_version(tmp_path):
+    models = [tiny_model("glm4_moe", seed=seed, num_mtp_layers=1, **SIZES) for seed in range(2)]
+    models[0].config.architectures = ["Glm4MoeForCausalLM"]
+    models[0].config.save_pretrained(tmp_path / "model")
+    server = SglangEngineConfig(server=SERVER | DRAFTS)
+    engine = SglangEngine(tmp_path / "model", server, tmp_path / "engine.log")
+    drafts = []
+    try:
+        await engine.start()
+        for version, model in enumerate(models):
+            state = hf_state(model) | head_of(version)
+            await engine.load_weights({n: tensor.bfloat16() for n, tensor in state.items()}, version)
+            generation = await engine.generate(request(f"v{version}", PROMPT, new=96))
+            assert set(generation.policy_versions.tolist()) == {version}
+            wanted = recomputed(model, PROMPT, generation)
+            assert abs(generation.logprobs - wanted).mean() < NEAR
+            sums = await engine.checksums()
+            drafts.append({name: each for name, each in sums.items() if name.startswith("draft.")})
+    finally:
+        await engine.close()
+    assert drafts[0].keys() == drafts[1].keys() != set()
+    kept = {name for name, checksum in drafts[0].items() if checksum == drafts[1][name]}
+    assert not kept
+
+
+def head_of(seed):
+    """Weights of a head, whose layer is the last of a model with one layer more."""
+    donor = hf_state(tiny_model("glm4_moe", seed=10 + seed, num_hidden_layers=3, **SIZES))
+    layer, width = "model.layers.2.", SIZES["hidden_size"]
+    norms = {
+        f"{layer}{name}.weight": torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    projection = {f"{layer}eh_proj.weight": 0.05 * torch.randn(width, 2 * width)}
+    return {name: tensor for name, tensor in donor.items() if name.startswith(layer)} | norms | projection
