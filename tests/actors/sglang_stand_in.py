@@ -42,6 +42,7 @@ class StandIn:
         self.versions: list[str | None] = []
         """Version of each request that carried weights."""
         self.version = "default"
+        self.sglang = "0.5.23"
         self.refuses_weights = False
         self.custom_weight_loader: list[str] | None = None
         self.weights: dict[str, torch.Tensor] = {}
@@ -116,7 +117,7 @@ class StandIn:
             case "server_info":
                 return web.json_response(
                     {
-                        "version": "0.5.23",
+                        "version": self.sglang,
                         "max_req_input_len": self.longest_prompt,
                         "tp_size": self.tensor_ranks,
                         "dp_size": self.replicas,

@@ -49,6 +49,8 @@ class Loading:
             refuse_quantised(config, self.held.source)
         if self.held.model_type in FAMILIES:
             self._facts.refuse_old_images(self._client.url)
+        if self.held.model_type == "glm4_moe":
+            self._facts.refuse_kept_routers(self._client.url)
         if self._facts.speculation == "NGRAM" and not self._facts.update_sessions:
             raise ConfigError(
                 f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "

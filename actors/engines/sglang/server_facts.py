@@ -12,6 +12,9 @@ from bus.errors import ConfigError
 log = structlog.get_logger()
 SEES_BYTES = (0, 5, 23)
 """Version from which it knows images by the bytes that it was sent, not by the patches it makes of them."""
+KEEP_ROUTERS = (0, 5, 10), (0, 5, 19)
+"""First version that chooses the experts of GLM-4.5 by the weights of its first pass for ever, and the first
+later one that does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,24 @@ class ServerFacts:
 
     def refuse_old_images(self, url: str) -> None:
         """Raise `ConfigError` for a server that would show images as its vision tower saw them before."""
-        numbers = tuple(int(number) for number in re.findall(r"\d+", self.version)[:3])
-        if numbers < SEES_BYTES:
+        if self._numbers < SEES_BYTES:
             raise ConfigError(
                 f"the model sees images, and the server at {url} is SGLang {self.version}, which keeps what "
                 "its vision tower made of one over updates of weights: use 0.5.23 or later"
             )
+
+    def refuse_kept_routers(self, url: str) -> None:
+        """Raise `ConfigError` for a server that would route tokens of GLM-4.5 by older weights."""
+        first, end = KEEP_ROUTERS
+        if first <= self._numbers < end:
+            raise ConfigError(
+                f"the server at {url} is SGLang {self.version}, which goes on choosing experts of GLM-4.5 "
+                "(glm4_moe) by the weights of its first pass after updates: use 0.5.19 or later"
+            )
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(int(number) for number in re.findall(r"\d+", self.version)[:3])
 
     def refuse_silence_of_experts(self, url: str) -> None:
         """Raise `ConfigError` unless the server, which is at `url`, says where tokens went."""

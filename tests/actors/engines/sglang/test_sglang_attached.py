@@ -163,6 +163,30 @@ async def test_a_draft_model_of_the_policys_own_checkpoint_gets_its_weights(serv
     assert not any({"selector", "disable_draft_model"} & body.keys() for body in server.updates)
 
 
+@pytest.mark.parametrize(
+    ("family", "version", "fits"),
+    [
+        ("glm4_moe", "0.5.17", False), ("glm4_moe", "0.5.18", False), ("glm4_moe", "0.5.19", True),
+        ("glm4_moe", "0.5.9", True), ("qwen3", "0.5.17", True),
+    ],
+)  # fmt: skip
+async def test_a_server_that_would_keep_routers_of_older_weights_is_refused(
+    server, attach, tmp_path, family, version, fits
+):
+    server.sglang = version
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": family}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    engine = attach()
+    try:
+        if fits:
+            await engine.start()
+        else:
+            with pytest.raises(ConfigError, match=rf"{version}, .* experts of GLM-4\.5 .* use 0\.5\.19"):
+                await engine.start()
+    finally:
+        await engine.close()
+
+
 async def test_replicas_with_a_draft_model_of_their_own_are_refused(server, attach):
     server.speculation, server.draft, server.replicas = "EAGLE", "/draft", 2
     engine = attach()
