@@ -17,7 +17,7 @@ from actors.counters import report_metrics
 from actors.engine_report import EngineReport
 from actors.engine_start import Startable, started
 from actors.engines.base import Engine, Sampling
-from actors.engines.build import engine_builds, refuse_unfit_for_images
+from actors.engines.build import engine_builds, refuse_unfit_model
 from actors.engines.config import EngineConfig, refuse_inexact
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
@@ -380,7 +380,7 @@ def _own_builder(settings: ActorSettings, model: Path) -> Callable[[], Engine]:
 
 def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet:
     """Return the engines of this process, not started."""
-    refuse_unfit_for_images(settings.engine, model)
+    refuse_unfit_model(settings.engine, model)
     engine = able_to_release(settings.engine) if settings.colocation.enabled else settings.engine
     first_gpus = {f"engine-{number}": gpu for number, gpu in enumerate(gpu_plan(settings.actors).rollouts)}
     builds = attached_builds(engine, model, shared.own) or engine_builds(

@@ -1,6 +1,7 @@
 """Builds the engines that a configuration names."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -38,13 +39,30 @@ def build_engine(
     return SglangEngine(model, config, log_file, first_gpu=first_gpu, served=served)
 
 
-def refuse_unfit_for_images(config: EngineConfig, model: Path) -> None:
-    """Raise `ConfigError` for a vision-language model on an engine whose settings do not fit one."""
-    if isinstance(config, EmbeddedEngineConfig) or not config.unfit_for_images:
+def refuse_unfit_model(config: EngineConfig, model: Path) -> None:
+    """Raise `ConfigError` for a model that SGLang computes otherwise than transformers, and for a
+    vision-language model on an engine whose settings do not fit one."""
+    if isinstance(config, EmbeddedEngineConfig):
         return
-    if ImageReader.of(model) is not None:
+    if "dynamic" in _rope_types(model):
+        raise ConfigError(
+            f"{model}: SGLang scales angles of the rope_type 'dynamic' in sequences of any length, and "
+            "transformers and the learner in none that fits the context: set actors.engine.type=embedded, or "
+            "give the model another rope_type"
+        )
+    if config.unfit_for_images and ImageReader.of(model) is not None:
         listed = "\n".join(f"- {problem}" for problem in config.unfit_for_images)
         raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")
+
+
+def _rope_types(model: Path) -> set[str]:
+    """Return the kinds of scaling that a config.json names, in the shape of older releases of transformers
+    too."""
+    config = json.loads((model / "config.json").read_text())
+    text = config.get("text_config") or config
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    of_layers = [each for each in given.values() if isinstance(each, dict)]
+    return {str(each.get("rope_type") or each.get("type")) for each in of_layers or [given]}
 
 
 def engine_builds(

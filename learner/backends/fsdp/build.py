@@ -17,6 +17,7 @@ from bus.errors import ConfigError
 from learner.backends.fsdp.attention import PACKED
 from learner.backends.fsdp.recurrent_layers import RECURRENT, begin_anew
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
+from learner.backends.rope_scaling import rope_types
 from storage.images.reader import FAMILIES
 
 LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -90,19 +91,12 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
     known = LAYER_KINDS | ({recurrent.kind} if recurrent else set())
     if kinds := sorted(set(getattr(text, "layer_types", None) or ()) - known):
         yield f"layer_types: {', '.join(kinds)} would mix the sequences of a pack"
-    if ropes := sorted(_rope_types(text) & PACK_DEPENDENT_ROPES):
+    if ropes := sorted(rope_types(text) & PACK_DEPENDENT_ROPES):
         yield f"rope_type={ropes[0]!r}: its angles would depend on the other sequences of a pack"
     for name, neutral in OUTPUT_CHANGES.items():
         value = getattr(text, name, neutral)
         if value not in (None, neutral):
             yield f"{name}={value}: the fused output layer takes the logits as they are"
-
-
-def _rope_types(hf_config: PretrainedConfig) -> set[str]:
-    """Return the kinds of rotary embeddings; a model may have one for each kind of layer."""
-    found = getattr(hf_config, "rope_parameters", None) or {}
-    several = [each for each in found.values() if isinstance(each, dict)]
-    return {str(each.get("rope_type", "default")) for each in several or [found]}
 
 
 def _unsupported_model(model: PreTrainedModel) -> Iterator[str]:

@@ -26,6 +26,7 @@ from learner.backends.fsdp.sglang_model import SglangArithmetic
 from learner.backends.fsdp.vision import PackedVision
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
+from learner.backends.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.world.process_group import device
@@ -49,6 +50,7 @@ class PackedModel(torch.nn.Module):
         self.hf = hf_model
         self.exact = exact
         self.vision = None if images is None else PackedVision(hf_model, images)
+        self._unscaled_tokens = unscaled_tokens(hf_model.config)
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
         self.replay = RouterReplay(hf_model)
@@ -74,6 +76,7 @@ class PackedModel(torch.nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         self.replay.refuse_others(batch)
+        refuse_scaled([batch], self._unscaled_tokens)
         packed = PackedSequences.of(batch, self.windows, exact=self.exact)
         if self.vision is not None:
             return self.vision.hidden(batch, packed)

@@ -47,6 +47,7 @@ from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
+from learner.backends.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
@@ -345,6 +346,7 @@ class Trainer:
 
     def shares(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return this rank's share of each micro-batch, then as many idle ones as the schedule needs."""
+        refuse_scaled(micro_batches, unscaled_tokens(self.hf_config))
         parallel = self.parallel
         count = max(1, len(micro_batches))
         if parallel.expert * parallel.expert_tensor > 1:  # experts are reached by all their ranks at once

@@ -6,8 +6,9 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import SILU, Requirement
 from learner.backends.megatron.conversion.families import FAMILIES, family_of, shape_of
-from learner.backends.megatron.model.rope import SCALED, rope_types, rotated_parts
+from learner.backends.megatron.model.rope import SCALED, rotated_parts
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
+from learner.backends.rope_scaling import rope_types
 
 
 def unsupported(hf_config: PretrainedConfig) -> list[str]:
@@ -46,7 +47,7 @@ REQUIREMENTS: list[Requirement] = [
     ),
     (
         "partial_rotary_factor",
-        lambda part, c: part == 1.0 or rope_types(c) == ["default"],
+        lambda part, c: part == 1.0 or rope_types(c) == {"default"},
         "a rotary embedding of a part of the head must not be scaled",
     ),
     (
@@ -94,7 +95,7 @@ def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:
 def _read(hf_config: PretrainedConfig, name: str) -> list[Any]:
     """Return the values of a setting, of which rotary embeddings may have one for each kind of layers."""
     if name == "rope_type":
-        return rope_types(hf_config)
+        return sorted(rope_types(hf_config))
     if name == "partial_rotary_factor":
         return rotated_parts(hf_config)
     return [getattr(hf_config, name, None)]

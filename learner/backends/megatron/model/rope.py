@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from storage.numerics.functions import cos_sin
 
-SCALED = ("linear", "llama3", "yarn")
-"""Kinds of scaling whose angles are the same in every sequence."""
+SCALED = ("linear", "dynamic", "llama3", "yarn")
+"""Kinds of scaling whose angles are the same in every sequence (learner/backends.rope_scaling.py)."""
 
 
 class Rope(NamedTuple):
@@ -58,11 +58,6 @@ def _rope_of(hf_config: PretrainedConfig, kind: str | None, head_dim: int, devic
     frequencies = 1.0 / _theta(given) ** exponent  # on the CPU, like transformers: a GPU's powers are others
     padded = F.pad(frequencies, (0, (head_dim - rotated) // 2))  # the rest of the head is turned by 0
     return Rope(padded.to(device))
-
-
-def rope_types(hf_config: PretrainedConfig) -> list[str]:
-    """Return the kinds of scaling that layers have; `default` is none."""
-    return sorted({str(given.get("rope_type", "default")) for given in _by_kind(hf_config).values()})
 
 
 def rotated_parts(hf_config: PretrainedConfig) -> list[float]:

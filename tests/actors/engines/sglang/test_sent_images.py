@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 from dataclasses import replace
 from io import BytesIO
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.engines.build import refuse_unfit_for_images
+from actors.engines.build import refuse_unfit_model
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.sglang import sent_images
 from actors.engines.sglang.answers import read_answer
@@ -120,7 +121,19 @@ def test_a_server_that_shows_images_as_older_weights_saw_them_is_refused(version
 def test_settings_under_which_images_would_be_others_are_refused(directory, model_dir, settings, complaint):
     unfit = SglangEngineConfig(**settings)
     with pytest.raises(ConfigError, match=complaint):
-        refuse_unfit_for_images(unfit, directory)
-    refuse_unfit_for_images(unfit, model_dir)
+        refuse_unfit_model(unfit, directory)
+    refuse_unfit_model(unfit, model_dir)
     for fit in (SglangEngineConfig(), EmbeddedEngineConfig()):
-        refuse_unfit_for_images(fit, directory)
+        refuse_unfit_model(fit, directory)
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "dynamic"}}]
+)
+def test_angles_that_sglang_scales_otherwise_than_transformers_are_refused(tmp_path, scaling):
+    (tmp_path / "config.json").write_text(json.dumps(scaling))
+    with pytest.raises(
+        ConfigError, match="SGLang scales angles of the rope_type 'dynamic' in sequences of an"
+    ):
+        refuse_unfit_model(SglangEngineConfig(), tmp_path)
+    refuse_unfit_model(EmbeddedEngineConfig(), tmp_path)

@@ -51,8 +51,16 @@ def test_four_steps_follow_plain_transformers_and_adamw(family):
         ("gemma3", {"layer_types": ["linear_attention"] * 2}, "layer_types: linear_attention would mix"),
         (
             "llama with scaled rope",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type='dynamic': its angles would depend on the other sequences",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            "rope_type='longrope': its angles would depend on the other sequences",
         ),
     ],
 )

@@ -2,8 +2,11 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
+from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.conversion.weights import export_hf_weights
 from learner.backends.megatron.model.model import build_model
+from learner.backends.megatron.trainer import Trainer
+from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import (
@@ -11,11 +14,14 @@ from tests.learner.tiny import (
     ROPES,
     SPARSE,
     hf_gradients,
+    hf_state,
     random_samples,
     reference_logits,
     tiny_config,
     tiny_model,
 )
+
+SCALED = [rope for rope in ROPES if rope != "dynamic"]  # which scales nothing that fits the context
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -31,7 +37,7 @@ def test_packed_logits_equal_those_of_transformers_sequence_by_sequence(family, 
 
 @pytest.mark.parametrize(
     ("family", "rope"),
-    [*(("llama", rope) for rope in ROPES), ("qwen2", "yarn"), ("qwen3", "yarn"), ("deepseek_v3", "mscale")],
+    [*(("llama", rope) for rope in SCALED), ("qwen2", "yarn"), ("qwen3", "yarn"), ("deepseek_v3", "mscale")],
 )
 @torch.no_grad()
 def test_scaled_angles_are_those_of_transformers(family, rope):
@@ -41,6 +47,21 @@ def test_scaled_angles_are_those_of_transformers(family, rope):
     expected = reference_logits(reference, samples)
     assert (built_from(reference).logits(batch) - expected).abs().max() < 1e-5
     assert (reference_logits(tiny_model(family), samples) - expected).abs().max() > 1e-2
+
+
+def test_dynamic_angles_are_unscaled_up_to_the_context_and_longer_sequences_are_refused():
+    model = tiny_model("llama", rope="dynamic", max_position_embeddings=32)
+    trainers = [kind(model.config, hf_state(model), OptimizerConfig()) for kind in (Trainer, FsdpTrainer)]
+    samples = random_samples([5, 32, 9])
+    [batch] = pack(samples, 1000)
+    expected = torch.log_softmax(reference_logits(model, samples).detach(), -1).gather(
+        -1, batch.labels[:, None]
+    )[:, 0]
+    for trainer in trainers:
+        [found] = trainer.logprobs([batch])
+        assert (found[0] - expected)[batch.trained].abs().max() < 1e-5
+        with pytest.raises(ConfigError, match="a sequence of 33 tokens is longer than max_position_embeddin"):
+            trainer.logprobs(pack(random_samples([5, 33]), 1000))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +148,13 @@ def test_every_unsupported_hyperparameter_is_named_at_once():
         attention_bias=True,
         mlp_bias=True,
         attention_dropout=0.1,
-        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 10000.0,
+        },
     )
     with pytest.raises(ConfigError) as error:
         build_model(config, dtype=torch.float32)
@@ -136,7 +163,7 @@ def test_every_unsupported_hyperparameter_is_named_at_once():
         "attention_bias",
         "mlp_bias",
         "attention_dropout",
-        "rope_type='dynamic': its angles depend on the longest sequence",
+        "rope_type='longrope': its angles depend on the longest sequence",
     ):
         assert name in str(error.value)
 
@@ -144,7 +171,7 @@ def test_every_unsupported_hyperparameter_is_named_at_once():
 def test_a_scaling_that_is_not_known_is_refused_with_those_that_are():
     config = tiny_config("llama")
     config.rope_parameters["rope_type"] = "proportional"
-    message = "rope_type='proportional': only default, linear, llama3, yarn are supported"
+    message = "rope_type='proportional': only default, linear, dynamic, llama3, yarn are supported"
     with pytest.raises(ConfigError, match=message):
         build_model(config, dtype=torch.float32)
 
