@@ -43,6 +43,11 @@ def trainer_of(request):
         ("qwen3_next", False),
         ("qwen3_5_text", True),
         ("qwen3_5_moe_text", False),
+        # test_parallelisms.py has these, too
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("mistral", False, marks=pytest.mark.slow),
+        pytest.param("qwen2", True, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", False, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest as latest_checkpoint
-from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=5, weight_decay=0.1)
 
@@ -72,12 +72,8 @@ def test_no_checkpoint_fails_because_the_one_before_it_is_gone(tmp_path, monkeyp
     assert commit._written(NothingToWrite(), temporary, tmp_path / "final") == {"file": "digest"}
 
 
-RESUMED = ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text")
-
-
 @pytest.mark.parametrize(
-    "family",
-    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in RESUMED)],
+    "family", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.nightly])]
