@@ -10,8 +10,9 @@ from learner.config.batch import BatchConfig
 from learner.config.lora import LoraConfig
 from learner.config.parallel import ParallelConfig
 
-HEADED = ("deepseek_v3", "glm4_moe")
-"""Families, by `model_type`, whose models may have such a head, of one sparse layer."""
+HEADED = ("deepseek_v3", "glm4_moe", "qwen3_next")
+"""Families, by `model_type`, whose models may have such a head, of one sparse layer. Where the configuration
+does not count heads, as Qwen3-Next's, there is one."""
 
 
 class MtpConfig(Config):

@@ -18,6 +18,13 @@ OWN = {
     "projection": "eh_proj.weight",
     "norm": "shared_head.norm.weight",
 }
+QWEN_LAYER = "mtp.layers.0."
+QWEN_OWN = {
+    "enorm": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm": "mtp.pre_fc_norm_hidden.weight",
+    "projection": "mtp.fc.weight",
+    "norm": "mtp.norm.weight",
+}
 
 
 class ReferenceHead:
@@ -26,25 +33,30 @@ class ReferenceHead:
     def __init__(
         self, family: str, optimizer: OptimizerConfig, *, weight: float = 1.0, **changes: object
     ) -> None:
-        self.model = tiny_model(family, num_mtp_layers=1, **changes)
+        qwen = family == "qwen3_next"
+        self.model = tiny_model(family, **({} if qwen else {"num_mtp_layers": 1}), **changes)
         layers = self.model.config.num_hidden_layers
-        self.layer = f"model.layers.{layers}."
-        """Begins the names of the head."""
-        self._donor = tiny_model(family, seed=1, **{**changes, "num_hidden_layers": layers + 1})
-        self._head = _Head(self._donor.model.layers[layers], self.model.config.rms_norm_eps)
+        self._in_donor = f"model.layers.{layers}."
+        self._layer = QWEN_LAYER if qwen else self._in_donor
+        """Begins the names of the head's layer."""
+        self._own = QWEN_OWN if qwen else {key: self._layer + name for key, name in OWN.items()}
+        attends = {"layer_types": [*self.model.config.layer_types, "full_attention"]} if qwen else {}
+        more = {**changes, **attends, "num_hidden_layers": layers + 1}
+        self._donor = tiny_model(family, seed=1, **more)
+        self._head = _Head(self._donor.model.layers[layers], self.model.config.rms_norm_eps, centred=qwen)
         self._config, self._weight = optimizer, weight
         self._of_policy = reference_optimizer(self.model, optimizer)
         self._optimizer = reference_optimizer(self._head, optimizer)
 
     def head(self) -> dict[str, Tensor]:
         """Return the head's weights by the names that they have in files."""
-        own = {name: getattr(self._head, attribute).detach() for attribute, name in OWN.items()}
+        own = {name: getattr(self._head, attribute).detach() for attribute, name in self._own.items()}
         return self._by_name(self._donor.state_dict(), own)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the latest step likewise, clipped."""
-        of_layer = {self.layer + name: p.grad for name, p in self._head.layer.named_parameters()}
-        own = {name: getattr(self._head, attribute).grad for attribute, name in OWN.items()}
+        of_layer = {self._in_donor + name: p.grad for name, p in self._head.layer.named_parameters()}
+        own = {name: getattr(self._head, attribute).grad for attribute, name in self._own.items()}
         return self._by_name(of_layer, own)
 
     def state(self) -> dict[str, Tensor]:
@@ -80,19 +92,19 @@ class ReferenceHead:
 
     def _by_name(self, of_layer: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
         found = revert_weight_conversion(self._donor, of_layer)
-        named = {name: tensor for name, tensor in found.items() if name.startswith(self.layer)}
-        return {**named, **{self.layer + name: tensor for name, tensor in own.items()}}
+        here = (name for name in found if name.startswith(self._in_donor))
+        return {**{self._layer + name.removeprefix(self._in_donor): found[name] for name in here}, **own}
 
 
 class _Head(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module, eps: float) -> None:
+    def __init__(self, layer: torch.nn.Module, eps: float, *, centred: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(2)
         for name in ("enorm", "hnorm", "norm"):
-            values = 1 + 0.1 * torch.randn(64, generator=generator)
+            values = (0 if centred else 1) + 0.1 * torch.randn(64, generator=generator)
             self.register_parameter(name, torch.nn.Parameter(values))
         self.projection = torch.nn.Parameter(0.2 * torch.randn(64, 128, generator=generator))
-        self.layer, self._eps = layer, eps
+        self.layer, self._eps, self._centred = layer, eps, centred
 
     def forward(
         self, hidden: Tensor, following: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor]
@@ -106,4 +118,4 @@ class _Head(torch.nn.Module):
         return self._normed(found[0], self.norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * (self._centred + weight)

@@ -32,7 +32,7 @@ from learner.backends.megatron.process_groups import data_parallel_sum
 from learner.backends.megatron.update_step import update_if_finite
 from learner.backends.output.head_output import head_loss
 from learner.backends.output.policy_output import chunk_rows
-from learner.config.mtp import MtpConfig, refuse_headless
+from learner.config.mtp import HEADED, MtpConfig, refuse_headless
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
@@ -56,7 +56,9 @@ def head_rules(config: MtpConfig, hf_config: PretrainedConfig) -> list[Rule]:
     Raises `ConfigError` for a model without a head that could be trained."""
     if not config.exists:
         return []
-    refuse_headless(config, hf_config.model_type, getattr(hf_config, "num_nextn_predict_layers", None) or 0)
+    kind = hf_config.model_type
+    heads = getattr(hf_config, "num_nextn_predict_layers", 1 if kind in HEADED else 0)
+    refuse_headless(config, kind, heads or 0)
     return list(family_of(hf_config).head(shape_of(hf_config)))
 
 

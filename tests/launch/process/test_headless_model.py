@@ -16,6 +16,7 @@ def test_a_head_that_the_model_does_not_have_is_refused_before_anything_starts(t
     for described in (
         {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
         {"model_type": "glm4_moe"},
+        {"model_type": "qwen3_next"},
         {"hidden_size": 8},
     ):
         (tmp_path / "config.json").write_text(json.dumps(described))

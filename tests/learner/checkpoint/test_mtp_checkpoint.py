@@ -23,7 +23,7 @@ from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.mtp_reference import LAYER, ReferenceHead
 from tests.learner.tiny import TIS, random_samples
 
-FAMILIES = ("deepseek_v3", "glm4_moe")
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=4)
 MTP = MtpConfig(weight=0.3)
 COPIES = {
@@ -41,7 +41,8 @@ def model_of(family):
     """Configuration and weights, with the copies that files have of what the head shares."""
     reference = ReferenceHead(family, OPTIMIZER)
     state = reference.state()
-    return reference.model.config, {**state, **{copy: state[name].clone() for copy, name in COPIES.items()}}
+    copies = {copy: state[name].clone() for copy, name in COPIES.items()} if family != "qwen3_next" else {}
+    return reference.model.config, {**state, **copies}
 
 
 def trainer_of(family="deepseek_v3", *, mtp=MTP, **settings):
@@ -77,7 +78,7 @@ def test_a_head_comes_out_as_it_went_in_to_the_bit(family):
     unmoved = without_experts(name for name, tensor in found.items() if tensor.equal(before[name]))
     assert unmoved == {name for name in before if name.endswith("e_score_correction_bias")}
     for copy, name in COPIES.items():
-        assert found[copy].equal(found[name])
+        assert copy not in found or found[copy].equal(found[name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

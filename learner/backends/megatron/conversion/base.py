@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
+from learner.backends.megatron.conversion.head_names import BEHIND, HeadNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +225,6 @@ def layer_rule(megatron: str, parts: Sequence[str], layout: Layout = SAME) -> Ru
 QKV_WEIGHT = layer_rule(
     "self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v")], QKV
 )
-HEAD_PARTS = {
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "eh_proj.weight": "eh_proj.weight",
-    "final_layernorm.weight": "shared_head.norm.weight",
-}
-"""Names of what a head has beside its layer, and names that these have in files, where the head is one more
-layer."""
 INPUT_NORM = layer_rule("input_layernorm.weight", ["input_layernorm.weight"])
 MLP_NORM = layer_rule("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"])
 SHARED_LAYER = (
@@ -337,6 +330,8 @@ class Family:
     qk_norm: bool = False
     rotated_parts: tuple[float, ...] = (1.0,)
     """Shares of a head, from its beginning, that the rotary embedding may rotate."""
+    head_names: HeadNames = BEHIND
+    """Names that a head for the token after the next has in files."""
     beside: Callable[[str], bool] = nothing
     """Tells names of files that are no part of what is trained, and are exported as they came."""
 
@@ -355,23 +350,31 @@ class Family:
             yield OUTPUT
 
     def head(self, shape: Shape) -> Iterator[Rule]:
-        """Yield the rules of the head for the token after the next, which files have behind the layers."""
+        """Yield the rules of the head for the token after the next, which has a layer as the sparse ones."""
         assert shape.experts is not None  # of families with heads
-        for megatron, part in HEAD_PARTS.items():
-            yield Rule(f"{HEAD}{megatron}", (f"model.layers.{shape.layers}.{part}",), SAME)
-        own = f"decoder.layers.{shape.layers}."
-        attention = (_written_out(rule, shape.layers) for rule in self.layer_rules)
-        for rule in (*attention, *self._sparse_mlp(shape.layers, shape.experts)):
-            yield replace(rule, megatron=HEAD_LAYER + rule.megatron.removeprefix(own))
+        number, names = shape.layers, self.head_names
+        for megatron, part in names.parts.items():
+            yield Rule(f"{HEAD}{megatron}", (part.format(number),), SAME)
+        ours, theirs, behind = (
+            f"decoder.layers.{number}.",
+            names.layer.format(number),
+            f"model.layers.{number}.",
+        )
+        attention = (_written_out(rule, number) for rule in self.layer_rules)
+        for rule in (*attention, *self._sparse_mlp(number, shape.experts)):
+            parts = tuple(theirs + part.removeprefix(behind) for part in rule.parts)
+            yield replace(rule, megatron=HEAD_LAYER + rule.megatron.removeprefix(ours), parts=parts)
 
-    def head_copies(self, shape: Shape) -> tuple[Rule, Rule]:
+    def head_copies(self, shape: Shape) -> list[Rule]:
         """Return rules of the copies that files may have of what the head shares with the model: the
         embedding, and the output layer."""
-        names = [
-            f"model.layers.{shape.layers}.{part}.weight" for part in ("embed_tokens", "shared_head.head")
+        shared = (
+            (self.head_names.embedding, EMBEDDING),
+            (self.head_names.output, EMBEDDING if shape.tied else OUTPUT),
+        )
+        return [
+            replace(rule, parts=(name.format(shape.layers),)) for name, rule in shared if name is not None
         ]
-        output = EMBEDDING if shape.tied else OUTPUT
-        return replace(EMBEDDING, parts=(names[0],)), replace(output, parts=(names[1],))
 
     def _layer(self, layer: int, shape: Shape) -> Iterator[Rule]:
         experts = shape.experts

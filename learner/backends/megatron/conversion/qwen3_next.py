@@ -1,7 +1,7 @@
 """Qwen3-Next and the language models of Qwen3.5: gated delta nets in most layers, gated attention in others.
 
-Those of Qwen3.5 that see pictures have other model types. Heads for several next tokens (`mtp.`) are kept as
-they come.
+Those of Qwen3.5 that see pictures have other model types. Heads for several next tokens (`mtp.`) are kept,
+and that of Qwen3-Next is trained if wanted.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ from learner.backends.megatron.conversion.base import (
     replaced,
 )
 from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
+from learner.backends.megatron.conversion.head_names import APART
 from learner.backends.megatron.conversion.partial_rotation import (
     PIECES,
     pieces_of,
@@ -173,6 +174,7 @@ def _family(hf_config: PretrainedConfig, delta_rules: tuple[Rule, ...]) -> Famil
         qk_norm=True,
         centred_norms=True,
         requirements=REQUIREMENTS,
+        head_names=APART,
         beside=lambda name: name.startswith("mtp."),
     )
 

@@ -81,7 +81,8 @@ class MegatronWeights(LazyWeights):
         keys = self._metadata.state_dict_metadata
         self.has_trained_head = any(place_of(rule.megatron).key in keys for rule in head)
         """Says that there is a head for the token after the next that a run has trained."""
-        rules = [*rules, *(head if self.has_trained_head else ()), *map(as_it_came, filter(beside, keys))]
+        # a run saves nothing beside the model, and names in megatron-core may begin as those in files do
+        rules = [*rules, *(head if self.has_trained_head else map(as_it_came, filter(beside, keys)))]
         self._rule_of = {part: (rule, n) for rule in rules for n, part in enumerate(rule.parts)}
         super().__init__(self._rule_of)
         self._last: tuple[Rule, Sequence[Tensor]] | None = None
