@@ -9,12 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
+from learner.backends.megatron.conversion.convert import hf_to_megatron
+from learner.model_directories.model_directory import load_hf_directory
 from learner.model_directories.quantised_directory import dequantise, quantise
 from learner.publication.host_copy import host_tensors
 from storage.weights import int4
 from storage.weights.quantisation import FORMATS
 from storage.weights.quantised_tensors import quantised
-from tests.learner.tiny import tiny_model
+from tests.learner.tiny import hf_state, tiny_model
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -88,6 +90,49 @@ def test_there_and_back_linear_layers_are_rounded_and_others_stay(tmp_path, dtyp
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
     assert config["ignore"] == ["lm_head"]
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 128
+
+
+KIMIS = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": None,
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|down)_proj.*"],
+    "config_groups": {"group_0": {
+        "input_activations": None, "output_activations": None, "targets": ["Linear"],
+        "weights": {
+            "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+            "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True,
+            "type": "int",
+        },
+    }},
+}  # fmt: skip
+
+
+def test_kimis_experts_in_int4_become_a_directory_that_a_run_begins_with(tmp_path):
+    """Kimi-K2-Thinking has routed experts alone in int4, in groups of 32 columns."""
+    model = tiny_model("deepseek_v3", moe_intermediate_size=32).bfloat16()
+    state, generator = hf_state(model), torch.Generator().manual_seed(0)
+    wanted = dict(state)
+    for name in [name for name in state if ".experts." in name]:
+        rows, columns = state.pop(name).shape
+        codes = torch.randint(16, (rows, columns // 8, 8), generator=generator)
+        scales = torch.rand(rows, columns // 32, generator=generator).bfloat16()
+        words = (codes << torch.arange(0, 32, 4)).sum(-1)
+        state[f"{name}_packed"] = torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+        state[f"{name}_scale"] = scales
+        state[f"{name}_shape"] = torch.tensor([rows, columns], dtype=torch.int32)
+        values = (codes.flatten(1) - 8).float() * scales.float().repeat_interleave(32, 1)
+        wanted[name] = values.bfloat16()
+    (tmp_path / "kimi").mkdir()
+    save_file({name: t.contiguous() for name, t in state.items()}, tmp_path / "kimi/model.safetensors")
+    config = model.config.to_dict() | {"model_type": "kimi_k2", "quantization_config": KIMIS}
+    (tmp_path / "kimi/config.json").write_text(json.dumps(config))
+    dequantise(tmp_path / "kimi", tmp_path / "bfloat16", BF16)
+    hf_to_megatron(tmp_path / "bfloat16", tmp_path / "megatron")
+    found_config, found = load_hf_directory(tmp_path / "megatron")
+    assert found_config.model_type == "deepseek_v3"
+    assert getattr(found_config, "quantization_config", None) is None
+    assert {*found} == {*wanted}
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
