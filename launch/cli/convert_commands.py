@@ -53,6 +53,23 @@ def megatron_to_hf(source: Path, target: Target, *, model: Path | None = None) -
     print(megatron_to_hf(source, target, model))  # noqa: T201 - the user's terminal
 
 
+@convert.command(usage="Usage: launch convert fsdp-to-hf SOURCE TARGET [OPTIONS]")
+def fsdp_to_hf(source: Path, target: Target, *, model: Path | None = None) -> None:
+    """Write the weights of a checkpoint of learner.backend=fsdp as a Hugging Face directory, in float32.
+
+    Parameters
+    ----------
+    source
+        Directory of a checkpoint, or of several, of which the latest is taken.
+    model
+        Hugging Face directory whose configuration and tokenizer are copied; without it the checkpoint's.
+    """
+    from learner.backends.fsdp.convert import fsdp_to_hf
+
+    configure_logging()
+    print(fsdp_to_hf(source, target, model))  # noqa: T201 - the user's terminal
+
+
 @convert.command(usage="Usage: launch convert quantise SOURCE TARGET [OPTIONS]")
 def quantise(
     source: ModelDirectory,

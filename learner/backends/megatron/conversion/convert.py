@@ -29,6 +29,7 @@ from learner.checkpoint.manifest import (
     refuse_damage,
     refuse_other_model,
     write_manifest,
+    written_by,
 )
 from learner.model_directories.lazy_weights import (
     JoinedWeights,
@@ -116,6 +117,8 @@ def megatron_to_hf(
     if not (source / MANIFEST).is_file():
         source = checkpoints.latest(source) or source
     manifest = read_manifest(source)
+    if written_by(manifest) != "megatron":
+        raise ConfigError(f"checkpoint {source} is FSDP's: convert it by `launch convert fsdp-to-hf`")
     described = model or source
     hf_config = load_hf_config(described)
     _refuse_unsupported(hf_config)
