@@ -75,7 +75,7 @@ def quantise(
     source: ModelDirectory,
     target: Target,
     *,
-    to: Literal["fp8_block", "fp8_ue8m0", "fp8_tensor", "int4"] = "fp8_block",
+    to: Literal["fp8_block", "fp8_ue8m0", "fp8_tensor", "fp8_channel", "int4"] = "fp8_block",
 ) -> None:
     """Write a Hugging Face directory with its linear layers in fp8 or int4, for inference engines.
 
@@ -83,7 +83,8 @@ def quantise(
     ----------
     to
         `fp8_block` has a scale for each block of 128 x 128, `fp8_ue8m0` powers of two for these, `fp8_tensor`
-        one for each tensor. `int4` is compressed-tensors' layout, symmetric, with groups of 128 columns.
+        one for each tensor. In compressed-tensors' layouts, `fp8_channel` has one for each row, and `int4`,
+        symmetric, one for each 128 columns of a row.
     """
     from learner.model_directories.quantised_directory import quantise
 

@@ -31,12 +31,12 @@ from learner.model_directories.written_directory import (
 )
 from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
-from storage.weights.quantisation import FORMATS, LAYOUT, METHOD, quantisation_config
+from storage.weights.quantisation import CONVERTIBLE, FLOAT_LAYOUT, LAYOUT, METHOD, quantisation_config
 from storage.weights.tensors import usable_cores
 
 
 def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BYTES) -> Converted:
-    """Write a Hugging Face directory with its linear layers in one of `FORMATS`.
+    """Write a Hugging Face directory with its linear layers in one of `CONVERTIBLE`.
 
     Raises `ConfigError` for a model that is quantised already or has experts in one tensor, `StorageError`
     for a weight that is not finite; then, and after any other failure, there is no `target`."""
@@ -48,9 +48,11 @@ def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BY
         )
     weights = HFWeights(source, STORED_DTYPES)
     shapes = {name: weights.spec(name).shape for name in weights}
-    config[QUANTISATION] = quantisation_config(FORMATS[to], shapes)
+    config[QUANTISATION] = quantisation_config(CONVERTIBLE[to], shapes)
     with _threads() as threads:
-        return _written(source, target, QuantisedWeights(weights, FORMATS[to], threads), config, shard_bytes)
+        return _written(
+            source, target, QuantisedWeights(weights, CONVERTIBLE[to], threads), config, shard_bytes
+        )
 
 
 def dequantise(
@@ -106,11 +108,13 @@ def _undone(source: Path, found: Json, dtype: torch.dtype, threads: Executor) ->
         return FromMxfp4Weights(stored, dtype)
     if not isinstance(found, dict) or found.get("quant_method") != METHOD:
         return DequantisedWeights(stored, _blocks(source, found), dtype, threads)
+    if found.get("format") == FLOAT_LAYOUT:
+        return DequantisedWeights(stored, None, dtype, threads)
     size = group_size(found)
     if size is None:
         raise ConfigError(
-            f"{source} is quantised by {METHOD} in another way than {LAYOUT} with 4 bits, symmetric, in "
-            "groups of columns in their order (no actorder): that alone can be converted"
+            f"{source} is quantised by {METHOD} in another way than {FLOAT_LAYOUT}, and than {LAYOUT} with 4 "
+            "bits, symmetric, in groups of columns in their order (no actorder): these can be converted"
         )
     return FromInt4Weights(stored, size, dtype, threads)
 

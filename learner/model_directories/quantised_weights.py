@@ -12,7 +12,7 @@ from bus.errors import ConfigError, StorageError
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 from learner.publication.host_copy import NAMES, host_tensors
 from storage.weights.fp8 import TASK_ELEMENTS, Blocks, dequantised
-from storage.weights.quantisation import Format, is_quantised, scale_names, weight_of
+from storage.weights.quantisation import FileFormat, is_quantised, scale_names, weight_of
 from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import TORCH_DTYPES, HostTensor
 
@@ -24,7 +24,7 @@ INPUT_SCALE = ".input_scale"
 class QuantisedWeights(LazyWeights):
     """The weights with codes and scales in the place of those that are quantised."""
 
-    def __init__(self, weights: LazyWeights, found: Format, threads: Executor | None = None) -> None:
+    def __init__(self, weights: LazyWeights, found: FileFormat, threads: Executor | None = None) -> None:
         self._weights = weights
         self._format = found
         self._threads = threads

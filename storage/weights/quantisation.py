@@ -29,6 +29,8 @@ PACKED, SHAPE = "_packed", "_shape"
 """The same of codes in int4, and of the shapes of their weights."""
 METHOD, LAYOUT = "compressed-tensors", "pack-quantized"
 """Names of the layout of int4 in config.json."""
+FLOAT_LAYOUT = "float-quantized"
+"""Name of the layout of fp8 by the same method."""
 _WEIGHT = ".weight"
 _ENDS = (BLOCK_SCALE, TENSOR_SCALE, PACKED, SHAPE)
 _LINEAR = re.compile(
@@ -95,7 +97,23 @@ class Int4Format:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelFormat:
+    """Weights in fp8 with a scale for each row, as compressed-tensors stores them."""
+
+    name: str = "fp8_channel"
+
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        """Return which elements of a weight share a scale."""
+        return Blocks(1, shape[1])
+
+    def stored(self, shape: tuple[int, ...], dtype: str) -> Stored:
+        """Return what there is of a weight, as `Fp8Format.stored` does."""
+        return {"": (CODES, shape), TENSOR_SCALE: ("F32", (shape[0], 1))}
+
+
 Format = Fp8Format | Int4Format
+FileFormat = Format | ChannelFormat
 FORMATS: Mapping[str, Format] = {
     one.name: one
     for one in (
@@ -108,6 +126,8 @@ FORMATS: Mapping[str, Format] = {
 
 
 INT4 = FORMATS["int4"]
+CONVERTIBLE: Mapping[str, FileFormat] = {**FORMATS, "fp8_channel": ChannelFormat()}
+"""Formats of model directories, by name; those of versions that are published are `FORMATS`."""
 
 
 def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
@@ -162,7 +182,7 @@ def _parted(name: str) -> tuple[str, str | None]:
     return before + _WEIGHT, end if found and end in ("", *_ENDS) else None
 
 
-def quantisation_config(found: Format, shapes: Shapes) -> dict[str, Json]:
+def quantisation_config(found: FileFormat, shapes: Shapes) -> dict[str, Json]:
     """Return `quantization_config` of config.json, as transformers, SGLang and vLLM read it.
 
     Args:
@@ -175,8 +195,8 @@ def quantisation_config(found: Format, shapes: Shapes) -> dict[str, Json]:
             f"{found.name} is for linear layers by the names of known families, as q_proj and up_proj, and "
             f"this model has none, but {next(iter(shapes), 'nothing')} and others: it cannot be quantised"
         )
-    if isinstance(found, Int4Format):
-        return _int4_config(shapes)
+    if not isinstance(found, Fp8Format):
+        return _compressed_config(found, shapes)
     config: dict[str, Json] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     if found.by_block:
         config["weight_block_size"] = [BLOCK, BLOCK]
@@ -196,21 +216,27 @@ def kept_modules(shapes: Shapes) -> Iterable[str]:
         yield "lm_head"
 
 
-def _int4_config(shapes: Shapes) -> dict[str, Json]:
-    weights: dict[str, Json] = {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
-        "dynamic": False,
-    }  # fmt: skip
+def _compressed_config(found: Int4Format | ChannelFormat, shapes: Shapes) -> dict[str, Json]:
+    group: dict[str, Json] = {"targets": ["Linear"]}
+    if isinstance(found, Int4Format):
+        group["weights"] = {
+            "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+            "dynamic": False,
+        }  # fmt: skip
+    else:
+        fp8: dict[str, Json] = {"num_bits": 8, "type": "float", "symmetric": True}
+        group["weights"] = {**fp8, "strategy": "channel", "dynamic": False}
+        group["input_activations"] = {**fp8, "strategy": "token", "dynamic": True}
     return {
         "quant_method": METHOD,
-        "format": LAYOUT,
+        "format": LAYOUT if isinstance(found, Int4Format) else FLOAT_LAYOUT,
         "quantization_status": "compressed",
         "ignore": [*sorted(kept_modules(shapes))],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": group},
     }
 
 
-def refuse_unsuitable(found: Format, shapes: Shapes) -> None:
+def refuse_unsuitable(found: FileFormat, shapes: Shapes) -> None:
     """Raise `ConfigError` for weights, by their Hugging Face names, that cannot be quantised so."""
     for name, shape in shapes.items():
         if _FUSED.search(name) and shape[0] < shape[-1]:

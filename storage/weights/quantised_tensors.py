@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from bus.errors import StorageError
-from storage.weights.fp8 import Blocks, Codes, Floats, encoded, largest_magnitudes, scales_of
+from storage.weights.fp8 import Blocks, Codes, Floats, codes_of, encoded, largest_magnitudes, scales_of
 from storage.weights.int4 import GROUP, PACKED_COLUMNS, group_scales, largest_of_groups, packed
 from storage.weights.narrow import widened
 from storage.weights.quantisation import (
@@ -16,7 +16,7 @@ from storage.weights.quantisation import (
     PACKED,
     SHAPE,
     TENSOR_SCALE,
-    Format,
+    FileFormat,
     Fp8Format,
     Int4Format,
     is_quantised,
@@ -100,7 +100,45 @@ class _Int4Job:
         return {PACKED: self.packed.reshape(-1), TENSOR_SCALE: self.scales.reshape(-1), SHAPE: shape}
 
 
-_Job = _Fp8Job | _Int4Job
+class _ChannelJob:
+    """A weight that is being quantised to fp8 with a scale for each row."""
+
+    def __init__(self, name: str, tensor: HostTensor) -> None:
+        self.name, self.tensor = name, tensor
+        rows, self.width = tensor.shape
+        self.codes: Codes = np.empty((rows, self.width), np.uint8)
+        self.bands = range(0, rows, BLOCK)
+        self.scales: Floats = np.empty(0, np.float32)
+        """[rows, 1]."""
+
+    def largest(self, start: int) -> Floats:
+        """Return the largest magnitudes of some rows."""
+        found: Floats = np.abs(_band(self.tensor, start)).max(axis=1, keepdims=True)
+        return found
+
+    def set_scales(self, largest: list[Floats]) -> None:
+        """Make the scales of the largest magnitudes. Raises `StorageError` for what is not finite."""
+        magnitudes = np.concatenate(largest)
+        _refuse_infinite(self.name, magnitudes, Blocks(1, self.width))
+        self.scales = scales_of(magnitudes, powers_of_two=False)
+
+    def encode(self, start: int) -> None:
+        """Write the codes of some rows."""
+        rows = slice(start, start + BLOCK)
+        self.codes[rows] = codes_of(_band(self.tensor, start) / self.scales[rows])
+
+    def words(self) -> dict[str, Words]:
+        """Return codes and scales by what their names have after that of the weight."""
+        return {"": self.codes.reshape(-1), TENSOR_SCALE: self.scales.reshape(-1).view(np.uint32)}
+
+
+_Job = _Fp8Job | _Int4Job | _ChannelJob
+
+
+def _job(name: str, tensor: HostTensor, found: FileFormat) -> _Job:
+    if isinstance(found, Fp8Format):
+        return _Fp8Job(name, tensor, found)
+    return _Int4Job(name, tensor) if isinstance(found, Int4Format) else _ChannelJob(name, tensor)
 
 
 def _refuse_infinite(name: str, magnitudes: Floats, blocks: Blocks) -> None:
@@ -134,7 +172,7 @@ def _encode(task: Iterable[tuple[_Job, int]]) -> None:
 
 
 def quantised(
-    tensors: Mapping[str, HostTensor], found: Format, threads: Executor | None = None, *,
+    tensors: Mapping[str, HostTensor], found: FileFormat, threads: Executor | None = None, *,
     task_elements: int | None = None,
 ) -> dict[str, HostTensor]:  # fmt: skip
     """Return the tensors with codes and scales in the place of each weight that is quantised.
@@ -142,7 +180,7 @@ def quantised(
     The others are shared. `threads` take `task_elements` at a time, or `TASK_ELEMENTS`. Raises `StorageError`
     for a weight that is not finite."""
     jobs = {
-        name: _Int4Job(name, tensor) if isinstance(found, Int4Format) else _Fp8Job(name, tensor, found)
+        name: _job(name, tensor, found)
         for name, tensor in tensors.items()
         if is_quantised(name, tensor.shape) and len(tensor.words)
     }

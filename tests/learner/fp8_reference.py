@@ -9,6 +9,9 @@ def rounded(weight, name):
     """The float32 values that an engine of a format computes with, for one weight."""
     if name == "int4":
         return rounded_to_int4(weight)
+    if name == "fp8_channel":
+        scales = weight.float().abs().amax(1, keepdim=True) / 448
+        return (weight.float() / scales).to(torch.float8_e4m3fn).float() * scales
     weight, size = weight.float(), 10**9 if name == "fp8_tensor" else 128
     result = torch.empty_like(weight)
     for rows in range(0, weight.shape[0], size):
