@@ -1,9 +1,9 @@
-"""A model with sliding windows, from the embedded engine to the learner."""
+"""Dense families of other shapes than the sort preset's own, from the embedded engine to the learner."""
 
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3_5TextConfig
 
 from tests.e2e.commands import records_of_run
 from tests.e2e.test_router_replay_run import written
@@ -14,15 +14,36 @@ SMALL = (
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
     "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
 )  # fmt: skip
-GEMMA = Gemma3TextConfig(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, query_pre_attn_scalar=16, sliding_window=5, sliding_window_pattern=3,
-    max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-)  # fmt: skip
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+MODELS = {
+    "gemma with windows": Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 3}, query_pre_attn_scalar=16, sliding_window=5,
+        sliding_window_pattern=3,
+    ),
+    "llama with scaled rope": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    ),
+    "qwen2": Qwen2Config(**SIZES),
+    "mistral with a window": MistralConfig(**SIZES, sliding_window=5),
+    "qwen3.5": Qwen3_5TextConfig(
+        **SIZES, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    ),
+}  # fmt: skip
 
 
-def test_engine_and_learner_agree_on_a_model_with_windows(tmp_path: Path):
-    records = records_of_run(tmp_path, *SMALL, "--model.path", str(written(GEMMA, tmp_path / "model")))
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_and_learner_agree_on_a_model_of_the_family(tmp_path: Path, name: str):
+    model = written(MODELS[name], tmp_path / "model")
+    records = records_of_run(tmp_path, *SMALL, "--model.path", str(model))
     assert sum(each.get("train/stage") == "rl" for each in records) == 4
     found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
     assert found

@@ -10,7 +10,11 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
+    MixtralConfig,
     PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -30,10 +34,16 @@ SIZES = {
     "num_attention_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64, "bos_token_id": None,
     "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
+HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_experts": 8, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
 ROUTED = {"n_routed_experts": 8, "num_mtp_layers": 0, "first_k_dense_replace": 1}
 MODELS = {
     "glm": Glm4MoeConfig(
-        **SIZES, **ROUTED, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True
+        **SIZES, **ROUTED, **HEADS, attention_bias=True, use_qk_norm=True
     ),
     "deepseek": DeepseekV3Config(
         **SIZES, **ROUTED, num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16,
@@ -43,13 +53,15 @@ MODELS = {
             "original_max_position_embeddings": 16,
         },
     ),
-    "qwen3_next": Qwen3NextConfig(
-        **SIZES, num_key_value_heads=2, head_dim=16, layer_types=["linear_attention", "full_attention"],
-        num_experts=8, shared_expert_intermediate_size=48, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=16, linear_value_head_dim=16,
+    "qwen3_next": Qwen3NextConfig(**SIZES, **HEADS, **DELTA),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**SIZES, **HEADS, **DELTA),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, num_key_value_heads=2, num_experts=8, shared_expert_intermediate_size=48
     ),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **HEADS, num_experts=8, norm_topk_prob=True),
+    "mixtral": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8),
     "gpt-oss": GptOssConfig(
-        **SIZES, num_key_value_heads=2, head_dim=16, num_local_experts=8, sliding_window=6,
+        **SIZES, **HEADS, num_local_experts=8, sliding_window=6,
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False,
             "original_max_position_embeddings": 16,
@@ -58,7 +70,8 @@ MODELS = {
 }  # fmt: skip
 RUNS = (
     ("deepseek", "megatron"), ("qwen3_next", "megatron"), ("glm", "megatron"), ("gpt-oss", "megatron"),
-    ("qwen3_next", "fsdp"),
+    ("qwen2_moe", "megatron"), ("qwen3_moe", "megatron"), ("mixtral", "megatron"),
+    ("qwen3_5_moe", "megatron"), ("qwen3_next", "fsdp"),
 )  # fmt: skip
 NOT_NIGHTLY = RUNS[:2]
 
