@@ -1,6 +1,7 @@
 """A model of transformers whose output is the loss, sharded over all ranks by torch's FSDP2."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from bus.images import PlacedImage
 from learner.backends.fsdp.attention import PackedSequences
 from learner.backends.fsdp.build import attention_of
+from learner.backends.fsdp.fused_modules import FusedModules, are_wanted
 from learner.backends.fsdp.router_replay import RouterReplay
 from learner.backends.fsdp.sglang_model import SglangArithmetic
 from learner.backends.fsdp.vision import PackedVision
@@ -53,6 +55,10 @@ class PackedModel(torch.nn.Module):
         self._unscaled_tokens = unscaled_tokens(hf_model.config)
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
+        self.fused: FusedModules | None = None
+        """What is computed otherwise than transformers does; nothing where an engine's arithmetic is."""
+        if are_wanted() and not exact and kernels is None:
+            self.fused = FusedModules(hf_model)
         self.replay = RouterReplay(hf_model)
         self.sglang = None if kernels is None else SglangArithmetic(hf_model, kernels)
         if exact:
@@ -95,7 +101,9 @@ class PackedModel(torch.nn.Module):
         try:
             sequences = zip(torch.split(batch.tokens, list(batch.lengths)), batch.images_apart, strict=True)
             inputs = [(each[None], self._plain_images(shown, len(each))) for each, shown in sequences]
-            logits = [self.hf(input_ids=each, use_cache=False, **shown).logits[0] for each, shown in inputs]
+            with nullcontext() if self.fused is None else self.fused.switched_off():
+                passes = (self.hf(input_ids=each, use_cache=False, **shown) for each, shown in inputs)
+                logits = [of_sequence.logits[0] for of_sequence in passes]
         finally:
             self.hf.set_attn_implementation(attention_of(self.hf.config))
         return torch.cat(logits).float()
