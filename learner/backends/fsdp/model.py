@@ -108,6 +108,12 @@ class PackedModel(torch.nn.Module):
             self.hf.set_attn_implementation(attention_of(self.hf.config))
         return torch.cat(logits).float()
 
+    def forget_gathered(self) -> None:
+        """Have the next pass gather the parameters that it needs, which may have changed."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _plain_images(self, images: Sequence[PlacedImage], length: int) -> Mapping[str, Tensor]:
         return {} if self.vision is None else self.vision.plain_inputs(images, length, device())
 
@@ -123,7 +129,8 @@ def shard(
     """Divide the float32 parameters of a model, its main weights, among all ranks.
 
     Layers are gathered one at a time as `dtype`, in which they compute; the embedding, the output layer and
-    what else lies beside the layers stay gathered during a pass. Gradients are added up in float32.
+    what else lies beside the layers stay gathered during a pass. Gradients are added up in float32. A rank
+    that is alone has nothing to gather: where memory is not to be saved, it rounds each layer once in a step.
 
     Args:
         hf_model: may have weights that mean nothing yet.
@@ -143,18 +150,27 @@ def shard(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+    alone = dist.get_world_size() == 1
+    kept = alone and not offload and not recompute and _is_rounded(hf_model, dtype)
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": rounded, "offload_policy": offloading}
     for layer in _layers(hf_model):
         if recompute:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, **shared)
+        fully_shard(layer, reshard_after_forward=not kept, **shared)
     fully_shard(model, reshard_after_forward=False, **shared)  # each call moves buffers to the device
     for module in model.modules():
         if isinstance(module, FSDPModule):  # both settings are of one module, and not of those inside it
             # The loss of a step is a sum over ranks, which is divided by its denominator afterwards.
-            module.set_gradient_divide_factor(1.0)
+            if not alone:  # one rank would divide by 1
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_backward(not kept, recurse=False)
     return model  # type: ignore[return-value]  # `fully_shard` has changed its class
+
+
+def _is_rounded(hf_model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Tell whether no weight lies in memory as `dtype` already: such a one would lie there twice."""
+    return all(each.dtype != dtype for each in hf_model.parameters())
 
 
 def _layers(hf_model: PreTrainedModel) -> list[torch.nn.Module]:

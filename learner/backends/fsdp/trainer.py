@@ -271,7 +271,7 @@ class FsdpTrainer:
         if self._read is not None:
             torch.cuda.current_stream().wait_event(self._read)
             self._read = None
-        self.model.reshard()
+        self.model.forget_gathered()
 
     # --- weights out ---
 

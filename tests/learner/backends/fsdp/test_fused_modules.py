@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -188,6 +189,34 @@ def test_arithmetic_of_engines_is_not_replaced(fused):
 def test_a_cpu_keeps_transformers_modules():
     hf_model = tiny_model("qwen3")
     assert FsdpTrainer(hf_model.config, hf_state(hf_model), OPTIMIZER).model.fused is None
+
+
+def steps_in_bfloat16(**settings):
+    hf_model = tiny_model("qwen3")
+    trainer = FsdpTrainer(hf_model.config, hf_state(hf_model), OPTIMIZER, dtype=torch.bfloat16, **settings)
+    packs = pack(random_samples(LENGTHS), 30)
+    losses = [trainer.train_step(packs, TIS, policy_version=3).loss for _ in range(3)]
+    trainer.model(packs[0])
+    weight = trainer.model.hf.model.layers[0].mlp.up_proj.weight
+    return losses, trainer.export(), isinstance(weight, DTensor)
+
+
+def test_a_rank_that_is_alone_rounds_its_weights_once_in_a_step(monkeypatch):
+    losses, weights, is_divided = steps_in_bfloat16()
+    assert not is_divided
+    monkeypatch.setattr(model, "_is_rounded", lambda *_: False)
+    expected, expected_weights, is_divided = steps_in_bfloat16()
+    assert is_divided
+    assert losses == expected
+    assert losses[0] != losses[2], "the weights have changed"
+    assert all(torch.equal(weights[name], each) for name, each in expected_weights.items())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"parallel": ParallelConfig(recompute="full")}, {"lora": LoraConfig(rank=4)}]
+)
+def test_weights_lie_in_memory_once_where_it_is_to_be_saved(settings):
+    assert steps_in_bfloat16(**settings)[2]
 
 
 def test_every_activation_of_a_gate_is_one_of_transformers():

@@ -54,6 +54,7 @@ def test_each_weight_has_the_ordinary_gradient():
         [micro_batch] = batch
         loss, *_ = each.model(micro_batch, lambda logprobs, *_: logprobs.sum())
         loss.backward()
+        each.model.forget_gathered()  # until then its parameters are those of the pass
         gradients.update({name: p.grad.full_tensor() for name, p in each.model.named_parameters()})
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
