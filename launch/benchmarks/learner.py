@@ -4,7 +4,8 @@ transformers on the same batch.
 `python -m launch.benchmarks.learner` prints the figures as JSON. On CPU a small Qwen3 in float32, the sides
 taking turns step by step; on CUDA a Qwen3-0.6B and two small mixtures of experts in bfloat16, the sides
 taking longer turns, and besides adapters, Muon, weights rounded to fp8 and products in fp8 beside a step
-without. Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a plain
+without. Names of sides behind the command, as in `fsdp_16k hf_16k`, print a line of JSON for each of these
+alone. Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a plain
 cross-entropy. A loss over whole sequences, which makes the logits twice, is measured against ours over
 tokens.
 """
@@ -12,8 +13,10 @@ tokens.
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
@@ -24,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.codec import Json
+from bus.errors import ConfigError
 from launch.benchmarks.learner_bare_megatron import BareLoop
 from launch.benchmarks.learner_workloads import Workload, qwen3_600m, small, small_experts, small_latent
 from learner.algorithms.objective import Objective
@@ -44,6 +48,8 @@ PEAK_FLOPS = 989e12
 """Dense bfloat16 of one H100 or H200 SXM, by the vendor's datasheet."""
 CUDA_ROUNDS = 2
 """Turns that each side has on CUDA, where it has the memory for itself."""
+ALONE_TIMEOUT_S = 900.0
+"""Seconds that a side may take in a process of its own."""
 OPTIMIZER = OptimizerConfig(lr=1e-6)
 MUON = OptimizerConfig(lr=1e-6, matrices="muon")
 ADAPTERS = LoraConfig(rank=16)
@@ -218,34 +224,72 @@ def side_by_side(workload: Workload) -> dict[str, Json]:
     }
 
 
+def sides() -> dict[str, tuple[Callable[[Workload], Step], Workload]]:
+    """Return each side by its name, with what it trains on this machine."""
+    if not torch.cuda.is_available():
+        few = small()
+        every = {"ours": ours, "bare": bare, "hf": hugging_face, "sequences": over_sequences, "fsdp": fsdp}
+        return {name: (side, few) for name, side in every.items()}
+    large, less, experts = qwen3_600m(tokens=32768), qwen3_600m(tokens=16384), small_experts()
+    latent = small_latent()
+    return {
+        "ours": (ours, large),
+        "hf": (hugging_face, large),
+        "sequences": (over_sequences, large),
+        "recompute": (lambda workload: ours(workload, recompute=True), large),
+        "16k": (ours, less),
+        "bare_16k": (bare, less),  # more tokens at once do not fit: it keeps their logits
+        "fsdp_16k": (fsdp, less),  # it keeps more of each layer: 32k may not fit into 80 GB
+        "hf_16k": (hugging_face, less),
+        "experts": (ours, experts),
+        "experts_fsdp": (fsdp, experts),
+        "experts_hf": (hugging_face, experts),
+        "latent": (ours, latent),
+        "latent_hf": (hugging_face, latent),
+        "adapters": (adapters, large),
+        "muon": (muon, large),
+        "rounded": (rounded, large),
+        "fp8": (in_fp8, large),
+    }
+
+
+def single_sides(
+    names: Sequence[str], known: Mapping[str, tuple[Callable[[Workload], Step], Workload]]
+) -> Iterator[dict[str, Json]]:
+    """Measure the sides of these names, in the world that there is.
+
+    Raises `ConfigError` for an unknown name."""
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"sides {unknown} are not among {list(known)}")
+    for name in names:
+        yield {"side": name, **_measured(*known[name])}
+
+
+def _alone(name: str) -> dict[str, float]:
+    """Measure a side in a process of its own: liger-kernel changes classes of transformers for good, also for
+    the FSDP2 backend, which computes with them."""
+    command = [sys.executable, "-m", "launch.benchmarks.learner", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=ALONE_TIMEOUT_S)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return {key: value for key, value in found.items() if key != "side"}
+
+
 def _on_cuda() -> dict[str, Json]:
     """Return ratios of the medians of several rounds, in each of which every side has its turn by itself."""
-    large, small, experts = qwen3_600m(tokens=32768), qwen3_600m(tokens=16384), small_experts()
-    latent = small_latent()
-    sides: tuple[tuple[str, Callable[[Workload], Step], Workload], ...] = (
-        ("", ours, large),
-        ("hf_", hugging_face, large),
-        ("sequences_", over_sequences, large),
-        ("recompute_", lambda workload: ours(workload, recompute=True), large),
-        ("16k_", ours, small),
-        ("bare_16k_", bare, small),  # more tokens at once do not fit: it keeps their logits
-        ("fsdp_16k_", fsdp, small),  # it keeps more of each layer: 32k do not fit into 80 GB
-        ("hf_16k_", hugging_face, small),
-        ("experts_", ours, experts),
-        ("experts_fsdp_", fsdp, experts),
-        ("experts_hf_", hugging_face, experts),
-        ("latent_", ours, latent),
-        ("latent_hf_", hugging_face, latent),
-        ("adapters_", adapters, large),
-        ("muon_", muon, large),
-        ("rounded_", rounded, large),
-        ("fp8_", in_fp8, large),
-    )
-    rounds = [[_measured(side, workload) for _, side, workload in sides] for _ in range(CUDA_ROUNDS)]
+    known = sides()
+    rounds = [
+        {
+            name: _alone(name) if side is hugging_face else _measured(side, workload)
+            for name, (side, workload) in known.items()
+        }
+        for _ in range(CUDA_ROUNDS)
+    ]
     figures = {
-        f"{name}{key}": statistics.median(found[number][key] for found in rounds)
-        for number, (name, _, _) in enumerate(sides)
-        for key in rounds[0][number]
+        f"{'' if name == 'ours' else name + '_'}{key}": statistics.median(
+            found[name][key] for found in rounds
+        )
+        for name in known
+        for key in rounds[0][name]
     }
     rate = figures["tokens_per_s"]
     return {
@@ -277,10 +321,11 @@ def _measured(side: Callable[[Workload], Step], workload: Workload) -> dict[str,
     with released():
         step = side(workload)
         step()
-        torch.cuda.reset_peak_memory_stats()
+        if cuda := torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         step()
         seconds = statistics.median(seconds_of(step) for _ in range(workload.rounds))
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
         del step
     return {
         "tokens_per_s": workload.tokens / seconds,
@@ -317,5 +362,15 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+def main() -> None:
+    """Print the figures of all sides, or of those that are named."""
+    if not (names := sys.argv[1:]):
+        print(json.dumps(bench_learner(), indent=2))  # noqa: T201 - the user's terminal
+        return
+    with world():
+        for found in single_sides(names, sides()):
+            print(json.dumps(found), flush=True)  # noqa: T201 - the user's terminal
+
+
 if __name__ == "__main__":
-    print(json.dumps(bench_learner(), indent=2))  # noqa: T201 - the user's terminal
+    main()

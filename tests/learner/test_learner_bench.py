@@ -1,11 +1,13 @@
 import dataclasses
+import subprocess
 
 import pytest
 import torch
 
 from bus.errors import ConfigError, TrainingError
+from launch.benchmarks import learner as bench
 from launch.benchmarks import learner_layouts
-from launch.benchmarks.learner import side_by_side
+from launch.benchmarks.learner import hugging_face, ours, side_by_side, sides, single_sides
 from launch.benchmarks.learner_layouts import Layout, every, layouts
 from launch.benchmarks.learner_workloads import Workload, qwen3, small, small_experts, small_latent, weights
 from learner.config.parallel import ParallelConfig
@@ -20,6 +22,45 @@ def test_all_sides_train_and_are_compared():
     assert report["ratios"].keys() == report["limits"].keys()
     assert "fsdp_over_hf" in report["ratios"]
     assert min(*report["ratios"].values(), *report["absolute"].values()) > 0
+
+
+def test_sides_are_measured_one_by_one():
+    tiny = Workload(qwen3(32, 64, 2, 4, 2, 8, 128), torch.float32, 32, 64, 1, rounds=1)
+    known = {"ours": (ours, tiny), "hf": (hugging_face, tiny)}
+    found = list(single_sides(["hf"], known))
+    assert [each["side"] for each in found] == ["hf"]
+    assert found[0]["tokens_per_s"] > 0
+    with pytest.raises(ConfigError, match=r"sides \['hff'\] are not among \['ours', 'hf'\]"):
+        next(single_sides(["hff"], known))
+
+
+def test_what_changes_transformers_runs_in_a_process_of_its_own(monkeypatch):
+    asked, here = [], []
+
+    def process(command, **_):
+        asked.append(command[-1])
+        return subprocess.CompletedProcess(
+            command, 0, 'loading\n{"side": "hf", "tokens_per_s": 2.0, "mfu": 0.5}\n'
+        )
+
+    def measured(side, _):
+        here.append(side)
+        return {"tokens_per_s": 1.0, "mfu": 0.25}
+
+    monkeypatch.setattr(subprocess, "run", process)
+    monkeypatch.setattr(bench, "_measured", measured)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    report = bench._on_cuda()
+    assert asked == ["hf", "hf_16k", "experts_hf", "latent_hf"] * bench.CUDA_ROUNDS
+    assert hugging_face not in here
+    assert report["ratios"].keys() == report["limits"].keys()
+    assert report["ratios"]["fsdp_over_hf"] == 0.5
+    assert report["absolute"]["tokens_per_s"] == 1.0
+
+
+def test_sides_of_this_machine_have_names():
+    assert {"ours", "hf", "sequences"} <= sides().keys()
 
 
 def test_weights_are_counted_once():
