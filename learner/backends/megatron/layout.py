@@ -50,7 +50,8 @@ def _divisions(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, in
         pieces = parallel.pipeline * parallel.virtual_pipeline
         yield "num_hidden_layers", shape.layers, "pipeline * virtual_pipeline", pieces
     if shape.delta is not None:
-        yield "linear_num_key_heads", shape.delta.key_heads, "tensor", parallel.tensor
+        # context ranks share the heads of these layers, as they share the tokens of others
+        yield "linear_num_key_heads", shape.delta.key_heads, *_tensor_and_context(parallel)
     if shape.experts is None or not all(shape.experts.sparse_layers):
         yield "intermediate_size", shape.intermediate, "tensor", parallel.tensor
     if shape.experts is not None:
@@ -58,6 +59,12 @@ def _divisions(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, in
         yield "width of an expert", shape.experts.intermediate, "expert_tensor", parallel.expert_tensor
         if shape.experts.shared is not None:
             yield "width of the shared expert", shape.experts.shared, "tensor", parallel.tensor
+
+
+def _tensor_and_context(parallel: ParallelConfig) -> tuple[str, int]:
+    if parallel.context == 1:
+        return "tensor", parallel.tensor
+    return "tensor * context", parallel.tensor * parallel.context
 
 
 def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
@@ -74,11 +81,6 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
             f"tensor={tensor} ranks cannot share num_key_value_heads={shape.groups} of head_dim="
             f"{shape.head_dim} evenly: choose a divisor of {shape.groups}, or a multiple of it that divides "
             f"{2 * shape.groups * shape.head_dim}"
-        )
-    if shape.delta is not None and parallel.context > 1:
-        yield (
-            f"context={parallel.context}: layers of linear attention take a state over all tokens of a "
-            "sequence, which ranks cannot share: set it to 1"
         )
     if shape.experts is None and parallel.expert * parallel.expert_tensor > 1:
         yield (

@@ -164,6 +164,7 @@ LAYOUTS = {
     ),
     "tp2 sp qwen3.5": (2, {"tensor": 2, "sequence": True}, LORA, {"family": "qwen3_5_text"}),
     "tp2 dora qwen3-next": (2, {"tensor": 2, "sequence": True}, DORA, {"family": "qwen3_next"}),
+    "cp2 qwen3-next": (2, {"context": 2, "recompute": "selective"}, LORA, {"family": "qwen3_next"}),
     "tp2 sp some": (2, {"tensor": 2, "sequence": True}, SOME, {}),
     "tp2 sp merged recomputed": (
         2, {"tensor": 2, "sequence": True, "recompute": "full"},

@@ -13,6 +13,7 @@ from learner.backends.base import StepResult
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.model import build_chunks
+from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
@@ -20,12 +21,14 @@ from learner.data.packing import pack
 from learner.publication.host_copy import HostCopy, host_tensors
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
-from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 """Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
 STEPS = 4
+OVER_CHUNKS = [1, 150, 3, 64, 2, 65, 130, 4, 71]
+"""Lengths of sequences through which layers with a state go in pieces of 64 tokens."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,22 @@ CASES = {
     "pp2 uneven qwen3.5": Case(2, {"pipeline": 2}, QWEN3_5),
     "tp2 sp ep2 plain qwen3.5-moe": Case(2, PLAIN | SP | {"expert": 2}, QWEN3_5_MOE),
     "tp2 sp etp2 qwen3.5-moe": Case(2, SP | {"expert_tensor": 2}, QWEN3_5_MOE),
+    "cp2 qwen3-next": Case(2, {"context": 2, "recompute": "selective"}, QWEN3_NEXT),
+    "cp2 ring short whole qwen3-next": Case(
+        2,
+        RING | {"context_min_tokens": 18, "overlap_grad_reduce": True, "recompute": "selective"},
+        QWEN3_NEXT,
+    ),
+    "cp2 ring plain qwen3.5": Case(2, PLAIN | RING | {"recompute": "full"}, QWEN3_5 + TIED),
+    "tp2 sp cp2 short whole qwen3-next": Case(
+        4, SP | {"context": 2, "context_min_tokens": 18}, QWEN3_NEXT + FOUR_KEY_HEADS
+    ),
+    "tp2 cp2 ring qwen3.5": Case(4, RING | {"tensor": 2}, QWEN3_5 + FOUR_KEY_HEADS),
+    "pp2 cp2 ep2 qwen3.5-moe": Case(4, {"pipeline": 2, "context": 2, "expert": 2}, QWEN3_5_MOE),
+    "pp2 cp2 short whole qwen3.5": Case(
+        4, {"pipeline": 2, "context": 2, "context_min_tokens": 18, "recompute": "full"}, QWEN3_5
+    ),
+    "cp4 qwen3.5": Case(4, {"context": 4}, QWEN3_5 + FOUR_KEY_HEADS),
     "tp4 sp qwen3-next": Case(4, SP | {"tensor": 4}, QWEN3_NEXT + FOUR_KEY_HEADS),
     "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
@@ -194,6 +213,7 @@ NIGHTLY = (
     "dp2 gemma overlapped", "dp2 gpt-oss overlapped", "cp2 gemma", "ep2 gpt-oss",
     "cp2 short whole gpt-oss", "tp2 sp ep2 plain gpt-oss",
     "tp4 sp qwen3-next", "tp2 sp plain qwen3.5", "tp2 sp ep2 plain qwen3.5-moe", "tp2 sp etp2 qwen3.5-moe",
+    "cp4 qwen3.5", "pp2 cp2 ep2 qwen3.5-moe", "tp2 cp2 ring qwen3.5", "pp2 cp2 short whole qwen3.5",
 )  # fmt: skip
 """Layouts whose parts, and parts of whose models, other layouts have too."""
 
@@ -266,7 +286,45 @@ def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, 
     }
 
 
-FURTHER_IN_BFLOAT16 = ("dp2 plain", "pp2 tied", "cp2", "dp2 tp2 sp overlapped")
+def divided_logits(layout: dict[str, object], model: tuple[tuple[str, object], ...]) -> tuple[Tensor, ...]:
+    """This rank's share of the logits of a pack, the sequences of its tokens and their positions in these."""
+    parallel = ParallelConfig(**layout)
+    divide_world(parallel)
+    policy = tiny_model(**dict(model))
+    [built] = build_chunks(policy.config, dtype=torch.float32, parallel=parallel)
+    load_hf_weights([built], policy.config, hf_state(policy))
+    [batch] = pack(random_samples(OVER_CHUNKS), 1000)
+    context = parallel_state.get_context_parallel_group()
+    share = share_of_rank(
+        batch, ranks=context.size(), rank=context.rank(), multiple=parallel.tensor,
+        min_tokens=parallel.context_min_tokens,
+    )  # fmt: skip
+    with torch.no_grad():
+        return built.logits(share), share.sequence_of_token, share.position_ids
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RING | {"context_min_tokens": 100},
+        pytest.param({"context": 2}, marks=pytest.mark.slow),
+        pytest.param({"context": 2, "context_min_tokens": 1000}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_logits_of_ranks_that_share_sequences_are_those_of_each_sequence_alone(worlds, layout):
+    expected = reference_logits(tiny_model(**dict(QWEN3_NEXT)), random_samples(OVER_CHUNKS))
+    expected = expected.split(OVER_CHUNKS)
+    found = [torch.full_like(each, torch.nan) for each in expected]
+    for logits, sequences, positions in worlds.run(2, divided_logits, layout, QWEN3_NEXT):
+        for row, sequence, position in zip(logits, sequences.tolist(), positions.tolist(), strict=True):
+            if position < OVER_CHUNKS[sequence]:  # others are padding
+                found[sequence][position] = row
+    assert (torch.cat(found) - torch.cat(expected)).abs().max() < 1e-5
+
+
+FURTHER_IN_BFLOAT16 = ("dp2 plain", "pp2 tied", "cp2", "cp2 qwen3-next", "dp2 tp2 sp overlapped")
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])

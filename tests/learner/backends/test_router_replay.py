@@ -30,6 +30,7 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "tp2 sp ep2 recomputed": {"tensor": 2, "sequence": True, "expert": 2, "recompute": "full"},
 }
+DIVIDED = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("qwen3_next", "cp2 short whole")]
 
 
 def expected_steps(family, changes):
@@ -134,18 +135,18 @@ def test_a_pass_notes_where_it_sends_tokens(family, changes, share_prefixes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_that_share_a_model_all_know_where_a_pass_sends_tokens(worlds, layout):
-    shared = not {"pipeline", "context_min_tokens"} & LAYOUTS[layout].keys()
-    for found in worlds.run(2, noted, "qwen3_moe", {}, LAYOUTS[layout], shared):
-        assert_noted_as_transformers_chooses(found, "qwen3_moe", {})
+@pytest.mark.parametrize(("family", "layout"), DIVIDED)
+def test_ranks_that_share_a_model_all_know_where_a_pass_sends_tokens(worlds, family, layout):
+    shared = family == "qwen3_moe" and not {"pipeline", "context_min_tokens"} & LAYOUTS[layout].keys()
+    for found in worlds.run(2, noted, family, {}, LAYOUTS[layout], shared):
+        assert_noted_as_transformers_chooses(found, family, {})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_that_share_a_model_send_tokens_to_the_given_experts(worlds, layout):
-    [(found, weights), *_] = worlds.run(2, train, "qwen3_moe", {}, LAYOUTS[layout])
-    assert_trained_like(found, weights, "qwen3_moe", {})
+@pytest.mark.parametrize(("family", "layout"), DIVIDED)
+def test_ranks_that_share_a_model_send_tokens_to_the_given_experts(worlds, family, layout):
+    [(found, weights), *_] = worlds.run(2, train, family, {}, LAYOUTS[layout])
+    assert_trained_like(found, weights, family, {})
 
 
 def test_what_an_engine_cannot_have_meant_is_left_to_the_router():

@@ -60,6 +60,7 @@ CHANGES = [
     ("one rank", "tp2 sp ep2", GPT_OSS),
     ("pp2", "tp2 sp", GEMMA),
     ("tp2 sp ep2", "pp2", QWEN3_NEXT),
+    ("cp2", "tp2 sp", QWEN3_NEXT),
     ("one rank", "tp2 sp", QWEN3_5),
     ("tp2", "dp2", QWEN3_5),
     ("tp2 sp", "dp2", ONE_HEAD),

@@ -43,6 +43,7 @@ from learner.backends.megatron.model.ring_attention import attend_around
 from learner.backends.megatron.model.ring_layout import RingLayout
 from learner.backends.megatron.model.rope import Rope
 from learner.backends.megatron.model.sink_attention import attend_with_sinks
+from learner.backends.megatron.model.state_layout import StateLayout, buckets_of, state_layouts
 from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
 from learner.backends.megatron.model.windows import (
     refuse_shared_sinks,
@@ -51,7 +52,6 @@ from learner.backends.megatron.model.windows import (
 )
 from learner.backends.packed_attention import (
     Bucket,
-    bucket_by_length,
     bucketed_attention,
     causal_attention,
     causal_varlen_attention,
@@ -59,7 +59,6 @@ from learner.backends.packed_attention import (
     of_one_width,
 )
 from learner.data.packing import MicroBatch
-from learner.publication.transfer import to_device
 
 
 @dataclass
@@ -84,9 +83,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """The sequences as runs, where layers have sinks; `None` if they have none, or ranks share sequences."""
     tree: TreeLayout | None = None
     """Segments that each query sees, where sequences share them; `None` if they share nothing."""
-    sequences: tuple[tuple[Bucket, ...], Tensor | None] | None = None
-    """The sequences by length and the places of tokens, as `within_sequences` takes them; `None` where no
-    layer takes a state from token to token."""
+    states: tuple[StateLayout, ...] = ()
+    """The same tokens for layers that take a state from token to token; empty where no layer does."""
     experts: Tensor | None = None
     """int [T, layers, k], the experts that each token of this rank goes to
     (learner/backends/megatron/model/router_replay.py); `None` if routers choose."""
@@ -127,15 +125,8 @@ def pack_layout(
     layout.rotations = tuple(rope.rotation(positions, dtype) for rope in ropes)
     if states:
         refuse_shared_states(tree is not None)
-        layout.sequences = _by_length(batch.lengths, bounds.device)
+        layout.states = state_layouts(batch, context, bounds.device)
     return layout
-
-
-def _by_length(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Bucket, ...], Tensor | None]:
-    if len(set(lengths)) == 1:
-        return (Bucket(len(lengths), lengths[0]),), None
-    buckets, slots = bucket_by_length(lengths)
-    return buckets, to_device(slots, device)
 
 
 def _of_lengths(bounds: Tensor, lengths: Sequence[int]) -> PackedLayout:
@@ -162,7 +153,7 @@ def _sequences_layout(
     elif sinks:
         layout.sets = key_sets(lengths, lengths, causal=True).to(device)
     elif by_length or len(set(lengths)) == 1:
-        layout.buckets, layout.slots = _by_length(lengths, device)
+        layout.buckets, layout.slots = buckets_of(lengths, device)
     return layout
 
 

@@ -7,6 +7,7 @@ and values are gathered, so a rank holds those of one layer's whole pack at a ti
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -104,8 +105,27 @@ def gathered_line(tokens: int, ranks: int) -> Tensor:
     Args:
         tokens: of the line, a multiple of 2 * ranks.
         ranks: context-parallel ranks."""
-    chunk = tokens // (2 * ranks)
-    return torch.cat([_gathered_chunk(i, ranks, chunk, tokens // ranks, 0) for i in range(2 * ranks)])
+    [places] = gathered_places([tokens], ranks)
+    return places
+
+
+def gathered_places(lengths: Sequence[int], ranks: int) -> list[Tensor]:
+    """Return where the tokens of each sequence are when the tokens of all ranks are laid end to end.
+
+    Args:
+        lengths: of the sequences, each a multiple of 2 * ranks.
+        ranks: context-parallel ranks."""
+    tokens_per_rank = sum(lengths) // ranks
+    first_tokens = accumulate((length // ranks for length in lengths), initial=0)
+    return [
+        torch.cat(
+            [
+                _gathered_chunk(i, ranks, length // (2 * ranks), tokens_per_rank, first)
+                for i in range(2 * ranks)
+            ]
+        )
+        for length, first in zip(lengths, first_tokens, strict=False)
+    ]
 
 
 def attend_to_gathered(
@@ -174,15 +194,11 @@ def _attend_by_length(
 
 def _runs(lengths: Sequence[int], ranks: int, rank: int) -> "list[_Run]":
     """Return two runs of each sequence, in the order in which this rank holds their queries."""
-    tokens_per_rank = sum(lengths) // ranks
     runs, first_query = [], 0
-    for length in lengths:
+    for length, places in zip(lengths, gathered_places(lengths, ranks), strict=True):
         chunk = length // (2 * ranks)
-        whole = torch.cat(
-            [_gathered_chunk(i, ranks, chunk, tokens_per_rank, first_query) for i in range(2 * ranks)]
-        )
         for i in chunks_of_rank(ranks, rank):
-            runs.append(_Run(first_query, chunk, whole[: (i + 1) * chunk]))
+            runs.append(_Run(first_query, chunk, places[: (i + 1) * chunk]))
             first_query += chunk
     return runs
 

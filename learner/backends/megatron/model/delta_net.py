@@ -2,9 +2,11 @@
 
 megatron-core's own module needs kernels of the package `fla`, and takes no packs. This one computes the short
 convolution and the delta rule by the functions of transformers that the layers of the FSDP backend call, on
-sequences laid out apart. They call kernels of `causal_conv1d` and `fla` where those are installed.
+sequences laid out apart. They call kernels of `causal_conv1d` and `fla` where those are installed. Ranks that
+share the tokens of sequences share the heads here (learner/backends/megatron/model/state_layout.py).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ from learner.backends.megatron.core import (
     tensor_parallel,
 )
 from learner.backends.megatron.model.attention import PackedLayout
+from learner.backends.megatron.model.state_layout import StateLayout, to_heads, to_tokens
 from learner.backends.packed_attention import within_sequences
 
 DIVIDED = ("conv_weight", "A_log", "dt_bias")
@@ -29,7 +32,7 @@ DIVIDED = ("conv_weight", "A_log", "dt_bias")
 
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
-    """A layer of linear attention; tensor-parallel ranks share its heads.
+    """A layer of linear attention, whose heads tensor-parallel ranks share, and context ranks these shares.
 
     Everything is in the order of heads of keys: what belongs to one comes before what belongs to the next.
     """
@@ -44,7 +47,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.sizes, self.tp_group = sizes, pg_collection.tp
+        self.sizes, self.tp_group, self.context_group = sizes, pg_collection.tp, pg_collection.cp
         ranks = pg_collection.tp.size()
         self.key_heads, self.value_heads = sizes.key_heads // ranks, sizes.value_heads // ranks
         keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
@@ -75,38 +78,64 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
     ) -> tuple[Tensor, Tensor | None]:
         """Mix the tokens of each sequence: [T, 1, H] to the same and a bias, of which there is none."""
         projected, _bias = self.in_proj(hidden_states)
-        mixed, gate, log_step, log_decay = self._by_kind(projected)
-        # The root of the decay of a token (arXiv:2412.06464, section 3.1) is in float32: bfloat16 would round
-        # what is near 1, and it is multiplied over a sequence.
-        decay = -self.A_log.float().exp() * F.softplus(log_decay.float() + self.dt_bias)
-        mix = partial(self._within_sequences, packed_seq_params)
-        inputs = (mixed, decay, log_step.sigmoid())
-        if self.config.recompute_granularity == "selective" and self.training:
-            heads = tensor_parallel.checkpoint(mix, False, *inputs)
+        *inputs, gate = self._by_kind(projected)
+        layouts = packed_seq_params.states  # made where the model has such layers
+        if len(layouts) == 1:
+            heads = self._found(layouts[0], inputs)
         else:
-            heads = mix(*inputs)
+            parts = zip(*(torch.split(x, [each.tokens for each in layouts]) for x in inputs), strict=True)
+            heads = torch.cat([self._found(*each) for each in zip(layouts, parts, strict=True)])
         return self.out_proj(self._gated(heads, gate).flatten(1)[:, None])  # type: ignore[no-any-return]
 
     def _by_kind(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Return what the convolution sees, [T, c], the gate, [T, values, v], and what the steps and decays
-        are made of, twice [T, values], from outputs of the projection, [T, 1, n]."""
+        """Return of outputs of the projection, [T, 1, n], what the convolution sees and what the steps and
+        decays are made of, each [T, heads of keys, m], and the gate, [T, values, v]."""
         sizes, tokens = self.sizes, len(projected)
         of_head = sizes.values_of_key_head
         value = of_head * sizes.value_width
         widths = [2 * sizes.key_width + value, value, of_head, of_head]
-        parts = torch.split(projected.view(tokens, self.key_heads, -1), widths, dim=-1)
-        mixed, gate, step, decay = (part.reshape(tokens, -1) for part in parts)
-        return mixed, gate.view(tokens, self.value_heads, -1), step, decay
+        mixed, gate, step, decay = torch.split(projected.view(tokens, self.key_heads, -1), widths, dim=-1)
+        return mixed, step, decay, gate.reshape(tokens, self.value_heads, -1)
 
-    def _within_sequences(self, layout: PackedLayout, *packed: Tensor) -> Tensor:
-        """Return the heads' outputs, [T, values, v]."""
-        assert layout.sequences is not None  # made where the model has such layers
-        return within_sequences(self._mixed, packed, *layout.sequences)
+    def _found(self, layout: StateLayout, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the heads' outputs for this rank's tokens of these sequences, [T, values, v]; of those that
+        are cut it computes some of the heads of all tokens, with the parameters of these heads."""
+        parameters = [getattr(self, name) for name in DIVIDED]
+        if not layout.is_cut:
+            return self._within_sequences(layout, inputs, parameters)
+        ranks, rank = self.context_group.size(), self.context_group.rank()
+        own = [parameter.chunk(ranks)[rank] for parameter in parameters]
+        found = self._within_sequences(layout, to_heads(inputs, self.context_group), own)
+        return to_tokens(found, self.context_group)
 
-    def _mixed(self, mixed: Tensor, decay: Tensor, step: Tensor) -> Tensor:
+    def _within_sequences(
+        self, layout: StateLayout, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the outputs of the heads that these parameters are of, [T, values, v].
+
+        Args:
+            layout: of the sequences.
+            inputs: as `_by_kind` returns them, of these heads and all tokens of the sequences.
+            parameters: `DIVIDED`, of these heads."""
+        mixed, step, decay = (x.flatten(1) for x in inputs)
+        kernel, decay_base, bias = parameters
+        # The root of the decay of a token (arXiv:2412.06464, section 3.1) is in float32: bfloat16 would round
+        # what is near 1, and it is multiplied over a sequence.
+        decay = -decay_base.float().exp() * F.softplus(decay.float() + bias)
+
+        def mix(kernel: Tensor, *packed: Tensor) -> Tensor:
+            return within_sequences(partial(self._mixed, kernel), packed, layout.buckets, layout.slots)
+
+        packed = kernel.squeeze(1), mixed, decay, step.sigmoid()
+        if self.config.recompute_granularity == "selective" and self.training:
+            return tensor_parallel.checkpoint(mix, False, *packed)  # type: ignore[no-any-return]
+        return mix(*packed)
+
+    def _mixed(self, kernel: Tensor, mixed: Tensor, decay: Tensor, step: Tensor) -> Tensor:
         """Return the heads' outputs of several sequences, [n, length, values, v].
 
         Args:
+            kernel: [c, taps], of the convolution.
             mixed: [n, length, c], what queries, keys and values are made of.
             decay: float32 [n, length, values], logarithms of what is left of the state at each token.
             step: [n, length, values], how far a key's value moves to that of the token."""
@@ -117,11 +146,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
         )
 
         sizes = self.sizes
-        kernel = self.conv_weight.squeeze(1)
         heads = causal_conv1d_fn(mixed.transpose(1, 2), kernel, None, activation="silu").transpose(1, 2)
         widths = [sizes.key_width, sizes.key_width, sizes.values_of_key_head * sizes.value_width]
-        query, key, value = heads.unflatten(-1, (self.key_heads, -1)).split(widths, dim=-1)
-        value = value.reshape(*value.shape[:2], self.value_heads, sizes.value_width)
+        query, key, value = heads.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+        value = value.reshape(*value.shape[:2], -1, sizes.value_width)
         found, _state = torch_chunk_gated_delta_rule(
             query, key, value, g=decay, beta=step, use_qk_l2norm_in_kernel=True
         )

@@ -9,7 +9,9 @@ from learner.backends.megatron.model.context_attention import (
     context_layout,
 )
 from learner.backends.megatron.model.rope import Rope
+from learner.backends.megatron.model.state_layout import state_layouts
 from learner.backends.megatron.sharding import share_of_rank
+from learner.backends.packed_attention import within_sequences
 from learner.data.packing import pack
 from tests.learner.tiny import random_samples
 
@@ -50,6 +52,31 @@ def test_what_the_ranks_compute_apart_is_attention_over_whole_sequences(ranks, w
             query[here], key[everywhere], value[everywhere], layout, scale=WIDTH**-0.5, window=window
         )
         assert torch.allclose(found, expected[here], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "min_tokens", "kinds"),
+    [
+        (1, 0, {False}), (2, 0, {True}), (4, 0, {True}), (2, 10, {True, False}), (4, 10, {True, False}),
+        (2, 100, {False}),
+    ],
+)  # fmt: skip
+def test_states_go_through_whole_sequences_whatever_ranks_share(ranks, min_tokens, kinds):
+    [whole] = pack(random_samples([5, 60, 1, 33, 9, 9]), 1000)
+    parts = []
+    for rank in range(ranks):
+        share = share_of_rank(whole, ranks=ranks, rank=rank, min_tokens=min_tokens)
+        layouts = state_layouts(share, ContextRanks(ranks, rank), torch.device("cpu"))
+        parts += zip(layouts, share.position_ids.split([each.tokens for each in layouts]), strict=True)
+    assert {layout.is_cut for layout, _ in parts} == kinds
+    of_all_ranks = [positions for layout, positions in parts if layout.is_cut]
+    for layout, positions in parts:
+        expected = torch.cat(of_all_ranks) if layout.is_cut else positions
+        # a token counts those before it in its sequence, whose number is its position
+        found = within_sequences(
+            lambda ones: ones.cumsum(1) - 1, [torch.ones_like(expected)], layout.buckets, layout.slots
+        )
+        assert found.equal(expected)
 
 
 @pytest.mark.parametrize("ring", [False, True])

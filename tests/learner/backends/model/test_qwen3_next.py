@@ -233,9 +233,12 @@ def test_linear_attention_of_other_families_is_refused():
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ({"context": 2}, "context=2: layers of linear attention take a state over all tokens of a sequence"),
-        ({"context": 2, "context_attention": "ring"}, "which ranks cannot share: set it to 1"),
         ({"tensor": 4, "sequence": True}, "linear_num_key_heads=2 does not divide by tensor=4"),
+        ({"context": 4}, "linear_num_key_heads=2 does not divide by tensor * context=4: choose a divisor"),
+        (
+            {"tensor": 2, "sequence": True, "context": 2, "context_attention": "ring"},
+            "linear_num_key_heads=2 does not divide by tensor * context=4: choose a divisor of 2",
+        ),
     ],
 )
 def test_layouts_that_would_cut_a_state_are_refused(layout, says):
