@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 
@@ -12,7 +13,8 @@ SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_
 
 
 def refuse_unsupported(
-    parallel: ParallelConfig, optimizer: OptimizerConfig, *, has_critic: bool, share_prefixes: bool
+    parallel: ParallelConfig, optimizer: OptimizerConfig, lora: LoraConfig, *, has_critic: bool,
+    share_prefixes: bool,
 ) -> None:  # fmt: skip
     """Raise `ValueError` with all settings that `learner.backend=fsdp` does not have."""
     problems = [
@@ -42,6 +44,11 @@ def refuse_unsupported(
         problems.append("a critic: use an advantage without one, and leave learner.critic.train alone")
     if share_prefixes:
         problems.append("learner.batch.share_prefixes=true: set it to false")
+    if lora.weight_decomposed and lora.experts:
+        problems.append(
+            "learner.lora.weight_decomposed=true with learner.lora.experts=true: it trains no lengths of "
+            "rows of experts; set one of them to false"
+        )
     if problems:
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ValueError(f"learner.backend=fsdp does not have these settings; use megatron, or:\n{listed}")

@@ -229,6 +229,7 @@ class LearnerConfig(Config):
             refuse_unsupported(
                 self.parallel,
                 self.optimizer,
+                self.lora,
                 has_critic=self.has_critic,
                 share_prefixes=self.batch.share_prefixes,
             )

@@ -33,6 +33,10 @@ def test_fsdp_names_every_setting_that_it_does_not_have():
     [
         ({"parallel": {"distributed_optimizer": False}}, "distributed_optimizer=false"),
         ({"batch": {"share_prefixes": True}}, "share_prefixes=true: set it to false"),
+        (
+            {"lora": {"rank": 8, "weight_decomposed": True, "experts": True}},
+            "no lengths of rows of experts; set one of them to false",
+        ),
     ],
 )
 def test_fsdp_refuses_further_settings_of_megatron(settings, problem):
