@@ -11,6 +11,7 @@ from learner.backends.factory import (
     build_backend,
     refuse_attention,
     refuse_batches,
+    refuse_optimizers,
     refuse_quantisation,
     refuse_router_replay,
     refuse_state_directory,
@@ -43,6 +44,9 @@ def restore_backend(
     refuse_batches(settings.model, settings.learner.batch, initial.hf_config)
     refuse_attention(settings.model, parallel)
     refuse_state_directory(settings.learner)
+    stages = (settings.learner, settings.warmup) if settings.warmup.steps else (settings.learner,)
+    optimizers = [stage.optimizer for stage in stages]
+    refuse_optimizers(settings.model, optimizers, initial.hf_config, settings.learner.backend)
     refuse_router_replay(settings.learner, initial.hf_config)
     refuse_quantisation(settings.learner, initial.state)
     rounding = rounding_of(settings.learner, settings.model, initial.state)

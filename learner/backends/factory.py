@@ -1,6 +1,6 @@
 """Tells which backend trains: the only module outside the backends' own folders that imports one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from learner.backends.megatron.model.windows import (
     refuse_shared_window,
     shortest_window,
 )
+from learner.backends.megatron.optimizer.muon import refuse_fused_matrices
 from learner.backends.megatron.optimizer.state_file import StateFile
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
@@ -102,6 +103,22 @@ def refuse_state_directory(learner: LearnerConfig) -> None:
         StateFile(learner.optimizer.offload_directory, 1)  # gone when nobody has it
 
 
+def refuse_optimizers(
+    model: ModelConfig, optimizers: Iterable[OptimizerConfig], hf_config: PretrainedConfig,
+    backend: BackendName,
+) -> None:  # fmt: skip
+    """Raise `ConfigError` where one of the stages' optimizers is Muon, and the backend cannot tell the
+    matrices of the model apart."""
+    if all(optimizer.matrices == "adamw" for optimizer in optimizers):
+        return
+    if backend == "fsdp":
+        from learner.backends.fsdp import matrices  # like the trainer above
+
+        matrices.refuse_fused_matrices(hf_config, _trainable(model))
+    else:
+        refuse_fused_matrices(hf_config)
+
+
 def refuse_router_replay(learner: LearnerConfig, hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` for router replay of a model without experts, or without routers that the backend
     knows."""
@@ -152,12 +169,16 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
         optimizer,
         dtype=getattr(torch, model.dtype),
         parallel=parallel,
-        trainable=TrainableWeights(model.freeze, model.train_only),
+        trainable=_trainable(model),
         critic=critic,
         lora=lora,
         exact=model.numerics == "exact",
         **given,
     )
+
+
+def _trainable(model: ModelConfig) -> TrainableWeights:
+    return TrainableWeights(model.freeze, model.train_only)
 
 
 def rounding_of(learner: LearnerConfig, model: ModelConfig, state: State) -> Rounding | None:

@@ -1,5 +1,6 @@
 """A backend is built for the stage that trains it first, where its settings allow one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ from learner import restore
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
-from learner.initial import prepare
+from learner.initial import Initial, prepare
 from learner.progress import Progress
 from learner.restore import restore_alone
 from learner.settings import LearnerSettings
 from storage.evaluation_config import EvaluationConfig
 from tests.learner.mini_run import SCRATCH
+from tests.learner.tiny import tiny_config
 
 
 def settings_of(tmp_path: Path, **learner: object) -> LearnerSettings:
@@ -38,6 +40,13 @@ def test_a_run_without_warm_up_begins_with_what_only_reinforcement_learning_offl
     progress = Progress()
     backend = restore_alone(settings, prepare(settings, None), None, progress)
     assert (progress.stage, backend.optimizer_config.offload) == ("rl", 1)
+
+
+def test_matrices_that_muon_cannot_tell_apart_are_refused_before_a_warm_up_begins(tmp_path):
+    settings = settings_of(tmp_path, optimizer={"matrices": "muon"})
+    settings = replace(settings, warmup=WarmupConfig(steps=1))
+    with pytest.raises(ConfigError, match=r"muon cannot tell the matrices apart that .*linear_attn"):
+        restore_alone(settings, Initial(tiny_config("qwen3_5_text"), {}, None), None, Progress())
 
 
 def test_weights_that_cannot_be_published_in_codes_are_refused_before_a_model_is_built(tmp_path, monkeypatch):

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from bus.errors import ConfigError
-from learner.backends.fsdp.names import FileNames
+from learner.backends.fsdp.build import empty_model
+from learner.backends.fsdp.names import FileNames, freeze
+from learner.backends.trainable import TrainableWeights
 
 FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|in_proj", re.IGNORECASE)
 """Names in files of tensors that are several matrices in one."""
@@ -41,6 +43,14 @@ class FileMatrices:
         """Undo `matrices`."""
         state = dict(zip(self.names.tensors[self.name].files, matrices, strict=True))
         return [self.names.merge(self.name, state)]
+
+
+def refuse_fused_matrices(hf_config: PretrainedConfig, trainable: TrainableWeights) -> None:
+    """Raise `ConfigError` as `matrix_names` does, and for a model that cannot be trained, before its weights
+    are read."""
+    names, model = FileNames(hf_config), empty_model(hf_config, torch.device("meta"))
+    freeze(model, names, trainable)
+    matrix_names(model, names)
 
 
 def matrix_names(model: PreTrainedModel, names: FileNames) -> set[str]:

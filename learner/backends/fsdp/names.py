@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.build import empty_model
+from learner.backends.trainable import TrainableWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,18 @@ class FileNames:
             converter.add_tensor(name, source, pattern, state[source])
         merged: Tensor = converter.convert(name, model=self._model, config=self._model.config)[name]
         return merged
+
+
+def freeze(hf_model: PreTrainedModel, names: FileNames, trainable: TrainableWeights) -> set[str]:
+    """Freeze the parameters of a model that are not trained; return their names.
+
+    Raises `ConfigError` as `TrainableWeights.frozen` does."""
+    parameters = dict(hf_model.named_parameters())
+    files = {name: list(names.tensors[name].files) for name in parameters}  # no buffer is trained
+    frozen = trainable.frozen(files)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name not in frozen)
+    return frozen
 
 
 def lasting_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.algorithms.objective import Objective
@@ -24,7 +24,7 @@ from learner.backends.fsdp.fp8 import multiply_in_fp8
 from learner.backends.fsdp.lora import ModelAdapters, add_adapters
 from learner.backends.fsdp.matrices import FileMatrices, matrix_names
 from learner.backends.fsdp.model import shard
-from learner.backends.fsdp.names import FileNames, lasting_tensors
+from learner.backends.fsdp.names import FileNames, freeze, lasting_tensors
 from learner.backends.fsdp.optimizer import ShardedOptimizer
 from learner.backends.fsdp.quantised import rounded_weights
 from learner.backends.fsdp.self_check import refuse_other_results
@@ -92,7 +92,7 @@ class FsdpTrainer:
         if lora.exists:
             adapted = add_adapters(hf_model, self._names, lora, dtype)
         else:
-            self._frozen_weights = self._freeze(hf_model, trainable)
+            self._frozen_weights = freeze(hf_model, self._names, trainable)
         self.model = shard(
             hf_model, dtype=dtype, offload=bool(optimizer.offload), recompute=parallel.recompute == "full",
             exact=exact, images=images, kernels=kernels,
@@ -112,14 +112,6 @@ class FsdpTrainer:
         self.frozen = FrozenPolicies(self._live, load=self._load)
         self.counts = UpdateCounts()
         self.set_optimizer(optimizer)
-
-    def _freeze(self, hf_model: PreTrainedModel, trainable: TrainableWeights) -> set[str]:
-        parameters = dict(hf_model.named_parameters())
-        files = {name: list(self._names.tensors[name].files) for name in parameters}  # no buffer is trained
-        frozen = trainable.frozen(files)
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name not in frozen)
-        return frozen
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with a fresh optimizer state and warm-up; the weights stay."""

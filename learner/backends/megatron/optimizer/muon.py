@@ -79,6 +79,15 @@ class _Found(NamedTuple):
     stored: CutMatrices
 
 
+def refuse_fused_matrices(hf_config: PretrainedConfig) -> None:
+    """Raise `ConfigError` where files of a model have several matrices in one tensor."""
+    if shape_of(hf_config).delta is not None:
+        raise ConfigError(
+            f"optimizer.matrices=muon: files of this model, a {hf_config.model_type}, have the matrices of "
+            "linear attention, and those of queries and gates, in one tensor: set it to adamw"
+        )
+
+
 @torch.no_grad()
 def add_muon(
     optimizer: MegatronOptimizer, chunks: Sequence[Any], hf_config: PretrainedConfig, dtype: torch.dtype
@@ -86,11 +95,7 @@ def add_muon(
     """Let Muon update the matrices of the layers in `dtype`, with fresh state. Every rank calls this.
 
     Raises `ConfigError` where no matrix is trained, and where files have several in one tensor."""
-    if shape_of(hf_config).delta is not None:
-        raise ConfigError(
-            f"optimizer.matrices=muon: files of this model, a {hf_config.model_type}, have the matrices of "
-            "linear attention, and those of queries and gates, in one tensor: set it to adamw"
-        )
+    refuse_fused_matrices(hf_config)
     found = _found_in(chunks, hf_config)
     mine: list[Piece] = []
     tensors: dict[str, CutMatrices] = {}

@@ -9,7 +9,7 @@ from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfi
 
 from actors.engines.embedded.decoder import prepare_weights
 from bus.errors import ConfigError
-from learner.backends.factory import refuse_batches
+from learner.backends.factory import refuse_batches, refuse_optimizers
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.conversion.families import family_of, shape_of
@@ -262,8 +262,25 @@ def test_exact_arithmetic_and_muon_are_refused():
     model = tiny_model("qwen3_5_text")
     with pytest.raises(ConfigError, match=r"linear attention, or gates .*: set model\.numerics=fast"):
         make_exact(built_from(model))
+    muon = OptimizerConfig(matrices="muon")
     with pytest.raises(ConfigError, match="matrices=muon: files of this model, a qwen3_5_text, have"):
-        Trainer(model.config, hf_state(model), OptimizerConfig(matrices="muon"))
+        Trainer(model.config, hf_state(model), muon)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_muon_is_refused_before_a_warm_up_with_adamw(backend):
+    adamw, muon = OptimizerConfig(), OptimizerConfig(matrices="muon")
+    config, model = tiny_config("qwen3_5_text"), ModelConfig(path="/m")
+    refuse_optimizers(model, [adamw], config, backend)
+    refuse_optimizers(model, [adamw, muon], tiny_config(), backend)
+    with pytest.raises(ConfigError, match=r"optimizer\.matrices=muon.*set it to adamw"):
+        refuse_optimizers(model, [adamw, muon], config, backend)
+
+
+def test_on_fsdp_frozen_linear_attention_is_no_hindrance_to_muon():
+    config, muon = tiny_config("qwen3_5_text"), OptimizerConfig(matrices="muon")
+    model = ModelConfig(path="/m", freeze=(r"linear_attn\.",))
+    refuse_optimizers(model, [muon], config, "fsdp")
 
 
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
