@@ -1,6 +1,6 @@
 """Images in a trajectory: which tokens stand for them, and their encoded bytes, named by their digest."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,34 @@ class PlacedImage(NamedTuple):
         return self._replace(start=self.start + tokens)
 
 
+class ImageCount(NamedTuple):
+    """Counts the different images of some trajectories."""
+
+    images: int
+    tokens: int
+    """Tokens that stand for them, for each image once."""
+
+    @classmethod
+    def of(cls, shown: Iterable[PlacedImage]) -> "ImageCount":
+        """Count images, of which the same may come several times."""
+        tokens = {image.digest: image.rows * image.columns for image in shown}
+        return cls(len(tokens), sum(tokens.values()))
+
+
+NO_IMAGES = ImageCount(0, 0)
+
+
 def image_digest(data: bytes) -> str:
     """Return the name of an image by its encoded bytes."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def shown_tokens(length: int, images: Sequence[PlacedImage]) -> NDArray[np.bool_]:
+    """Tell of each of `length` tokens whether it stands for one of these images."""
+    shown = np.zeros(length, bool)
+    for image in images:
+        shown[image.start : image.stop] = True
+    return shown
 
 
 def check_images(name: str, images: Sequence[PlacedImage], mask: NDArray[np.bool_]) -> None:

@@ -5,10 +5,13 @@ Trajectories are in `trajectory.py`, requests and their answers in `requests.py`
 
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+
+import numpy as np
 
 from bus.codec import Json, Message
 from bus.errors import SchemaError
+from bus.images import PlacedImage, check_all_given, check_images, shown_tokens
 from bus.trajectory import LARGEST_REWARD
 
 LARGEST_PACE = 1000.0
@@ -154,13 +157,27 @@ class Probe(Message, tag="probe"):
     token_ids: tuple[tuple[int, ...], ...]
     """Sequences of two tokens or more."""
     logprobs: tuple[tuple[float, ...], ...]
-    """For each sequence the nats of all its tokens but the first, at temperature 1."""
+    """For each sequence the nats of all its tokens but the first and those that stand for an image, at
+    temperature 1."""
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
+    """Images among the tokens of each sequence, with their bytes; empty where no sequence shows any."""
 
     def check(self) -> None:
-        """Refuse log-probs that do not belong to these tokens."""
+        """Refuse images and log-probs that do not belong to these tokens."""
         lengths = [len(tokens) for tokens in self.token_ids]
-        if [1 + len(values) for values in self.logprobs] != lengths or min(lengths, default=0) < 2:
+        if len(self.images) not in (0, len(lengths)):
+            raise SchemaError(f"a probe of {len(lengths)} sequences has images of {len(self.images)}")
+        for length, images in zip(lengths, self.images, strict=False):
+            check_images("the probe", images, np.zeros(length, bool))
+        check_all_given(self.images)
+        if list(map(len, self.logprobs)) != self._scored or min(self._scored, default=0) < 1:
             raise SchemaError(f"a probe of {lengths} tokens has {[len(v) for v in self.logprobs]} log-probs")
+
+    @property
+    def _scored(self) -> list[int]:
+        """Return how many log-probs each sequence has."""
+        sequences = zip_longest(self.token_ids, self.images, fillvalue=())
+        return [int((~shown_tokens(len(tokens), images)[1:]).sum()) for tokens, images in sequences]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,6 +124,6 @@ def build(
     published, trained = getattr(torch, settings.learner.publish_dtype), getattr(torch, settings.model.dtype)
     rank = Rank(
         backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread,
-        exact_dtypes=exact_dtypes(initial.state, published, trained),
+        exact_dtypes=exact_dtypes(initial.state, published, trained), images=initial.images,
     )  # fmt: skip
     return Built(World(channel, rank, settings), progress)

@@ -220,8 +220,13 @@ class HealthChecked(Protocol):
 class Scores(Protocol):
     """An engine that can tell the log-probs of tokens that it is given."""
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> list[list[float]]:
         """Return for each sequence the nats of all its tokens but the first, at temperature 1.
+
+        `images` are those among the tokens of each sequence, or of none; the tokens that stand for them have
+        no nats.
 
         The weights may change meanwhile: compare `policy_version` before and after. Raises EngineError."""
 

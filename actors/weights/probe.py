@@ -6,13 +6,15 @@ after it took the version, and the two are compared."""
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
 import structlog
 
 from actors.engines.fleet.engine_life import Scored
-from bus.messages import PolicyManifest
+from bus.images import PlacedImage
+from bus.messages import PolicyManifest, Probe
 from bus.waiting import set_within
 
 log = structlog.get_logger()
@@ -25,10 +27,19 @@ SAME_NATS = 1e-4
 """Mean difference that different kernels make in float32: below it an engine has the weights."""
 
 
+Parts = Mapping[str, np.ndarray]
+"""Log-probs of the sequences of text, and of those that show images: a vision tower with other weights
+changes few of all tokens."""
+WORDS = {"text": ("samples", "probe"), "images": ("sees images", "probe's image")}
+"""What an engine does as another version did, and where it differs from the learner, by part of the probe."""
+
+
 class Engines(Protocol):
     """Engines that can tell the log-probs of given tokens."""
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, Scored]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> Mapping[str, Scored]:
         """Return what each engine says, by its name."""
 
 
@@ -40,7 +51,8 @@ class ProbeCheck:
         self.alarms: dict[str, str] = {}
         """What is wrong, in words, by engine."""
         self.nats: dict[str, float] = {}
-        """Mean difference from the learner over the probe's tokens, by engine, at the latest version."""
+        """Mean difference from the learner over the probe's tokens, by engine, at the latest version; the
+        greater of those of text and of what shows images."""
         self._engines = engines
         self._bound = 0.0 if exact else bound_nats
         self._limit = f"actors.probe_bound_nats is {bound_nats:g}: it samples from another policy"
@@ -48,7 +60,7 @@ class ProbeCheck:
             self._limit = "model.numerics=exact allows none: compare torch and transformers of both hosts"
         self._loaded = asyncio.Event()
         self._newest: PolicyManifest | None = None
-        self._expected: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
+        self._expected: OrderedDict[tuple[str, int], Parts] = OrderedDict()
         """Log-probs by the learner's incarnation and version, of the versions loaded last."""
 
     def loaded(self, manifest: PolicyManifest) -> None:
@@ -56,7 +68,7 @@ class ProbeCheck:
         if manifest.probe is None:
             return
         self._newest = manifest
-        expected = np.concatenate(manifest.probe.logprobs)
+        expected = _parts(manifest.probe, manifest.probe.logprobs)
         self._expected[manifest.incarnation, manifest.policy_version] = expected
         while len(self._expected) > 1 + REMEMBERED:
             self._expected.popitem(last=False)
@@ -74,33 +86,48 @@ class ProbeCheck:
         newest = self._newest
         if newest is None or newest.probe is None:
             return
-        found = await self._engines.score(newest.probe.token_ids)
+        found = await self._engines.score(newest.probe.token_ids, newest.probe.images)
         self.nats, before, self.alarms = {}, self.alarms, {}
         for name, scored in found.items():
-            if alarm := self._compared(name, scored, newest.incarnation):
+            parts = _parts(newest.probe, scored.logprobs)
+            differences = (
+                self._compared(name, scored.policy_version, part, said, newest.incarnation)
+                for part, said in parts.items()
+            )
+            if alarm := "; ".join(filter(None, differences)):
                 self.alarms[name] = alarm
                 if name not in before:
                     log.error("engine_differs_from_learner", engine=name, reason=alarm)
             elif name in before:
                 log.info("engine_agrees_with_learner", engine=name, policy_version=scored.policy_version)
 
-    def _compared(self, name: str, scored: Scored, incarnation: str) -> str:
-        """Note an engine's difference from the learner; return what is wrong with it, if anything is."""
-        said, version = np.concatenate(scored.logprobs), scored.policy_version
+    def _compared(self, name: str, version: int, part: str, said: np.ndarray, incarnation: str) -> str:
+        """Note how far an engine is from the learner in a part of the probe; return what is wrong with it, if
+        anything is."""
         nats = {
-            of: float(np.abs(said - expected).mean())
+            of: float(np.abs(said - expected[part]).mean())
             for (learner, of), expected in self._expected.items()
             if learner == incarnation
         }
         if version not in nats:
             return ""  # it had another learner's weights, or a version that came since
-        own = self.nats[name] = nats[version]
+        own = nats[version]
+        self.nats[name] = max(own, self.nats.get(name, 0.0))
         nearest = min(nats, key=lambda of: nats[of])
+        does, place = WORDS[part]
         if own > SAME_NATS and nats[nearest] < CLOSER * own:
-            return f"{name} says that it has version {version}, but it samples as version {nearest} did"
+            return f"{name} says that it has version {version}, but it {does} as version {nearest} did"
         if not own <= self._bound:
             return (
-                f"{name} differs from the learner by {own:.3g} nats a token on the probe of version "
+                f"{name} differs from the learner by {own:.3g} nats a token on the {place} of version "
                 f"{version}, {self._limit}"
             )
         return ""
+
+
+def _parts(probe: Probe, logprobs: Sequence[Sequence[float]]) -> Parts:
+    """Return the log-probs of a probe's sequences by part; a part without any is missing."""
+    parts: dict[str, list[float]] = {}
+    for nats, images in zip_longest(logprobs, probe.images, fillvalue=()):
+        parts.setdefault("images" if images else "text", []).extend(nats)
+    return {part: np.array(nats) for part, nats in parts.items()}

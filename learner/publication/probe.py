@@ -2,13 +2,18 @@
 
 An engine that does not give them the same log-probs samples from another policy than it says."""
 
+from io import BytesIO
+
 import numpy as np
+from PIL import Image
 from transformers import PretrainedConfig
 
+from bus.images import shown_tokens
 from bus.messages import Probe
 from learner.backends.base import Backend
 from learner.data.packing import Sample
 from learner.scoring.logprobs import score
+from storage.images.reader import ImageReader
 
 SEQUENCES = 4
 LENGTH = 32
@@ -16,22 +21,73 @@ LEFT_FREE = 7
 """Tokens of the context that SGLang keeps from prompts, those that it scores among them."""
 SEED = 17
 """Seed of the tokens: random ones suit any vocabulary, and reach rows that training does not."""
+IMAGE = (2, 3)
+"""Rows and columns of tokens that stand for the image, unless a model makes more of the smallest one."""
+BEHIND_IMAGE = 16
+"""Tokens behind the image, which alone tell of the vision tower."""
+
+
+def probe_samples(config: PretrainedConfig, images: ImageReader | None) -> list[Sample]:
+    """Return the sequences for a model: those of text, and one that shows an image to a model that sees."""
+    samples = [
+        Sample(token_ids=row, loss_mask=np.ones(len(row), bool), streams={}) for row in probe_tokens(config)
+    ]
+    return samples if images is None else [*samples, *_showing(config, images)]
 
 
 def probe_tokens(config: PretrainedConfig) -> np.ndarray:
-    """Return the sequences for a model, int32 [4, 32], or shorter ones where its context is."""
-    text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", LEFT_FREE + LENGTH)
-    length = min(LENGTH, max(2, context - LEFT_FREE))
-    return np.random.default_rng(SEED).integers(0, text.vocab_size, (SEQUENCES, length), dtype=np.int32)
+    """Return the sequences of text for a model, int32 [4, 32], or shorter ones where its context is."""
+    vocab_size = config.get_text_config().vocab_size
+    length = min(LENGTH, max(2, _room(config)))
+    return np.random.default_rng(SEED).integers(0, vocab_size, (SEQUENCES, length), dtype=np.int32)
 
 
-def scored_probe(backend: Backend) -> Probe:
-    """Return the probe with the log-probs of the weights as they are. Every rank calls this."""
-    tokens = probe_tokens(backend.hf_config)
-    samples = [Sample(token_ids=row, loss_mask=np.ones(len(row), bool), streams={}) for row in tokens]
-    found = score(backend, samples, tokens_per_micro_batch=tokens.size)
+def scored_probe(backend: Backend, images: ImageReader | None = None) -> Probe:
+    """Return the probe with the log-probs of the weights as they are. Every rank calls this.
+
+    `images` are those of a vision-language model."""
+    samples = probe_samples(backend.hf_config, images)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    found = score(backend, samples, tokens_per_micro_batch=tokens)
     return Probe(
-        token_ids=tuple(tuple(row) for row in tokens.tolist()),
-        logprobs=tuple(tuple(scores.logprobs[1:].tolist()) for scores in found),
+        token_ids=tuple(tuple(sample.token_ids.tolist()) for sample in samples),
+        logprobs=tuple(
+            tuple(scores.logprobs[1:][sample.loss_mask[1:]].tolist())
+            for sample, scores in zip(samples, found, strict=True)
+        ),
+        images=tuple(sample.images for sample in samples) if images is not None else (),
     )
+
+
+def drawn_image(side: int) -> bytes:
+    """Return a PNG of a disc on a slope of colours, for a model whose tokens stand for squares of `side`
+    pixels."""
+    height, width = (side * tokens for tokens in IMAGE)
+    rows, columns = np.indices((height, width))
+    slopes = np.stack((255 * rows / height, 255 * columns / width, 255 - 255 * rows / height), axis=-1)
+    disc = np.hypot(rows - height / 2, columns - width / 3) < height / 3
+    slopes[disc] = (230, 40, 90)
+    file = BytesIO()
+    Image.fromarray(slopes.astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def _showing(config: PretrainedConfig, reader: ImageReader) -> list[Sample]:
+    """Return the sequence with the image; nothing where the context has no room for one of that size."""
+    start, pad, end = reader.token_ids
+    image = reader.read(drawn_image(reader.side))
+    behind = min(BEHIND_IMAGE, _room(config) - 3 - image.rows * image.columns)
+    if behind < 1:
+        return []
+    special = [*reader.token_ids, *reader.shown_ids]  # which a server would take for an image
+    text = np.setdiff1d(np.arange(config.get_text_config().vocab_size), special)
+    first, *rest = np.random.default_rng(SEED).choice(text, 1 + behind)
+    image = image.moved(2)
+    tokens = np.array([first, start, *[pad] * (image.stop - image.start), end, *rest], np.int32)
+    mask = ~shown_tokens(len(tokens), (image,))
+    return [Sample(token_ids=tokens, loss_mask=mask, streams={}, images=(image,))]
+
+
+def _room(config: PretrainedConfig) -> int:
+    """Return how many tokens of the context a prompt may have."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", LEFT_FREE + LENGTH)) - LEFT_FREE

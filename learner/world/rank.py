@@ -36,6 +36,7 @@ from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
 from learner.world.process_group import Peers, gathered
 from storage.client.reader import ReplayReader
+from storage.images.reader import ImageReader
 
 T = TypeVar("T")
 Fetched: TypeAlias = tuple[Groups, TeacherAnswers]
@@ -55,15 +56,18 @@ class Rank:
     def __init__(
         self, backend: Backend, settings: LearnerSettings, *,
         reader: ReplayReader, demonstrations: Demonstrations | None, thread: Executor,
-        exact_dtypes: Mapping[str, torch.dtype] = NONE_EXACT,
+        exact_dtypes: Mapping[str, torch.dtype] = NONE_EXACT, images: ImageReader | None = None,
     ) -> None:  # fmt: skip
-        """Take over the backend, of whose weights `exact_dtypes` are published in dtypes of their own."""
+        """Take over the backend, of whose weights `exact_dtypes` are published in dtypes of their own.
+
+        `images` are those of a vision-language model."""
         self.hf_config = backend.hf_config
         self.recorded: Mapping[str, NDArray[np.float32]] = {}
         """Log-probs of a few trajectories of the latest step (learner/scoring/recorded_logprobs.py)."""
         self.share, self.shares = backend.data_parallel_group.rank(), backend.data_parallel_group.size()
         self._backend = backend
         self._settings = settings
+        self._images = images
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
@@ -219,7 +223,7 @@ class Rank:
 
     async def score_probe(self) -> Probe:
         """Return the probe as the weights are now score it (learner/publication/probe.py)."""
-        return await self.in_thread(lambda: scored_probe(self._backend))
+        return await self.in_thread(lambda: scored_probe(self._backend, self._images))
 
     async def release_memory(self) -> None:
         """Leave to others what the next step does not need of the device; the step takes it again."""

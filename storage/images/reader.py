@@ -46,7 +46,8 @@ class ImageReader:
         )
         """Tokens that stand for a patch of an image or a video."""
         self._merge = int(self._processor.merge_size)
-        self._side = self._merge * int(self._processor.patch_size)
+        self.side = self._merge * int(self._processor.patch_size)
+        """Pixels of each side of the square that a token stands for."""
         self._read_once = lru_cache(REMEMBERED)(self._read)  # siblings show the same one
         self._patches: OrderedDict[tuple[str, int, int], NDArray[np.float32]] = OrderedDict()
 
@@ -70,7 +71,7 @@ class ImageReader:
             height, width = self._size(height, width)
         except ValueError as error:
             raise ImageError(f"an image of {width} x {height} pixels is too narrow: {error}") from error
-        return PlacedImage(image_digest(data), 0, height // self._side, width // self._side, data)
+        return PlacedImage(image_digest(data), 0, height // self.side, width // self.side, data)
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width in pixels to which an image is resized."""
@@ -80,7 +81,7 @@ class ImageReader:
         found: tuple[int, int] = smart_resize(
             height,
             width,
-            factor=self._side,
+            factor=self.side,
             min_pixels=size["shortest_edge"],
             max_pixels=size["longest_edge"],
         )
@@ -92,7 +93,7 @@ class ImageReader:
         Another image processor of this model makes the same patches of it, whatever that resizes with: it
         finds the image upright, in RGB and of its final size. Raises `ImageError` where it would resize it
         again."""
-        height, width = image.rows * self._side, image.columns * self._side
+        height, width = image.rows * self.side, image.columns * self.side
         _, pixels = decoded(image.data)
         if (again := self._size(height, width)) != (height, width):
             raise ImageError(
@@ -101,7 +102,7 @@ class ImageReader:
             )
         one = self._processor
         planes = np.asarray(pixels).transpose(2, 0, 1)
-        made = np.asarray(one.resize(planes, one.size, one.resample, self._side))
+        made = np.asarray(one.resize(planes, one.size, one.resample, self.side))
         file = BytesIO()
         Image.fromarray(made.transpose(1, 2, 0)).save(file, "PNG", compress_level=1)  # it is read once
         return file.getvalue()

@@ -20,7 +20,7 @@ from actors.engines.embedded.sampling import sample
 from actors.engines.embedded.vision import VisionPrefill
 from actors.weights.quantised import without_quantisation
 from bus.errors import EngineError, RequestRefusedError
-from bus.images import PlacedImage
+from bus.images import PlacedImage, shown_tokens
 from storage.images.reader import ImageReader
 from storage.numerics.exact_model import ExactFunctions, make_exact
 from storage.numerics.softmax import log_softmax
@@ -96,6 +96,11 @@ class BatchedDecoder:
         """Return the number of requests that have no slot yet."""
         return len(self._waiting)
 
+    @property
+    def sees(self) -> bool:
+        """Return whether it can be shown images."""
+        return self._vision is not None
+
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestRefusedError for a request that can never be served."""
         prompt, new = len(request.token_ids), request.sampling.max_new_tokens
@@ -149,15 +154,30 @@ class BatchedDecoder:
         return [*rows, *((request, NOTHING) for request in self._waiting)]
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return for each sequence the nats of all its tokens but the first, at temperature 1."""
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> list[list[float]]:
+        """Return for each sequence the nats of all its tokens but the first, at temperature 1.
+
+        The tokens that stand for `images`, those of each sequence or of none, have no nats."""
         found = []
-        for sequence in sequences:
+        for sequence, shown in itertools.zip_longest(sequences, images, fillvalue=()):
             tokens = self._tensor(np.array([sequence]))
-            logits = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+            logits = self._logits_of(tokens, shown)[:-1].float()
             logprobs = logits.log_softmax(-1) if self._exact is None else log_softmax(logits)
-            found.append(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+            nats = logprobs.gather(1, tokens[0, 1:, None])[:, 0].cpu().numpy()
+            found.append(nats[~shown_tokens(len(sequence), shown)[1:]].tolist())
         return found
+
+    def _logits_of(self, tokens: Tensor, images: Sequence[PlacedImage]) -> Tensor:
+        """Return the logits behind each token of one sequence, [L, V]."""
+        if self._vision is not None and images:
+            cache = {self._cache_argument: DynamicCache()}
+            return self._vision.logits(
+                tokens, [images], torch.arange(tokens.shape[1], device=tokens.device), cache
+            )[0]
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
+        return logits
 
     def free_cache(self) -> None:
         """Let go of the keys and values; raises EngineError while there are requests that need them."""

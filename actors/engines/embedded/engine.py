@@ -25,6 +25,7 @@ from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
 from actors.engines.embedded.exact_attention import EXACT
 from bus.errors import EngineError, RequestRefusedError
+from bus.images import PlacedImage
 from bus.work_progress import long_work
 from storage.images.reader import ImageReader
 
@@ -173,16 +174,22 @@ class EmbeddedEngine:
         """Return when the thread has ended its decode step. Raises EngineError when it has ended itself."""
         await self._obeyed(lambda done: self._to_loop(partial(self._deliver_order, done, 0.0)))
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return for each sequence the nats of all its tokens but the first, between two decode steps.
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> list[list[float]]:
+        """Return for each sequence the nats of all its tokens but the first and those of `images`, between
+        two decode steps.
 
-        Raises EngineError for tokens that the vocabulary does not have."""
+        Raises EngineError for tokens that the vocabulary does not have, and for images that the model cannot
+        be shown."""
         largest = max(map(max, sequences))
         if largest >= self._decoder.vocab_size:
             raise EngineError(
                 f"token {largest} is not in the model's vocabulary of {self._decoder.vocab_size}"
             )
-        return await self._obeyed(partial(self._score, sequences))
+        if any(images) and not self._decoder.sees:
+            raise EngineError("images are to be scored, and the model reads nothing but text")
+        return await self._obeyed(partial(self._score, sequences, images))
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
@@ -296,8 +303,11 @@ class EmbeddedEngine:
         self._decoder.swap_weights(prepared, policy_version)
         self._to_loop(partial(self._deliver_order, done, time.perf_counter() - start))
 
-    def _score(self, sequences: Sequence[Sequence[int]], done: "asyncio.Future[list[list[float]]]") -> None:
-        found = self._decoder.score(sequences)
+    def _score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]],
+        done: "asyncio.Future[list[list[float]]]",
+    ) -> None:  # fmt: skip
+        found = self._decoder.score(sequences, images)
         self._to_loop(partial(self._deliver_order, done, found))
 
     def _to_loop(self, callback: Command) -> None:

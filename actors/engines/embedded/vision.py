@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from bus.images import PlacedImage
+from bus.images import PlacedImage, shown_tokens
 from storage.images.positions import rope_positions
 from storage.images.reader import ImageReader
 
@@ -40,10 +40,7 @@ class VisionPrefill:
             cache: what the forward pass fills, by the name that the model has for it.
         """
         embedded = self._model.get_input_embeddings()(tokens)
-        places = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, shown in enumerate(images):
-            for image in shown:
-                places[row, image.start : image.stop] = True
+        places = torch.from_numpy(np.stack([shown_tokens(tokens.shape[1], shown) for shown in images]))
         places = places.to(tokens.device)
         features, *deepstack = self._features([image for shown in images for image in shown], tokens.device)
         embedded[places] = features.to(embedded.dtype)

@@ -10,6 +10,7 @@ import structlog
 from actors.engines.base import Engine, Generation, Scores, SharesServer
 from actors.engines.fleet.host_weights import HostWeights
 from bus.errors import EngineError
+from bus.images import PlacedImage
 from bus.waiting import bounded, unless
 
 log = structlog.get_logger()
@@ -60,14 +61,15 @@ class EngineLife:
         return seconds or 0.0
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], *, name: str, timeout_s: float
-    ) -> list[list[float]] | None:
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]], *,
+        name: str, timeout_s: float,
+    ) -> list[list[float]] | None:  # fmt: skip
         """Return what the engine says of these tokens; None when it cannot tell, or is closed."""
         if not isinstance(self.engine, Scores):
             return None
         try:
             async with bounded(timeout_s, f"{name} did not score the probe"):
-                return await unless(self.gone, self.engine.score(sequences))
+                return await unless(self.gone, self.engine.score(sequences, images))
         except EngineError as error:
             log.warning("probe_not_scored", engine=name, reason=str(error))
             return None

@@ -21,6 +21,7 @@ from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.fleet.prefix_affinity import Affinity
 from bus.codec import Json
 from bus.errors import EngineError, EngineLostError, RequestRefusedError
+from bus.images import PlacedImage
 
 if TYPE_CHECKING:
     import torch
@@ -177,10 +178,14 @@ class Fleet:
         Raises `WeightsKeptError` when an engine could not, and goes on with those it has."""
         return await self._bring_to(self._weights.followed_by_published(published))
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, Scored]:
-        """Return what each engine in service that can tell says of these tokens, by the engine's name."""
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> dict[str, Scored]:
+        """Return what each engine in service that can tell says of these tokens, by the engine's name.
+
+        `images` are those of each sequence, or of none (`Scores`)."""
         members = list(self._members.values())
-        found = await asyncio.gather(*(member.score(sequences) for member in members))
+        found = await asyncio.gather(*(member.score(sequences, images) for member in members))
         return {
             member.name: scored for member, scored in zip(members, found, strict=True) if scored is not None
         }

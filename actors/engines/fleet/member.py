@@ -19,6 +19,7 @@ from actors.engines.fleet.partial_generation import left_of, sound
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.fleet.restart_limit import RestartLimit
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
+from bus.images import PlacedImage
 from bus.waiting import bounded, first, retrieve_exception, set_within, unless
 
 log = structlog.get_logger()
@@ -191,15 +192,17 @@ class Member:
             except (EngineError, TimeoutError) as error:
                 self.fail(f"it did not abort {request_id}: {error!r}")
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> Scored | None:
-        """Return what its engine says of these tokens, with the version that it had all the time.
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]]
+    ) -> Scored | None:
+        """Return what its engine says of these tokens and images, with the version that it had all the time.
 
         None when it does not serve, cannot tell, or took other weights meanwhile."""
         life = self._life
         if life is None or self.state != "serving":
             return None
         version, timeout_s = self.policy_version, self._config.request_timeout_s
-        logprobs = await life.score(sequences, name=self.name, timeout_s=timeout_s)
+        logprobs = await life.score(sequences, images, name=self.name, timeout_s=timeout_s)
         return Scored(version, logprobs) if logprobs and self.policy_version == version else None
 
     async def update(self) -> float:

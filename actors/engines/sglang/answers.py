@@ -13,6 +13,7 @@ from actors.engines.base import Generation, GenerationRequest
 from actors.engines.expert_routing import Routing
 from actors.engines.sglang.kept_tokens import LOGPROBS, SETS, Sets, kept_sets, read_kept
 from bus.errors import EngineError, RequestRefusedError
+from bus.images import shown_tokens
 from bus.trajectory import FinishReason
 
 BAD_REQUEST = 400
@@ -106,7 +107,9 @@ def read_logprobs(
 
 
 def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) -> list[float]:
-    """Return the log-probs of the prompt's tokens but the first. Raises `EngineError` for another answer."""
+    """Return the log-probs of the prompt's tokens but the first and those that stand for images.
+
+    Raises `EngineError` for another answer."""
     try:
         pairs = answer["meta_info"]["input_token_logprobs"][1:]
     except (KeyError, TypeError) as error:
@@ -114,6 +117,9 @@ def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) 
             f"{_name(request)}: the answer has no log-probs of the prompt: {error!r}"
         ) from error
     asked = np.array(request.token_ids[1:])
+    if request.images and len(pairs) == len(asked):
+        text = ~shown_tokens(len(request.token_ids), request.images)[1:]
+        asked, pairs = asked[text], [pair for pair, kept in zip(pairs, text, strict=True) if kept]
     for pair, token in zip(pairs, asked.tolist(), strict=False):  # `read_logprobs` counts them
         if pair[1] == 0:  # SGLang writes 0 for the last id of its vocabulary
             pair[1] = token

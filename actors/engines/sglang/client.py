@@ -5,7 +5,7 @@ import io
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import torch
 
-from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.base import Generation, GenerationRequest
 from actors.engines.expert_routing import Routing
 from actors.engines.sglang.answers import (
     BAD_REQUEST,
@@ -130,9 +130,9 @@ class SglangClient:
         await self._stream("/generate", body, streamed, timeout_s)
         return streamed.generation(routing), streamed.meta
 
-    async def score(self, tokens: Sequence[int], *, timeout_s: float, adapter: str = "") -> list[float]:
-        """Return the nats of all tokens but the first; no prefix that it has cached is used."""
-        request = GenerationRequest("score", tuple(tokens), Sampling(temperature=0.0, max_new_tokens=1))
+    async def score(self, request: GenerationRequest, *, timeout_s: float, adapter: str = "") -> list[float]:
+        """Return the nats of a prompt's tokens but the first and those of images; nothing is used that the
+        server has cached, of prefixes or of images."""
         rid = f"score-{uuid.uuid4().hex}"
         body = {**request_body(request, rid=rid, salt=rid, adapter=adapter), "logprob_start_len": 0}
         answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from actors.engines.sglang.loaded_adapter import OtherWeightsError
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.pausing import load_paused
+from actors.engines.sglang.request_bodies import score_request
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
 from actors.engines.sglang.sent_images import SentImages
 from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
@@ -37,6 +39,7 @@ from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.weights import HeldWeights
 from bus.errors import EngineError, RequestRefusedError
+from bus.images import PlacedImage
 from bus.waiting import cancelled, left_s
 from bus.work_progress import long_work
 
@@ -211,14 +214,21 @@ class SglangEngine:
             self._own.open()
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], policy: ServedPolicy | None = None
-    ) -> list[list[float]]:
-        """Return for each sequence the nats of all its tokens but the first. Raises EngineError."""
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = (),
+        policy: ServedPolicy | None = None,
+    ) -> list[list[float]]:  # fmt: skip
+        """Return for each sequence the nats of all its tokens but the first and those of its `images`.
+
+        Raises EngineError."""
         self._check()
         client = self._connected()
         adapters = (policy or self._own).adapters
         adapter = adapters.present().name if adapters else ""
-        asked = (client.score(one, adapter=adapter, timeout_s=SCORE_TIMEOUT_S) for one in sequences)
+        requests = [
+            await self._images.prepared(score_request(tokens, shown))
+            for tokens, shown in zip_longest(sequences, images, fillvalue=())
+        ]
+        asked = (client.score(one, adapter=adapter, timeout_s=SCORE_TIMEOUT_S) for one in requests)
         return list(await asyncio.gather(*asked))
 
     async def abort(self, request_id: str) -> None:

@@ -10,6 +10,7 @@ from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.served_policy import ServedPolicy
 from bus.errors import EngineError
+from bus.images import PlacedImage
 
 log = structlog.get_logger()
 
@@ -81,9 +82,12 @@ class GuestEngine:
         Returns and raises as the engine at that server does."""
         return await self._host.load_weights(state, policy_version, self._here())
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return for each sequence the nats of all its tokens but the first. Raises EngineError."""
-        return await self._host.score(sequences, self._here())
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
+    ) -> list[list[float]]:
+        """Return what the engine at that server says of these tokens, with this policy. Raises
+        EngineError."""
+        return await self._host.score(sequences, images, self._here())
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""

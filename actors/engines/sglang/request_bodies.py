@@ -1,11 +1,13 @@
 """What SGLang's /generate is asked, in its own words."""
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.sglang.sent_images import image_fields
 from bus.config import MOST_KEPT
+from bus.images import PlacedImage
 
 Json = dict[str, Any]
 
@@ -14,6 +16,12 @@ def probe_body() -> Json:
     """Return what asks for one token."""
     probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
     return request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
+
+
+def score_request(token_ids: Sequence[int], images: Sequence[PlacedImage]) -> GenerationRequest:
+    """Return what asks for the log-probs of given tokens."""
+    sampling = Sampling(temperature=0.0, max_new_tokens=1)
+    return GenerationRequest("score", tuple(token_ids), sampling, images=tuple(images))
 
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str, adapter: str = "") -> Json:

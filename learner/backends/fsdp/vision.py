@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bus.images import PlacedImage
+from bus.images import PlacedImage, shown_tokens
 from learner.backends.fsdp.attention import PackedSequences
 from learner.data.packing import MicroBatch
 from learner.publication.transfer import to_device
@@ -35,9 +35,7 @@ class PackedVision:
         features, *deepstack = self._features(batch.images, batch.tokens.device)
         shown = {}
         if batch.images:
-            places = np.zeros(len(batch.tokens), bool)
-            for image in batch.images:
-                places[image.start : image.stop] = True
+            places = shown_tokens(len(batch.tokens), batch.images)
             at = to_device(torch.from_numpy(np.flatnonzero(places)), embedded.device)
             embedded = embedded.index_copy(1, at, features.to(embedded.dtype)[None])
             mask = to_device(torch.from_numpy(places), embedded.device)[None]

@@ -12,6 +12,7 @@ from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.weights.probe import ProbeCheck
 from bus.errors import SchemaError
+from bus.images import PlacedImage
 from bus.messages import BlobRef, PolicyManifest, Probe
 from tests.actors.tiny import VOCAB, tiny_model
 
@@ -102,6 +103,12 @@ async def test_tokens_of_another_vocabulary_cost_a_warning_and_no_engine(fleet):
     await fleet.load_weights(model.state_dict(), 0)
     assert await fleet.score([[0, VOCAB]]) == {}
     assert set(await fleet.score(TOKENS)) == {"left", "right"}
+
+
+async def test_images_for_a_model_that_reads_text_cost_a_warning_and_no_engine(fleet):
+    await fleet.load_weights(tiny_model("qwen3", seed=0).state_dict(), 0)
+    assert await fleet.score(TOKENS[:1], [[PlacedImage("image", 1, 1, 2)]]) == {}
+    assert set(await fleet.score(TOKENS[:1], [[]])) == {"left", "right"}
 
 
 @pytest.mark.parametrize("lengths", [[], [14], [15, 15]])

@@ -10,11 +10,15 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForImageTextToText
 
+from actors.engines.base import NOTHING, Generation, GenerationRequest, Sampling
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.engines.fleet.engine_life import Scored
 from actors.engines.sglang.engine import SglangEngine
+from actors.weights.probe import ProbeCheck
 from bus.errors import RequestRefusedError
-from learner.publication.probe import probe_tokens
+from bus.messages import BlobRef, PolicyManifest, Probe
+from learner.publication.probe import probe_samples, probe_tokens
 from storage.images.reader import ImageReader
 from tests.actors.sglang_served import CONFIG, noted
 from tests.actors.shown import asked, recomputed
@@ -22,6 +26,7 @@ from tests.pictures import image_part, picture, vision_directory
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
 NEAR = 2e-5
+BLOB = BlobRef(subject="blob", chunks=1, size_bytes=1, digest="")
 ASKING = {"type": "text", "text": "how many?"}
 
 
@@ -174,6 +179,54 @@ async def test_the_probe_is_scored_as_transformers_does(engine, policies):
     labels = torch.from_numpy(tokens).long()[:, 1:]
     wanted = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0].numpy()
     np.testing.assert_allclose(found, wanted, atol=NEAR)
+
+
+class Alone:
+    """The engine as a fleet of one."""
+
+    def __init__(self, engine: SglangEngine) -> None:
+        self.engine = engine
+
+    async def score(self, sequences, images=()):
+        return {"one": Scored(self.engine.policy_version, await self.engine.score(sequences, images))}
+
+
+def announced(policy, directory, version: int) -> PolicyManifest:
+    """A version with what transformers says of the probe, as the learner announces it."""
+    samples = probe_samples(policy.config, ImageReader.of(directory))
+    nats = []
+    for sample in samples:
+        first = GenerationRequest("probe", sample.token_ids[:1].tolist(), Sampling(), images=sample.images)
+        others = Generation(sample.token_ids[1:], NOTHING.logprobs, NOTHING.policy_versions, "length")
+        nats.append(recomputed(policy, directory, first, others)[sample.loss_mask[1:]])
+    probe = Probe(
+        token_ids=tuple(tuple(sample.token_ids.tolist()) for sample in samples),
+        logprobs=tuple(tuple(found.tolist()) for found in nats),
+        images=tuple(sample.images for sample in samples),
+    )
+    return PolicyManifest(
+        policy_version=version, incarnation="one", snapshot=BLOB, model=BLOB, stage="rl", probe=probe
+    )
+
+
+async def test_the_probe_finds_a_tower_that_was_not_updated(engine, directory, policies):
+    check = ProbeCheck(Alone(engine), bound_nats=0.05)
+    check.loaded(announced(policies[0], directory, 0))
+    await check.check()
+    assert check.alarms == {}
+    assert 0 < check.nats["one"] < NEAR
+    first, second = map(published, policies)
+    towers = {name: tensor for name, tensor in second.items() if ".visual." in name}
+    mixed = AutoModelForImageTextToText.from_pretrained(directory).eval()
+    mixed.load_state_dict({**policies[0].state_dict(), **towers})
+    name = "model.language_model.norm.weight"
+    await engine.load_weights({name: first[name]}, 1)  # what it is sent leaves the tower out
+    check.loaded(announced(mixed, directory, 1))
+    await check.check()
+    assert check.alarms == {"one": "one says that it has version 1, but it sees images as version 0 did"}
+    await engine.load_weights(towers, 1)
+    await check.check()
+    assert check.alarms == {}
 
 
 async def test_elements_that_changed_are_written_into_both_towers(engine, directory, policies, monkeypatch):
