@@ -8,6 +8,7 @@ import numpy as np
 from bus.agent_rewards import AgentReward
 from bus.codec import Int32Array, Message
 from bus.errors import SchemaError
+from bus.images import NO_IMAGES, ImageCount
 from bus.messages import BlobRef
 
 # --- the answer to many requests; bus/refusal.py has another ---
@@ -106,6 +107,8 @@ class GroupRef(Message, tag="group_ref"):
     computed_tokens: int = 0
     """Tokens of its trained trajectories, of which what several of them begin with counts once; 0 if nobody
     counted. With it, `tokens` are those of trained trajectories."""
+    images: ImageCount = NO_IMAGES
+    """What its trained trajectories show, if that was counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +240,8 @@ class StoredRequest(Message, tag="stored_request"):
     """Says whether the answer has each group's rewards."""
     computed_tokens: bool = False
     """Says whether the answer counts what is computed of each group where common beginnings are shared."""
+    images: bool = False
+    """Says whether the answer counts the images of each group."""
     rolling_out: tuple[int, ...] = ()
     """Leases of the shard that are rolling out, in the first questions of a dispatcher."""
 
@@ -255,8 +260,9 @@ class StoredGroups(Message, tag="stored_groups"):
     tokens: tuple[int, ...] = ()
     """Tokens of each group, all its trajectories together; with `computed_tokens` those that are trained."""
     computed_tokens: tuple[int, ...] = ()
-    """Tokens of each group's trained trajectories, of which what several begin with counts once, if asked
-    for."""
+    """Tokens of each group's trained trajectories; what several begin with counts once. If asked for."""
+    images: tuple[ImageCount, ...] = ()
+    """What the trained trajectories of each group show, if asked for."""
     rewards: tuple[tuple[float, ...], ...] = ()
     """Rewards of each group, one for each agent in each episode that is trained on, if asked for."""
     directory: str = ""
@@ -270,15 +276,10 @@ class StoredGroups(Message, tag="stored_groups"):
 
     def check(self) -> None:
         """Refuse spreads, counts of tokens or rewards that do not fit the groups."""
-        if self.rewards and len(self.rewards) != len(self.lease_ids):
-            raise SchemaError(f"there are rewards of {len(self.rewards)} groups for {len(self.lease_ids)}")
-        if self.spreads and len(self.spreads) != len(self.lease_ids):
-            raise SchemaError(f"there are {len(self.spreads)} spreads for {len(self.lease_ids)} groups")
-        for counts in (self.tokens, self.computed_tokens):
-            if counts and len(counts) != len(self.lease_ids):
-                raise SchemaError(
-                    f"the answer counts tokens of {len(counts)} groups for {len(self.lease_ids)}"
-                )
+        for name in ("rewards", "spreads", "tokens", "computed_tokens", "images"):
+            found = len(getattr(self, name))
+            if found not in (0, len(self.lease_ids)):
+                raise SchemaError(f"there are {name} of {found} groups for {len(self.lease_ids)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from bus.waiting import RETRY_S, set_within
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.absent_actors import REMEDY, AbsentActors
-from storage.dispatch.dispatcher import Dispatcher
+from storage.dispatch.dispatcher import Counting, Dispatcher
 from storage.dispatch.ledger import Ledger
 from storage.evaluation_config import EvaluationSetConfig
 from storage.metrics.recorder import Sink, record_metrics
@@ -79,6 +79,8 @@ class StorageSettings:
     """Data sets besides the held-out prompts."""
     shares_prefixes: bool = False
     """Whether the learner computes common beginnings once: what it computes is then counted by group."""
+    counts_images: bool = False
+    """Whether the images of each group are counted, for a learner whose balance of ranks is by work."""
     measures: bool = True
     """Whether held-out prompts are announced, for the learner to have answered."""
     sinks: tuple[Sink, ...] = ()
@@ -186,7 +188,7 @@ class _Service:
         self._dispatcher = Dispatcher(
             bus, ledger, data, settings.admission,
             shards=settings.replay.shards, seed=settings.seed, success=self._success,
-            shares_prefixes=settings.shares_prefixes,
+            counting=Counting(settings.shares_prefixes, settings.counts_images),
         )  # fmt: skip
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
         self._quarantine = Quarantine(self._dispatcher.facts)

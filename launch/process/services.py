@@ -33,6 +33,7 @@ from launch.process.hub_revision import pin
 from launch.process.model_directory import model_directory, model_here, refuse_full_context
 from launch.process.ranks import serves_probes
 from launch.process.record_trust import restrict_to_own, with_own_engine
+from launch.process.vision_checks import counts_images
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
 from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
@@ -153,6 +154,7 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
         model=model_here(config.model.path, directory),
         evaluation_sets=config.evaluation.sets,
         shares_prefixes=config.learner.batch.share_prefixes,
+        counts_images=counts_images(config),
         measures=config.trains == DEFAULT_POLICY,
     )
     async with (
@@ -235,8 +237,7 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
     """Return the learner's settings, and where its demonstrations are; generated ones are written.
 
-    A model of the Hugging Face hub is fetched, as it was when the run began. Raises `ConfigError` when there
-    is no such model."""
+    A model of the hub is fetched as it was when the run began. Raises `ConfigError` when there is none."""
     from learner.settings import EngineContext, LearnerSettings
 
     demonstrations, path = config.warmup.demonstrations, config.model.path

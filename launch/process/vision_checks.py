@@ -1,4 +1,6 @@
-"""Settings that a vision-language model needs, checked before anything is loaded."""
+"""Settings that a vision-language model needs, before anything is loaded, and what is counted for one."""
+
+from pathlib import Path
 
 from bus.errors import ConfigError
 from launch.config import RunConfig
@@ -30,6 +32,20 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")
 
 
+def counts_images(config: RunConfig) -> bool:
+    """Tell whether the learner balances its ranks by work of which the images of groups may be a part.
+
+    A model on another host is not seen from here: it may see some."""
+    if config.learner.batch.balance != "flops":
+        return False
+    unseen = config.model.path is not None and not described(_directory(config, config.model.path))
+    return unseen or _vision_model(config) is not None
+
+
+def _directory(config: RunConfig, path: Path) -> Path:
+    return model_on_disk(pinned(path, RunDirectory(config.directory, config.run)))
+
+
 def _vision_model(config: RunConfig) -> str | None:
     """Return the name of the run's model if it is known to see images."""
     if config.model.path is None:
@@ -38,5 +54,5 @@ def _vision_model(config: RunConfig) -> str | None:
             if config.model.scratch.vision.layers
             else None
         )
-    directory = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    directory = _directory(config, config.model.path)
     return str(config.model.path) if described(directory).get("model_type") in FAMILIES else None

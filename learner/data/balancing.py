@@ -1,13 +1,16 @@
 """Divides work of unequal sizes over ranks so that no rank waits long for another."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import ceil
 from typing import Self
 
 from transformers import PretrainedConfig
+
+from bus.images import NO_IMAGES, ImageCount
+from learner.data.vision_flops import tower_flops
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -32,14 +35,26 @@ def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
-def forward_flops(config: PretrainedConfig, length: int) -> float:
+def forward_flops(config: PretrainedConfig, length: int, images: Iterable[int] = ()) -> float:
     """Return the FLOPs of one forward pass over a sequence; training takes three times that.
 
     It counts matrix products (two operations a multiply-add) and causal attention, and understands grouped
-    queries, latent attention and mixtures of experts by the names that Hugging Face configurations use. A
-    vision tower is not counted.
+    queries, latent attention and mixtures of experts by the names that Hugging Face configurations use.
+
+    Args:
+        config: of the model.
+        length: tokens of the sequence, those that stand for images included.
+        images: for each image that the vision tower passes, the tokens that stand for it.
     """
-    return _flops(config, length, length * (length + 1) / 2)
+    return _flops(config, length, length * (length + 1) / 2) + _images_flops(config, images)
+
+
+def _images_flops(config: PretrainedConfig, images: Iterable[float]) -> float:
+    """Return the FLOPs of the vision tower over images of so many tokens each."""
+    vision: PretrainedConfig | None = getattr(config, "vision_config", None)
+    if vision is None:
+        return 0.0
+    return tower_flops(vision, (tokens * vision.spatial_merge_size**2 for tokens in images))
 
 
 def _flops(config: PretrainedConfig, tokens: float, pairs: float) -> float:
@@ -65,9 +80,15 @@ class GroupWork:
     """Tokens of their common beginning."""
     packs: float = 0.0
     """Micro-batches that the group takes up, in each of which the beginning is computed."""
+    images: ImageCount = NO_IMAGES
+    """Images that its trajectories show; each is assumed to have as many tokens as the others."""
+    passes: int = 1
+    """Micro-batches that its trajectories take up, in each of which the vision tower passes the images."""
 
     @classmethod
-    def of(cls, samples: int, tokens: int, computed: int, budget: int) -> Self:
+    def of(
+        cls, samples: int, tokens: int, computed: int, budget: int, images: ImageCount = NO_IMAGES
+    ) -> Self:
         """Find it from the group's tokens.
 
         Args:
@@ -75,10 +96,12 @@ class GroupWork:
             tokens: of all of them together.
             computed: those of different beginnings; 0 where each trajectory is computed by itself.
             budget: tokens that are computed in a micro-batch.
+            images: what they show. Models that see images do not share beginnings.
         """
         length = tokens / samples
         if not 0 < computed < tokens:
-            return cls(samples, length)
+            together = max(1, int(budget // max(1.0, length)))
+            return cls(samples, length, images=images, passes=ceil(samples / together))
         if computed < length:  # strands of each have more in common than siblings: turns, or a lone sample's
             return cls(1, computed)
         shared = (tokens - computed) / (samples - 1)
@@ -95,7 +118,9 @@ class GroupWork:
         """Return the FLOPs of one forward pass over the group."""
         whole, shared = (n * (n + 1) / 2 for n in (self.length, self.shared))
         pairs = self.samples * (whole - shared) + self.packs * shared
-        return _flops(config, self.computed_tokens, pairs)
+        number, tokens = self.images
+        images = [tokens / number] * number * self.passes if number else []
+        return _flops(config, self.computed_tokens, pairs) + _images_flops(config, images)
 
 
 def _widths(config: PretrainedConfig) -> tuple[int, int]:

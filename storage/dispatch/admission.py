@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from bus.errors import FencedError
+from bus.images import NO_IMAGES
 from bus.messages import GroupRejected, PolicyManifest
 from bus.requests import LeaseState, StoredGroups
 from storage.config import AdmissionConfig
@@ -162,7 +163,7 @@ class Admission:
         tokens: Sequence[int] = news.tokens or [0] * groups
         computed: Sequence[int] = news.computed_tokens or [0] * groups
         rewards: Sequence[Sequence[float]] = news.rewards or [()] * groups
-        counts = zip(tokens, computed, strict=True)
+        counts = zip(tokens, computed, news.images or [NO_IMAGES] * groups, strict=True)
         for lease_id, spread, count, found in zip(news.lease_ids, spreads, counts, rewards, strict=True):
             if self._ledger.store(lease_id, spread, *count):
                 self._on_outcome(lease_id, found)

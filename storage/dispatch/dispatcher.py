@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import structlog
 
@@ -9,6 +10,7 @@ from bus.codec import Message
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, ConfigError, FencedError, LostDataError
+from bus.images import ImageCount
 from bus.messages import GroupRejected, PolicyManifest, RoleHolder
 from bus.requests import (
     BatchLease,
@@ -49,6 +51,18 @@ LONG_POLL_S = 2.0
 """A batch request that cannot be served yet is held for so long before it is answered with the reason."""
 
 
+class Counting(NamedTuple):
+    """Says what shards count of each group besides its tokens, which takes reading it."""
+
+    computed_tokens: bool = False
+    """Whether what several trajectories begin with counts once: the learner computes it once."""
+    images: bool = False
+    """Whether images are counted: the learner's balance of ranks is by work."""
+
+
+TOKENS = Counting()
+
+
 class Dispatcher:
     """The one process of a run that decides what is rolled out and what is trained on.
 
@@ -57,10 +71,9 @@ class Dispatcher:
 
     def __init__(
         self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *,
-        shards: int, seed: int, success: SourceSuccess | None = None, shares_prefixes: bool = False,
+        shards: int, seed: int, success: SourceSuccess | None = None, counting: Counting = TOKENS,
     ) -> None:  # fmt: skip
-        """Decide on the ledger's leases. Where the learner `shares_prefixes`, storage counts by group what it
-        computes."""
+        """Decide on the ledger's leases. `counting` is what shards count of each group."""
         self.ledger = ledger
         self.facts = LedgerFacts(ledger, self.look_at_policy)
         self._data = data
@@ -73,7 +86,7 @@ class Dispatcher:
             ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
         )
         self._wants_spreads = isinstance(admission.sampler, PrioritySampler)
-        self._shares_prefixes = shares_prefixes
+        self._counting = counting
         self._bus = bus
         self._publication = LeasePublication(bus, self.facts, data, samples=admission.samples_per_prompt)
         self._shards = shards
@@ -200,7 +213,8 @@ class Dispatcher:
             after=self._admission.seen(shard),
             spreads=self._wants_spreads,
             rewards=self._success.wanted,
-            computed_tokens=self._shares_prefixes,
+            computed_tokens=self._counting.computed_tokens,
+            images=self._counting.images,
             rolling_out=out,
         )
         try:
@@ -250,7 +264,7 @@ class Dispatcher:
 
     def _on_notice(self, news: StoredGroups) -> None:
         known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
-        if known and not (self._wants_spreads or self._success.wanted or self._shares_prefixes):
+        if known and not (self._wants_spreads or self._success.wanted or any(self._counting)):
             self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:
@@ -305,6 +319,7 @@ class Dispatcher:
                 weight=use.weight,
                 tokens=use.group.tokens,
                 computed_tokens=use.group.computed_tokens,
+                images=ImageCount(use.group.images, use.group.image_tokens),
             )
             for use in groups
         )

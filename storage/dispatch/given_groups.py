@@ -4,24 +4,25 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import takewhile
 
 from bus.errors import StorageError
 from storage.dispatch.sampling import Candidate
 
-_GROUP = "leases.policy_version, leases.lease_id, leases.spread, leases.tokens, leases.computed_tokens"
+GROUP = ", ".join(f"leases.{field.name}" for field in fields(Candidate))
+"""Columns of a group, in the order of its fields."""
 _USES = (
-    f"SELECT step, weight, {_GROUP} FROM uses JOIN leases USING (lease_id) "
+    f"SELECT step, weight, {GROUP} FROM uses JOIN leases USING (lease_id) "
     "WHERE step > ? AND step <= ? ORDER BY step, place"
 )
 _STEPS = "SELECT step FROM uses WHERE lease_id = ? AND step <= ? ORDER BY step"
 _USED_OF_VERSIONS = (
-    f"SELECT {_GROUP} FROM leases WHERE policy_version >= ? AND policy_version < ? AND state IN "
+    f"SELECT {GROUP} FROM leases WHERE policy_version >= ? AND policy_version < ? AND state IN "
     "('leased', 'committed') AND EXISTS (SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id "
     "AND step <= ?)"
 )
-_USED = f"SELECT {_GROUP} FROM leases JOIN uses USING (lease_id) WHERE lease_id = ? AND step <= ?"
+_USED = f"SELECT {GROUP} FROM leases JOIN uses USING (lease_id) WHERE lease_id = ? AND step <= ?"
 
 
 @dataclass(frozen=True, slots=True)

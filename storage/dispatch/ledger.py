@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Literal, Self, get_args
 
 from bus.errors import ConfigError, FencedError, LostDataError, StorageError
+from bus.images import NO_IMAGES, ImageCount
 from storage.disk.atomic_files import lock_file
-from storage.dispatch.given_groups import GivenGroups, Use
+from storage.dispatch.given_groups import GROUP, GivenGroups, Use
 from storage.dispatch.ledger_schema import EPOCH, begin_epoch, current_epoch, prepare, refuse_other_epoch
 from storage.dispatch.ledger_totals import totals
 from storage.dispatch.sampling import Candidate
@@ -140,23 +141,27 @@ class Ledger:
             )
         )
 
-    def store(self, lease_id: int, spread: float = 0.0, tokens: int = 0, computed_tokens: int = 0) -> bool:
+    def store(
+        self, lease_id: int, spread: float = 0.0, tokens: int = 0, computed_tokens: int = 0,
+        images: ImageCount = NO_IMAGES,
+    ) -> bool:  # fmt: skip
         """Note that the group is complete in a shard; return False when it was, or is settled otherwise.
 
         `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it;
         `tokens` are theirs together, `computed_tokens` those that go through a model that shares common
-        beginnings, where the learner does.
+        beginnings, where the learner does, and `images` what they show, where its balance is by work.
         """
         lease = self.rolling_out.pop(lease_id, None)
         if lease is None:
             return False
         self.drop_fact(f"{ATTEMPTS}{lease_id}")
-        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, tokens, computed_tokens)
+        counts = tokens, computed_tokens, *images
+        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, *counts)
         self._change(
             (
-                "UPDATE leases SET state = 'stored', spread = ?, tokens = ?, computed_tokens = ? "
-                "WHERE lease_id = ?",
-                ((spread, tokens, computed_tokens, lease_id),),
+                "UPDATE leases SET state = 'stored', spread = ?, tokens = ?, computed_tokens = ?, "
+                "images = ?, image_tokens = ? WHERE lease_id = ?",
+                ((spread, *counts, lease_id),),
             )
         )
         return True
@@ -370,8 +375,7 @@ class Ledger:
             trained=counted.trained,
         )
         rows = self._sql.execute(
-            "SELECT policy_version, lease_id, spread, tokens, computed_tokens, state FROM leases "
-            "WHERE state IN ('issued', 'stored')"
+            f"SELECT {GROUP}, leases.state FROM leases WHERE state IN ('issued', 'stored')"
         )
         for *group, state in rows:
             lease = Candidate(*group)

@@ -8,8 +8,8 @@ EPOCH = "epoch"
 """Name of the fact that counts how often the ledger was opened for writing."""
 SCHEMA_VERSION = 3
 """Kept as SQLite's `user_version`."""
-COMPUTED = "computed_tokens"
-"""Column of the leases that earlier ledgers of this schema lack."""
+LATER = ("computed_tokens", "images", "image_tokens")
+"""Columns of the leases that earlier ledgers of this schema lack."""
 
 _SCHEMA = f"""
 BEGIN;
@@ -42,7 +42,8 @@ def prepare(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     connection.executescript(_SCHEMA)
-    _add_column(connection, COMPUTED)
+    for column in LATER:
+        _add_column(connection, column)
 
 
 def _add_column(connection: sqlite3.Connection, column: str) -> None:

@@ -28,6 +28,10 @@ class Candidate:
     computed_tokens: int = field(default=0, compare=False)
     """Tokens of those that are trained, of which what several begin with counts once; 0 where the learner
     does not share it. With it, `tokens` are those of what is trained."""
+    images: int = field(default=0, compare=False)
+    """Different images that its trained trajectories show, where the learner's balance is by work."""
+    image_tokens: int = field(default=0, compare=False)
+    """Tokens that stand for these images, for each image once."""
 
 
 @dataclass(frozen=True)

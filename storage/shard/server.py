@@ -14,6 +14,7 @@ from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, LostDataError, SchemaError, StorageError, UnreadableGroupsError
+from bus.images import ImageCount
 from bus.message_parts import Parts
 from bus.messages import GroupRejected, RewardGiven, parse_trajectory_name
 from bus.publish import Publisher, together
@@ -194,13 +195,14 @@ class Shard:
             forgotten=noted.forgotten,
             settled=tuple(filter(noted.covers, request.rolling_out)),
         )
-        if not (request.spreads or request.rewards or request.computed_tokens):
+        if not (request.spreads or request.rewards or request.computed_tokens or request.images):
             return [news]
         return [await asyncio.to_thread(self._read_news, request, news)]
 
     def _read_news(self, request: StoredRequest, news: StoredGroups) -> StoredGroups:
         """Return the first of the news, one at least, with what is known only by reading the groups."""
         tokens, spreads, rewards, computed = list(news.tokens[:ANSWER_SPREADS]), [], [], []
+        images = []
         began, through = time.monotonic(), 0
         for n, lease_id in enumerate(news.lease_ids[:ANSWER_SPREADS]):
             if n and time.monotonic() > began + READING_S:
@@ -214,6 +216,8 @@ class Shard:
                 texts = [trajectory.token_ids for trajectory in trained]
                 tokens[n] = sum(map(len, texts)) or tokens[n]
                 computed.append(different_beginnings(texts))
+            if request.images:
+                images.append(ImageCount.of(image for trajectory in trained for image in trajectory.images))
         return replace(
             news,
             lease_ids=news.lease_ids[:through],
@@ -221,6 +225,7 @@ class Shard:
             spreads=tuple(spreads) if request.spreads else (),
             rewards=tuple(rewards) if request.rewards else (),
             computed_tokens=tuple(computed),
+            images=tuple(images),
         )
 
     def _trained(self, lease_id: int) -> list[Trajectory]:

@@ -22,6 +22,7 @@ from bus.codec import MAX_DEPTH, Message, decode, encode, fast_constructor
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
+from bus.images import ImageCount
 from bus.messages import (
     AdaptedBase,
     BlobRef,
@@ -199,6 +200,7 @@ EXAMPLES = (
     ),
     StoredRequest(after=5),
     StoredGroups(shard=1, after=5, lease_ids=(7, 9), total=7, tokens=(16, 20)),
+    StoredGroups(shard=1, after=5, lease_ids=(7,), total=7, tokens=(16,), images=(ImageCount(2, 12),)),
     EvaluationTask(policy=POLICY, prompts=BLOB),
     PromptSet(prompts=(CHAT, Prompt(content="plain"))),
     EVALUATED,

@@ -26,7 +26,7 @@ from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.reader import ReplayReader
 from storage.config import AdmissionConfig
-from storage.dispatch.dispatcher import Dispatcher
+from storage.dispatch.dispatcher import TOKENS, Counting, Dispatcher
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.prompts.mixture import Source
@@ -107,7 +107,7 @@ def opened(
     prompts: Sequence[Prompt] = PROMPTS,
     sources: Sequence[Source] = (),
     *,
-    shares_prefixes: bool = False,
+    counting: Counting = TOKENS,
 ) -> Iterator[Storage]:
     """The parts of a storage process on `directory`, not yet running."""
     with ExitStack() as stack:
@@ -115,9 +115,7 @@ def opened(
         stores = [stack.enter_context(closing(ReplayStore.open(directory / str(n)))) for n in range(SHARDS)]
         data = DataSets(ledger, directory)
         data.configure(prompts, seed=0, shuffle=True, source="the test", sources=sources)
-        dispatcher = Dispatcher(
-            bus, ledger, data, admission, shards=SHARDS, seed=0, shares_prefixes=shares_prefixes
-        )
+        dispatcher = Dispatcher(bus, ledger, data, admission, shards=SHARDS, seed=0, counting=counting)
         shards = [
             Shard(bus, store, n, shards=SHARDS, was_issued=ledger.was_issued, linger_s=0.0)
             for n, store in enumerate(stores)
@@ -135,10 +133,10 @@ async def serving(
     admit: bool = True,
     prompts: Sequence[Prompt] = PROMPTS,
     sources: Sequence[Source] = (),
-    shares_prefixes: bool = False,
+    counting: Counting = TOKENS,
 ) -> AsyncIterator[Storage]:
     """A storage process on `directory`, from start to stop."""
-    with opened(bus, directory, admission, prompts, sources, shares_prefixes=shares_prefixes) as storage:
+    with opened(bus, directory, admission, prompts, sources, counting=counting) as storage:
         if admit:
             storage.dispatcher.admit()
         async with running(lambda stop: storage.run(stop, reissue=reissue)):

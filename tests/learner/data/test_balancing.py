@@ -6,15 +6,22 @@ import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageTextToText
 
+from bus.images import ImageCount
 from bus.requests import GroupRef
 from learner.config.batch import BatchConfig
+from learner.config.model import ScratchVision
 from learner.data.balancing import GroupWork, balanced, forward_flops
 from learner.data.packing import Sample, pack
+from learner.data.vision_flops import tower_flops
+from learner.model_directories.model_directory import load_hf_config
 from learner.world.world import cost, divided
+from storage.images.reader import ImageReader
 from storage.shard.shared_beginnings import different_beginnings
 from tests.learner.siblings import sample_of
 from tests.learner.tiny import VOCAB, tiny_model
+from tests.pictures import SIZES, picture, vision_directory
 
 
 def dearest(costs, parts):
@@ -73,6 +80,67 @@ def test_flops_are_those_that_torch_counts_but_for_the_masked_half(family, head_
     model, length = tiny_model(family, experts_implementation="eager"), 33  # torch counts no grouped product
     masked = 2 * 2 * 4 * 2 * head_size * length * (length - 1) / 2
     assert forward_flops(model.config, length) == counted_flops(model, length) - masked
+
+
+VISION = ScratchVision(layers=3, hidden_size=32, heads=2, intermediate_size=48)
+
+
+def test_flops_of_images_are_those_that_torch_counts_in_the_tower_and_what_projects_them(tmp_path):
+    directory = vision_directory(tmp_path / "model", sizes=SIZES.model_copy(update={"vision": VISION}))
+    model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager")
+    reader = ImageReader.of(directory)
+    images = [reader.read(picture(*size)) for size in ((16, 24), (40, 16), (8, 8))]
+    assert [image.rows * image.columns for image in images] == [6, 10, 1]
+    patches = torch.from_numpy(np.concatenate([reader.patches(image) for image in images]))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.get_image_features(patches, torch.tensor([reader.grid(image) for image in images]))
+    found = forward_flops(model.config, 30, [6, 10, 1]) - forward_flops(model.config, 30)
+    assert found == counter.get_total_flops()
+
+
+def test_flops_of_images_by_hand():
+    sizes = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 4, "spatial_merge_size": 2}
+    tower = transformers.Qwen3VLConfig().vision_config
+    tower.update(
+        sizes | {"hidden_size": 8, "intermediate_size": 16, "depth": 2, "num_heads": 2, "out_hidden_size": 10}
+    )
+    tower.deepstack_visual_indexes = [0]
+    patch = 96 * 8 + 2 * (4 * 64 + 2 * 8 * 16)  # its embedding, and two layers
+    merged = 2 * (32 * 32 + 32 * 10)  # of four patches, into the first layer and before it
+    attention = 2 * 2 * 8  # two products of each pair in each of two layers
+    assert tower_flops(tower, [4]) == 2 * (4 * patch + merged + 16 * attention)
+    assert tower_flops(tower, [4, 8]) == 2 * (12 * patch + 3 * merged + (16 + 64) * attention)
+    assert tower_flops(tower, []) == 0
+
+
+def test_a_text_model_passes_no_images():
+    config = tiny_model("llama").config
+    assert forward_flops(config, 9, [4]) == forward_flops(config, 9)
+
+
+def test_images_of_a_group_are_passed_once_in_each_micro_batch_that_it_takes_up(tmp_path):
+    directory = vision_directory(tmp_path / "model")
+    config = load_hf_config(directory)
+    images = ImageCount(2, 20)
+    text = GroupWork.of(8, 800, 0, 1000).forward_flops(config)
+    once = GroupWork.of(8, 800, 0, 1000, images).forward_flops(config) - text
+    assert once == forward_flops(config, 1, [10, 10]) - forward_flops(config, 1)
+    for budget, passes in ((800, 1), (799, 2), (250, 4), (199, 8), (50, 8)):
+        assert GroupWork.of(8, 800, 0, budget, images).forward_flops(config) - text == passes * once
+    assert GroupWork.of(8, 800, 0, 1000, images) != GroupWork.of(8, 800, 0, 1000)
+
+
+def test_a_rank_with_large_images_gets_fewer_groups(tmp_path):
+    config = load_hf_config(vision_directory(tmp_path / "model"))
+    batch = BatchConfig(tokens_per_micro_batch=BUDGET, balance="flops")
+    large, small = ImageCount(1, 400), ImageCount(1, 4)
+    groups = [
+        GroupRef(lease_id=n, shard=0, tokens=4 * 420, images=large if n < 1 else small) for n in range(6)
+    ]
+    shares = divided(groups, 2, lambda group: cost(group, batch, config, 4))
+    assert sorted(map(len, shares)) == [2, 4]
+    [with_large] = [share for share in shares if groups[0] in share]
+    assert len(with_large) == 2
 
 
 def test_a_token_goes_through_its_chosen_experts_only():

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from bus.errors import UnreadableGroupsError
+from bus.images import ImageCount, PlacedImage, image_digest
 from bus.requests import GroupRef
 from storage.client.reader import ReplayReader
+from storage.dispatch.dispatcher import Counting
 from tests.factories import make_trajectory
 from tests.storage.serving import LearnerStandIn, Storage, has, send, send_groups, serving, until
 
@@ -51,7 +53,7 @@ async def test_where_the_learner_shares_prefixes_storage_counts_what_it_computes
     for n, sibling in enumerate((first, second)):
         object.__setattr__(sibling, "token_ids", np.append(prompt, np.arange(5, dtype=np.int32) + n))
     failed = replace(failed, end="environment_error")
-    async with serving(bus, tmp_path, shares_prefixes=True) as storage:
+    async with serving(bus, tmp_path, counting=Counting(computed_tokens=True)) as storage:
         learner = LearnerStandIn(bus)
         await learner.resume(0)
         await learner.publish(0)
@@ -62,7 +64,32 @@ async def test_where_the_learner_shares_prefixes_storage_counts_what_it_computes
         given = (await learner.ask(1)).groups
     assert (given[0].tokens, given[0].computed_tokens) == (90, 40 + 2 * 5)  # nothing of what is not trained
     assert given[1].tokens == given[1].computed_tokens == 16  # of random texts
-    async with serving(bus, tmp_path, shares_prefixes=True):
+    async with serving(bus, tmp_path, counting=Counting(computed_tokens=True)):
+        assert (await ReplayReader(bus, "onlooker").given(1)).groups == given
+
+
+async def test_where_the_learner_balances_by_work_storage_counts_images_once_also_after_a_restart(
+    bus, tmp_path
+):
+    one, other = (PlacedImage(image_digest(data), 1, 2, 3, data) for data in (b"one", b"other"))
+    siblings = [make_trajectory(0, n, tokens=30, group_size=3) for n in range(3)]
+    shown = [(one,), (one, other.moved(8)), (other.moved(20)._replace(rows=1),)]
+    first, second, failed = (
+        replace(sibling, images=images, loss_mask=np.arange(30) > 26)
+        for sibling, images in zip(siblings, shown, strict=True)
+    )
+    failed = replace(failed, end="environment_error")
+    async with serving(bus, tmp_path, counting=Counting(images=True)) as storage:
+        learner = LearnerStandIn(bus)
+        await learner.resume(0)
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        await send(bus, first, second, failed)
+        await send_groups(bus, range(1, 3))
+        await until(lambda: len(storage.ledger.stored) == 3)
+        given = (await learner.ask(1)).groups
+    assert [group.images for group in given] == [ImageCount(2, 6 + 6), ImageCount(0, 0)]
+    async with serving(bus, tmp_path, counting=Counting(images=True)):
         assert (await ReplayReader(bus, "onlooker").given(1)).groups == given
 
 

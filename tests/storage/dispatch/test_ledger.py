@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bus.errors import ConfigError, FencedError, LostDataError, StorageError
+from bus.images import ImageCount
 from storage.dispatch.ledger import Account, Ledger
 from storage.dispatch.sampling import Candidate
 from tests.storage.serving import refusing_disk
@@ -291,19 +292,21 @@ def test_ledger_of_another_build_is_refused_untouched(tmp_path: Path, version: i
         Ledger.open(path)
 
 
-def test_a_ledger_without_counts_of_computed_tokens_goes_on_and_gets_them(tmp_path: Path):
+def test_a_ledger_without_counts_of_computed_tokens_and_images_goes_on_and_gets_them(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     with closing(Ledger.open(path)) as ledger:
         ledger.issue(2, policy_version=0)
         ledger.store(0, tokens=9)
         ledger.flush()
     with closing(sqlite3.connect(path)) as other:
-        other.execute("ALTER TABLE leases DROP COLUMN computed_tokens")
+        for column in ("computed_tokens", "images", "image_tokens"):
+            other.execute(f"ALTER TABLE leases DROP COLUMN {column}")
     with closing(Ledger.open(path)) as ledger:
-        ledger.store(1, tokens=9, computed_tokens=5)
+        ledger.store(1, tokens=9, computed_tokens=5, images=ImageCount(2, 4))
         ledger.flush()
     with closing(Ledger.open(path)) as ledger:
-        assert [(group.tokens, group.computed_tokens) for group in ledger.stored.values()] == [(9, 0), (9, 5)]
+        found = [astuple(group) for group in ledger.stored.values()]
+        assert found == [(0, 0, 0.0, 9, 0, 0, 0), (0, 1, 0.0, 9, 5, 2, 4)]
 
 
 def test_group_given_to_several_steps_goes_back_only_when_none_has_it(tmp_path: Path):
