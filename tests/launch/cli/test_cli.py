@@ -18,6 +18,7 @@ HELP_OF_EACH = """
 import sys
 from launch.cli import main as cli
 for command in sys.argv[1:]:
+    print(f"\\0{command}\\0", end="")
     try:
         cli.main([*command.split(), "--help"])
     except SystemExit as ended:
@@ -65,15 +66,33 @@ def test_a_process_writes_help_and_ends_well():
     assert [flag for flag in FLAGS["learner"] if flag not in done.stdout] == []
 
 
-def test_help_of_no_command_loads_anything_heavy():
+@pytest.fixture(scope="module")
+def helped() -> subprocess.CompletedProcess:
+    """A process that has written the help of all commands."""
     done = run_python("-c", HELP_OF_EACH, *FLAGS)
-    assert done.returncode == 0
-    lines = [line.split("\t") for line in done.stderr.splitlines()]
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def helps(helped: subprocess.CompletedProcess) -> dict[str, str]:
+    """The help of each command."""
+    _, *parts = helped.stdout.split("\0")
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_help_of_no_command_loads_anything_heavy(helped: subprocess.CompletedProcess):
+    lines = [line.split("\t") for line in helped.stderr.splitlines()]
     assert [(command, modules) for command, modules, *_ in lines if int(modules) > MODULES] == []
     loaded = {command: set(names) for command, _, *names in lines}
     assert list(loaded) == list(FLAGS)
     assert all("pydantic" in names for names in loaded.values())
     assert [(command, names & HEAVY) for command, names in loaded.items() if names & HEAVY] == []
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_help_names_the_flags(helps: dict[str, str], command: str):
+    assert [flag for flag in FLAGS[command] if flag not in helps[command]] == []
 
 
 def test_without_a_command_all_commands_are_listed():
@@ -96,16 +115,6 @@ def test_who_asks_to_replay_a_run_hears_of_retrain(capsys):
 
 
 # --- in this process: quicker, and the work is only looked at ---
-
-
-@pytest.mark.parametrize("command", FLAGS)
-def test_help_names_the_flags(command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command.split(), "--help"])
-    assert not ended.value.code
-    said = capsys.readouterr().out
-    assert [flag for flag in FLAGS[command] if flag not in said] == []
 
 
 @pytest.fixture
@@ -233,12 +242,9 @@ def test_what_is_wrong_with_a_command_line_is_said(refused, command_line: str, m
 
 
 @pytest.mark.parametrize("command", ["local", "storage"])
-def test_help_names_every_preset(command: str, capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    shown = capsys.readouterr().out
+def test_help_names_every_preset(helps: dict[str, str], command: str):
     presets = Path(cli.__file__).parents[1] / "presets"
-    listed = " ".join(shown.partition("come with Sluice:")[2].partition(".")[0].split())
+    listed = " ".join(helps[command].partition("come with Sluice:")[2].partition(".")[0].split())
     names = [preset.stem for preset in presets.glob("*.toml")]
     assert names
     assert [name for name in names if name not in listed] == []

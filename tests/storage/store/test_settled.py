@@ -366,9 +366,9 @@ def assert_reads_as(twin: ReplayStore, store: ReplayStore, gone: set[int], rng: 
 @pytest.mark.parametrize(
     "seed",
     [
-        *range(2),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8)),
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(8, 24)),
+        0,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(5, 24)),
     ],
 )
 def test_a_store_that_forgets_is_like_its_twin_that_does_not(tmp_path, seed):
@@ -427,7 +427,7 @@ def test_memory_and_side_files_do_not_grow_with_what_was_trained(tmp_path, monke
     sizes: list[tuple[int, ...]] = []
     side_files = [tmp_path / FILE, tmp_path / INDEX_FILE]
     with closing(ReplayStore.open(tmp_path)) as store:
-        for lease in range(0, 240, 4):
+        for lease in range(0, 160, 4):
             store.append([t for n in range(4) for t in group(lease + n)])
             store.settle(lease + 4, range(max(0, lease - 8), lease + 4), seen=lease + 4)
             while store.compact():
@@ -445,7 +445,7 @@ def test_memory_and_side_files_do_not_grow_with_what_was_trained(tmp_path, monke
                 )
             )
         assert len(names(tmp_path)) == len(store.entries) < 20
-    middle, end = sizes[20:40], sizes[40:]
+    middle, end = sizes[16:28], sizes[28:]
     for early, late in zip(zip(*middle, strict=True), zip(*end, strict=True), strict=True):
         assert max(late) <= max(early) + 2
 
