@@ -2,20 +2,18 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.actor import Actor, Engines
 from actors.colocation import DeviceSharing, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
-from actors.counters import report_metrics
-from actors.engine_report import EngineReport
-from actors.engine_start import Startable, started
+from actors.engine_start import started
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds, refuse_unfit_model
 from actors.engines.config import EngineConfig, refuse_inexact
@@ -24,7 +22,6 @@ from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
 from actors.engines.on_policy import tells_unscaled_logprobs
-from actors.environment_report import environment_report, idle_text
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
 from actors.evaluation.actor import EvaluatingActor
@@ -42,18 +39,15 @@ from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
 from actors.policy.policy import Policy
 from actors.policy.sampling_masks import told_by
 from actors.rewards.group_filters import GroupFilter, load_filter
-from actors.run_end import stop_when_done
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
 from actors.worker import Worker
-from bus.codec import Json
 from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.pace import follow_pace
 from bus.policy_names import DEFAULT_POLICY
 from bus.process_tuning import few_collections, quick_turns
-from bus.status import report_status
 from storage.images.chat import ImageChat
 from storage.weights.blob_sources import BlobSource, blob_source
 
@@ -147,7 +141,7 @@ async def run_actors(
         further = await _further_policies(settings, model, claims, open_parts, shared, stop)
         if further is None:
             return
-        engines = _Engines(policy, opponents, claims, own, further, shared)
+        engines = Engines(policy, opponents, claims, own, further, shared)
         if not await started(bus, engines.at_start(settings.actors), stop):
             return
         open_parts.enter_context(few_collections())
@@ -157,28 +151,6 @@ async def run_actors(
             return
         actor = _actor(bus, settings, engines, blobs, model, environment, keep)
         await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
-
-
-class _Engines(NamedTuple):
-    """The engines of an actor process, and its claims to servers that it shares with other actors."""
-
-    policy: Fleet
-    """Engines that roll out; they are not started where the actor only evaluates."""
-    opponents: Opponents
-    claims: EngineClaims
-    own: OwnEngine
-    """Engines of evaluations; where they are no servers, the first evaluation starts them."""
-    further: Mapping[str, FurtherPolicy]
-    """Policies that the run trains beside its own, by name."""
-    shared: SharedServers
-    """What serves further policies at the servers of the run's own, and adapters that they add themselves."""
-
-    def at_start(self, actors: ActorsConfig) -> Sequence[Startable]:
-        """Return what is started before the actor takes any work."""
-        if actors.evaluation.only:
-            return [self.own, self.opponents]
-        beside = [self.own] if actors.evaluation.has_own_servers else []
-        return [self.policy, self.opponents, *beside, *self.further.values()]
 
 
 async def _further_policies(
@@ -200,9 +172,9 @@ async def _further_policies(
 
 
 def _actor(
-    bus: Bus, settings: ActorSettings, engines: _Engines, blobs: BlobSource, model: Path,
+    bus: Bus, settings: ActorSettings, engines: Engines, blobs: BlobSource, model: Path,
     environment: Environment, keep: GroupFilter,
-) -> "_Actor":  # fmt: skip
+) -> Actor:  # fmt: skip
     """Put the parts of an actor together around engines that have started."""
     engine, opponents = engines.policy, engines.opponents.engines
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -248,11 +220,11 @@ def _actor(
         bus, engine, settings.engine, model, engines.claims, actor=actor_name(),
         colocated=settings.colocation.enabled, shared=engines.shared, exact=settings.exact,
     )  # fmt: skip
-    return _Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)
+    return Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)
 
 
 def _evaluator(
-    bus: Bus, settings: ActorSettings, engines: _Engines, answering: EvaluationEngines, model: Path,
+    bus: Bus, settings: ActorSettings, engines: Engines, answering: EvaluationEngines, model: Path,
     environment: Environment,
 ) -> Evaluator:  # fmt: skip
     """Return what answers held-out prompts on `answering`."""
@@ -271,104 +243,11 @@ def _evaluator(
 
 
 def _evaluating_actor(
-    bus: Bus, settings: ActorSettings, engines: _Engines, model: Path, environment: Environment
+    bus: Bus, settings: ActorSettings, engines: Engines, model: Path, environment: Environment
 ) -> EvaluatingActor:
     """Put the parts of an actor together that rolls nothing out."""
     evaluator = _evaluator(bus, settings, engines, engines.own, model, environment)
     return EvaluatingActor(bus, actor_name(), evaluator, engines.opponents, engines.claims)
-
-
-class _Actor:
-    """The parts of an actor process, run together, and what they show."""
-
-    def __init__(
-        self, bus: Bus, engines: _Engines, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
-        environment: Environment, evaluator: Evaluator | None, admin: EngineAdmin,
-    ) -> None:  # fmt: skip
-        self._bus = bus
-        self._engine, self._opponents, self._claims, _, self._further, _ = engines
-        self._follower = follower
-        self._probe = probe
-        self._worker = worker
-        self._environment = environment
-        self._evaluator = evaluator
-        self._admin = admin
-        self._report = EngineReport(self._engine, follower)
-
-    async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
-        finished = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follower.run(finished))
-            tasks.create_task(self._probe.run(finished))
-            tasks.create_task(self._opponents.run(lambda: self._follower.latest, finished))
-            tasks.create_task(
-                report_status(
-                    self._bus,
-                    source=actor_name(),
-                    role="actor",
-                    look=self._look,
-                    stop=finished,
-                    waits_for=self._waits_for,
-                )
-            )
-            tasks.create_task(
-                report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
-            )
-            tasks.create_task(self._admin.run(finished))
-            tasks.create_task(self._claims.run(finished))
-            tasks.create_task(stop_when_done(lambda: self._follower.stage, self._failure, stop))
-            for further in self._further.values():
-                tasks.create_task(further.run(finished))
-            try:
-                async with asyncio.TaskGroup() as work:
-                    work.create_task(self._worker.run(stop, groups_at_once=groups_at_once))
-                    for further in self._further.values():
-                        work.create_task(further.leases.run(stop, groups_at_once=groups_at_once))
-                    if self._evaluator is not None:
-                        work.create_task(self._evaluator.run(stop))
-            finally:
-                finished.set()
-
-    def _failure(self) -> str:
-        further = [one.failure for one in self._further.values()]
-        return next(filter(None, (self._engine.failure, self._opponents.failure, *further)), "")
-
-    def _waits_for(self) -> str:
-        if self._follower.stage == "done":
-            return ""
-        return "" if self._engine.policy_version >= 0 else "weights of its engines"
-
-    def _counters(self) -> tuple[int, dict[str, Json]]:
-        return self._report.step, {
-            **self._worker.episode_metrics.metrics,
-            **self._report.counters(),
-            **self._worker.ends.metrics,
-            **self._worker.failures.metrics,
-            **(self._worker.room.admission.metrics if self._worker.room.admission else {}),
-            **self._worker.sampled.metrics,
-            **({"engine/probe_nats": max(self._probe.nats.values())} if self._probe.nats else {}),
-        }
-
-    def _look(self) -> tuple[str, dict[str, Json]]:
-        engine = self._engine
-        doing = "generating" if engine.running else idle_text(self._environment)
-        if engine.released:
-            doing = "waiting while the learner has the device"
-        if not engine.running and self._follower.stage == "warmup":
-            doing = "waiting for the warm-up to end"
-        alarms = [self._worker.failures.alarm, *(further.alarm for further in self._further.values())]
-        progress: dict[str, Json] = {name: further.progress for name, further in self._further.items()}
-        if self._evaluator is not None and self._evaluator.doing:
-            doing = f"{doing}, {self._evaluator.doing}"
-        return doing, {
-            **self._report.state(),
-            "opponents": dict(self._opponents.versions),
-            **({"policies": progress} if progress else {}),
-            "alarm": "; ".join(filter(None, [self._follower.refusal, *self._probe.alarms.values(), *alarms])),
-            **self._worker.counts,
-            **self._worker.ends.status,
-            **environment_report(self._environment),
-        }
 
 
 def _own_builder(settings: ActorSettings, model: Path) -> Callable[[], Engine]:

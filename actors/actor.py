@@ -1,0 +1,144 @@
+"""What an actor process runs beside each other until it ends, and what it shows of that."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from actors.config import ActorsConfig
+from actors.counters import report_metrics
+from actors.engine_report import EngineReport
+from actors.engine_start import Startable
+from actors.engines.fleet.engine_admin import EngineAdmin
+from actors.engines.fleet.engine_claims import EngineClaims
+from actors.engines.fleet.fleet import Fleet
+from actors.environment_report import environment_report, idle_text
+from actors.environments.base import Environment
+from actors.evaluation.engines import OwnEngine
+from actors.evaluation.evaluator import Evaluator
+from actors.first_policy import actor_name
+from actors.further_policies.further_policy import FurtherPolicy
+from actors.further_policies.shared_servers import SharedServers
+from actors.opponents.opponents import Opponents
+from actors.run_end import stop_when_done
+from actors.weights.follow import PolicyFollower
+from actors.weights.probe import ProbeCheck
+from actors.worker import Worker
+from bus.codec import Json
+from bus.connection import Bus
+from bus.status import report_status
+
+
+class Engines(NamedTuple):
+    """The engines of an actor process, and its claims to servers that it shares with other actors."""
+
+    policy: Fleet
+    """Engines that roll out; they are not started where the actor only evaluates."""
+    opponents: Opponents
+    claims: EngineClaims
+    own: OwnEngine
+    """Engines of evaluations; where they are no servers, the first evaluation starts them."""
+    further: Mapping[str, FurtherPolicy]
+    """Policies that the run trains beside its own, by name."""
+    shared: SharedServers
+    """What serves further policies at the servers of the run's own, and adapters that they add themselves."""
+
+    def at_start(self, actors: ActorsConfig) -> Sequence[Startable]:
+        """Return what is started before the actor takes any work."""
+        if actors.evaluation.only:
+            return [self.own, self.opponents]
+        beside = [self.own] if actors.evaluation.has_own_servers else []
+        return [self.policy, self.opponents, *beside, *self.further.values()]
+
+
+class Actor:
+    """The parts of an actor process, run together, and what they show."""
+
+    def __init__(
+        self, bus: Bus, engines: Engines, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
+        environment: Environment, evaluator: Evaluator | None, admin: EngineAdmin,
+    ) -> None:  # fmt: skip
+        self._bus = bus
+        self._engine, self._opponents, self._claims, _, self._further, _ = engines
+        self._follower = follower
+        self._probe = probe
+        self._worker = worker
+        self._environment = environment
+        self._evaluator = evaluator
+        self._admin = admin
+        self._report = EngineReport(self._engine, follower)
+
+    async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
+        """Roll out, answer held-out prompts and follow the weights until `stop`."""
+        finished = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follower.run(finished))
+            tasks.create_task(self._probe.run(finished))
+            tasks.create_task(self._opponents.run(lambda: self._follower.latest, finished))
+            tasks.create_task(
+                report_status(
+                    self._bus,
+                    source=actor_name(),
+                    role="actor",
+                    look=self._look,
+                    stop=finished,
+                    waits_for=self._waits_for,
+                )
+            )
+            tasks.create_task(
+                report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
+            )
+            tasks.create_task(self._admin.run(finished))
+            tasks.create_task(self._claims.run(finished))
+            tasks.create_task(stop_when_done(lambda: self._follower.stage, self._failure, stop))
+            for further in self._further.values():
+                tasks.create_task(further.run(finished))
+            try:
+                async with asyncio.TaskGroup() as work:
+                    work.create_task(self._worker.run(stop, groups_at_once=groups_at_once))
+                    for further in self._further.values():
+                        work.create_task(further.leases.run(stop, groups_at_once=groups_at_once))
+                    if self._evaluator is not None:
+                        work.create_task(self._evaluator.run(stop))
+            finally:
+                finished.set()
+
+    def _failure(self) -> str:
+        further = [one.failure for one in self._further.values()]
+        return next(filter(None, (self._engine.failure, self._opponents.failure, *further)), "")
+
+    def _waits_for(self) -> str:
+        if self._follower.stage == "done":
+            return ""
+        return "" if self._engine.policy_version >= 0 else "weights of its engines"
+
+    def _counters(self) -> tuple[int, dict[str, Json]]:
+        return self._report.step, {
+            **self._worker.episode_metrics.metrics,
+            **self._report.counters(),
+            **self._worker.ends.metrics,
+            **self._worker.failures.metrics,
+            **(self._worker.room.admission.metrics if self._worker.room.admission else {}),
+            **self._worker.sampled.metrics,
+            **({"engine/probe_nats": max(self._probe.nats.values())} if self._probe.nats else {}),
+        }
+
+    def _look(self) -> tuple[str, dict[str, Json]]:
+        engine = self._engine
+        doing = "generating" if engine.running else idle_text(self._environment)
+        if engine.released:
+            doing = "waiting while the learner has the device"
+        if not engine.running and self._follower.stage == "warmup":
+            doing = "waiting for the warm-up to end"
+        alarms = [self._worker.failures.alarm, *(further.alarm for further in self._further.values())]
+        progress: dict[str, Json] = {name: further.progress for name, further in self._further.items()}
+        if self._evaluator is not None and self._evaluator.doing:
+            doing = f"{doing}, {self._evaluator.doing}"
+        return doing, {
+            **self._report.state(),
+            "opponents": dict(self._opponents.versions),
+            **({"policies": progress} if progress else {}),
+            "alarm": "; ".join(filter(None, [self._follower.refusal, *self._probe.alarms.values(), *alarms])),
+            **self._worker.counts,
+            **self._worker.ends.status,
+            **environment_report(self._environment),
+        }
