@@ -20,6 +20,8 @@ OF_FAMILY = {
     "deepseek_v3": {
         "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 128, "kv_lora_rank": 512,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        # SGLang reads these, and transformers does not.
+        "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
     },
     "glm4_moe": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
 }  # fmt: skip
