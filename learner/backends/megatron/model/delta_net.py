@@ -81,10 +81,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
         *inputs, gate = self._by_kind(projected)
         layouts = packed_seq_params.states  # made where the model has such layers
         if len(layouts) == 1:
-            heads = self._found(layouts[0], inputs)
+            heads = self._heads(layouts[0], inputs)
         else:
             parts = zip(*(torch.split(x, [each.tokens for each in layouts]) for x in inputs), strict=True)
-            heads = torch.cat([self._found(*each) for each in zip(layouts, parts, strict=True)])
+            heads = torch.cat([self._heads(*each) for each in zip(layouts, parts, strict=True)])
         return self.out_proj(self._gated(heads, gate).flatten(1)[:, None])  # type: ignore[no-any-return]
 
     def _by_kind(self, projected: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +97,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
         mixed, gate, step, decay = torch.split(projected.view(tokens, self.key_heads, -1), widths, dim=-1)
         return mixed, step, decay, gate.reshape(tokens, self.value_heads, -1)
 
-    def _found(self, layout: StateLayout, inputs: Sequence[Tensor]) -> Tensor:
+    def _heads(self, layout: StateLayout, inputs: Sequence[Tensor]) -> Tensor:
         """Return the heads' outputs for this rank's tokens of these sequences, [T, values, v]; of those that
         are cut it computes some of the heads of all tokens, with the parameters of these heads."""
         parameters = [getattr(self, name) for name in DIVIDED]
