@@ -22,6 +22,7 @@ from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
 from actors.engines.on_policy import tells_unscaled_logprobs
+from actors.engines.sglang.kernel_versions import learners_kernels
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
 from actors.evaluation.actor import EvaluatingActor
@@ -108,6 +109,7 @@ async def run_actors(
     manifest = await first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
         return
+    kernels = await learners_kernels(engine, manifest.kernels)
     async with AsyncExitStack() as open_parts:
         directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
         blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
@@ -149,7 +151,7 @@ async def run_actors(
         if settings.actors.evaluation.only:
             await _evaluating_actor(bus, settings, engines, model, environment).run(stop)
             return
-        actor = _actor(bus, settings, engines, blobs, model, environment, keep)
+        actor = _actor(bus, settings, engines, blobs, model, environment, keep, kernels)
         await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
 
 
@@ -173,7 +175,7 @@ async def _further_policies(
 
 def _actor(
     bus: Bus, settings: ActorSettings, engines: Engines, blobs: BlobSource, model: Path,
-    environment: Environment, keep: GroupFilter,
+    environment: Environment, keep: GroupFilter, kernels: Mapping[str, str],
 ) -> Actor:  # fmt: skip
     """Put the parts of an actor together around engines that have started."""
     engine, opponents = engines.policy, engines.opponents.engines
@@ -181,7 +183,9 @@ def _actor(
     images = ImageChat.of(model, tokenizer)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
-    probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact)
+    probe = ProbeCheck(
+        engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact, kernels=kernels
+    )
     follower = PolicyFollower(
         bus, engine, blobs, loads_at_once=2, from_learner=from_learner, served=engines.shared.own,
         on_loaded=probe.loaded,

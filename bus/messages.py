@@ -225,6 +225,9 @@ class PolicyManifest(Message, tag="policy"):
     step of reinforcement learning did, or none was measured."""
     adapted: AdaptedBase | None = None
     """Where it is set, snapshots and deltas hold A and B of these weights by peft's names, nothing else."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Versions of packages that an engine must have like the learner, by name; empty where it may have
+    others."""
 
     def check(self) -> None:
         """Refuse a chain of deltas that does not lead from the snapshot to this version."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from bus.config import ColocationConfig
+from bus.kernel_versions import installed
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
@@ -32,6 +33,12 @@ def used_diagnostics(model: ModelConfig, learner: LearnerConfig) -> DiagnosticsC
     if model.numerics != "exact" or learner.batch.updates > 1:
         return learner.diagnostics
     return learner.diagnostics.model_copy(update={"largest_mismatch_nats": 0.0})
+
+
+def shared_kernels(model: ModelConfig) -> dict[str, str]:
+    """Return the versions of packages here that engines must have too, by name, where it uses their
+    kernels."""
+    return installed() if model.numerics == "sglang" else {}
 
 
 @dataclass(frozen=True)

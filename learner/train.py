@@ -29,7 +29,7 @@ from learner.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
-from learner.settings import LearnerSettings
+from learner.settings import LearnerSettings, shared_kernels
 from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
@@ -59,8 +59,10 @@ class Learner:
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         kept = settings.export.parent / "kept-versions"
         self._weights = WeightPublisher(
-            bus, store, publication, incarnation=incarnation, kept=kept, base=world.rank.adapter_base
-        )
+            bus, store, publication,
+            incarnation=incarnation, kept=kept, base=world.rank.adapter_base,
+            kernels=shared_kernels(settings.model),
+        )  # fmt: skip
         self._broadcaster = Broadcaster(
             bus, self._weights.announced, incarnation=incarnation,
             timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),

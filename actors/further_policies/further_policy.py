@@ -20,6 +20,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
 from actors.engines.gpu_plan import gpu_plan
 from actors.engines.served_adapters import ServedAdapters, served_adapters
+from actors.engines.sglang.kernel_versions import learners_kernels
 from actors.first_policy import actor_name, first_policy
 from actors.further_policies.leases import FurtherLeases
 from actors.further_policies.shared_servers import SharedServers
@@ -150,13 +151,15 @@ class PolicyOpener:
     async def open(self, name: str, stop: asyncio.Event) -> FurtherPolicy | None:
         """Return the policy, or None on `stop`.
 
-        Raises `BusAwayError` for a policy that nobody publishes, and `ConfigError` for another tokenizer."""
+        Raises `BusAwayError` for a policy that nobody publishes, and `ConfigError` for another tokenizer, or
+        other kernels than its learner's."""
         bus, engine, opened = self._policies[name].bus, self._policies[name].engine, self._opened
         await follow_pace(bus)
         patience_s, learner = self._actors.patience_s, f"launch learner --policy {name}"
         manifest = await first_policy(bus, patience_s, stop, learner=learner)
         if manifest is None:
             return None
+        kernels = await learners_kernels(engine, manifest.kernels)
         directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-")))
         blobs = Blobs(bus)  # without a relay: no further policy publishes over HTTP
         model = await obtain_model(bus, manifest, directory, patience_s=patience_s, stop=stop)
@@ -167,7 +170,8 @@ class PolicyOpener:
         fleet = Fleet(builds, self._actors.fleet)
         opened.push_async_callback(fleet.close)
         exact = self._policies[name].exact
-        probe = ProbeCheck(fleet, bound_nats=self._actors.probe_bound_nats, exact=exact)
+        bound_nats = self._actors.probe_bound_nats
+        probe = ProbeCheck(fleet, bound_nats=bound_nats, exact=exact, kernels=kernels)
         from_learner = getattr(engine, "update", "") == "group"
         follower = PolicyFollower(
             bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, served=served,

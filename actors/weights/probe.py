@@ -7,6 +7,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ import structlog
 
 from actors.engines.fleet.engine_life import Scored
 from bus.images import PlacedImage
+from bus.kernel_versions import differences
 from bus.messages import PolicyManifest, Probe
 from bus.waiting import set_within
 
@@ -46,14 +48,20 @@ class Engines(Protocol):
 class ProbeCheck:
     """Compares engines with the learner after each version, and keeps the alarms."""
 
-    def __init__(self, engines: Engines, *, bound_nats: float, exact: bool = False) -> None:
-        """With `exact`, any difference is an alarm."""
+    def __init__(
+        self, engines: Engines, *, bound_nats: float, exact: bool = False,
+        kernels: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """With `exact`, any difference is an alarm, and so are other versions of packages than `kernels` has.
+
+        Those are the engines', whose kernels the learner uses too; empty where it has its own."""
         self.alarms: dict[str, str] = {}
         """What is wrong, in words, by engine."""
         self.nats: dict[str, float] = {}
         """Mean difference from the learner over the probe's tokens, by engine, at the latest version; the
         greater of those of text and of what shows images."""
         self._engines = engines
+        self._kernels = kernels
         self._bound = 0.0 if exact else bound_nats
         self._limit = f"actors.probe_bound_nats is {bound_nats:g}: it samples from another policy"
         if exact:
@@ -87,14 +95,15 @@ class ProbeCheck:
         if newest is None or newest.probe is None:
             return
         found = await self._engines.score(newest.probe.token_ids, newest.probe.images)
+        kernels = differences(self._kernels, newest.kernels) if self._kernels else ""
         self.nats, before, self.alarms = {}, self.alarms, {}
         for name, scored in found.items():
             parts = _parts(newest.probe, scored.logprobs)
-            differences = (
+            apart = (
                 self._compared(name, scored.policy_version, part, said, newest.incarnation)
                 for part, said in parts.items()
             )
-            if alarm := "; ".join(filter(None, differences)):
+            if alarm := "; ".join(filter(None, apart)) or (kernels and f"{name}: {kernels}"):
                 self.alarms[name] = alarm
                 if name not in before:
                     log.error("engine_differs_from_learner", engine=name, reason=alarm)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
@@ -49,6 +50,7 @@ POLL_S = 0.25
 UNCHANGED = (
     "the step was skipped, its learning rate is 0, or it is too small for what learner.publish_dtype can tell"
 )
+NO_KERNELS: Mapping[str, str] = MappingProxyType({})
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
 
@@ -68,10 +70,12 @@ class WeightPublisher:
     def __init__(
         self, bus: Bus, store: BlobStore, config: PublicationConfig, *,
         incarnation: str, kept: Path | None = None, base: AdapterBase | None = None,
+        kernels: Mapping[str, str] = NO_KERNELS,
     ) -> None:  # fmt: skip
         """Publish to `store`; `kept` is a directory for the versions that stay.
 
-        With `base`, what is published are adapters, and the weights that they belong to are stored once."""
+        With `base`, what is published are adapters, and the weights that they belong to are stored once.
+        `kernels` are the versions of packages that engines must have too, by name."""
         self.latest: PolicyManifest | None = None
         self.figures: dict[str, Json] = {}
         """Figures of the latest publication, for metrics."""
@@ -84,6 +88,7 @@ class WeightPublisher:
         """Format in which weights are published; None for their own."""
         self._publisher = Publisher(bus)
         self._incarnation = incarnation
+        self._kernels = dict(kernels)
         self._files: ModelFiles | None = None
         self._model: BlobRef | None = None
         self._weights: Weights | None = None
@@ -268,6 +273,7 @@ class WeightPublisher:
             kept=kept,
             ess_fraction=announcement.ess_fraction,
             adapted=self._adapted,
+            kernels=self._kernels,
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced

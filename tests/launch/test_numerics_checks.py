@@ -7,7 +7,7 @@ from launch.config import resolve
 from launch.numerics_checks import engine_of
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
-from learner.settings import used_diagnostics
+from learner.settings import shared_kernels, used_diagnostics
 
 EXACT = {
     "model": {"dtype": "float32", "numerics": "exact"},
@@ -65,6 +65,11 @@ def test_any_mismatch_is_out_of_its_range_in_exact_arithmetic():
     assert largest("exact", 1) == 0.0
     assert largest("sglang", 1) == 0.1, "updates in mid-answer leave keys of older weights"
     assert largest("exact", 2) == largest("fast", 1) == 0.1, "weights move between the updates of a step"
+
+
+def test_engines_must_have_the_learners_packages_only_where_they_share_kernels():
+    assert set(shared_kernels(ModelConfig(numerics="sglang"))) == {"sglang", "torch", "triton"}
+    assert shared_kernels(ModelConfig(numerics="exact")) == shared_kernels(ModelConfig()) == {}
 
 
 SGLANG = {

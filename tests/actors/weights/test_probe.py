@@ -131,3 +131,16 @@ async def test_in_exact_arithmetic_any_difference_is_an_alarm(fleet):
     check.loaded(manifest(0, model, probe=replace(same, logprobs=(last, *same.logprobs[1:]))))
     await check.check()
     assert "on the probe of version 0, model.numerics=exact allows none" in check.alarms["left"]
+
+
+async def test_a_learner_that_comes_back_with_other_kernels_than_the_engines_is_an_alarm(fleet):
+    model = moved(0.0)
+    await fleet.load_weights(model.state_dict(), 0)
+    kernels = {"sglang": "0.5.17", "torch": "2.9.1"}
+    check = ProbeCheck(fleet, bound_nats=0.1, kernels=kernels)
+    check.loaded(manifest(0, model, kernels=kernels))
+    await check.check()
+    assert check.alarms == {}
+    check.loaded(manifest(0, model, kernels=kernels | {"sglang": "0.5.23"}))
+    await check.check()
+    assert check.alarms["left"] == "left: sglang 0.5.17 at the server and 0.5.23 at the learner"

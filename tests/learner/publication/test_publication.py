@@ -122,6 +122,15 @@ async def test_the_probe_is_announced_with_its_version_also_when_a_snapshot_come
     assert (found.snapshot_at, found.probe, found.ess_fraction) == (3, probe, 0.75)
 
 
+async def test_packages_that_engines_must_have_too_are_announced_with_each_version(bus, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    kernels = {"sglang": "0.5.17"}
+    made = WeightPublisher(bus, BusBlobs(bus), PublicationConfig(), incarnation="one", kernels=kernels)
+    await made.start(tmp_path)
+    for version in (0, 1):
+        assert (await publish(made, version)).kernels == (await announced(bus)).kernels == kernels
+
+
 async def test_weights_that_changed_everywhere_are_a_snapshot(bus, publisher):
     await publish(publisher, 0)
     other = {name: torch.rand_like(tensor) for name, tensor in state(0).items()}

@@ -1,0 +1,58 @@
+"""Whether a server of SGLang that is to compute as the learner does has the learner's kernels."""
+
+import asyncio
+import json
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Mapping
+from pathlib import Path
+
+from actors.engines.config import EngineConfig, SglangEngineConfig
+from actors.engines.on_policy import tells_unscaled_logprobs
+from actors.engines.sglang.settings import interpreter, server_environment
+from bus import kernel_versions
+from bus.errors import ConfigError
+from bus.kernel_versions import differences
+
+ASK_S = 60.0
+"""Time in which an interpreter starts and looks at its packages, on a slow disk too."""
+REMEDY = (
+    "model.numerics=sglang has log-probs equal to the bit only where both have the same kernels: install the "
+    "same versions of these for both"
+)
+
+
+async def learners_kernels(engine: EngineConfig, learner: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions of packages that a server with these settings has; none for other arithmetic.
+
+    `learner` has those of the learner, by the name of the package. Raises `ConfigError` where they differ."""
+    if not (isinstance(engine, SglangEngineConfig) and tells_unscaled_logprobs(engine)):
+        return {}
+    python = interpreter(engine)
+    versions = await _versions(python, server_environment(engine, {}, python))
+    if other := differences(versions, learner):
+        raise ConfigError(f"{python}: {other}. {REMEDY}, or set model.numerics=fast")
+    return versions
+
+
+async def _versions(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    file = Path(kernel_versions.__file__)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(python), str(file),
+            stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=dict(environment),
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"cannot execute {python}: {error.strerror}") from error
+    try:
+        async with asyncio.timeout(ASK_S):
+            said, errors = await process.communicate()
+    except TimeoutError:
+        raise ConfigError(f"{python} did not tell its packages within {ASK_S:g} s: does it start?") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        last = errors.decode(errors="replace").strip()[-300:]
+        raise ConfigError(f"{python} ended with status {process.returncode} and cannot run SGLang: {last}")
+    return dict(json.loads(said))
