@@ -23,6 +23,7 @@ from actors.engines.sglang.answers import (
     read_prompt_logprobs,
 )
 from actors.engines.sglang.request_bodies import probe_body, request_body
+from actors.engines.sglang.sent_images import as_json
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY
 from actors.engines.sglang.tensor_files import on_host, pickled
@@ -360,7 +361,7 @@ class SglangClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         sent: Json = {}
         if body is not None:  # a file is sent in pieces, while a large body in bytes would hold up the loop
-            said = body if isinstance(body, bytes) else json.dumps(body).encode()
+            said = body if isinstance(body, bytes) else as_json(body)
             sent = {"data": io.BytesIO(said), "headers": IS_JSON}
         try:
             async with self._session.request(method, self.url + path, timeout=timeout, **sent) as response:

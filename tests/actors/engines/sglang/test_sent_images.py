@@ -15,7 +15,7 @@ from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.sglang import sent_images
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.request_bodies import request_body
-from actors.engines.sglang.sent_images import SentImages
+from actors.engines.sglang.sent_images import SentImages, as_json
 from actors.engines.sglang.server_facts import ServerFacts
 from bus.errors import ConfigError, RequestRefusedError
 from storage.images.encoded import decoded
@@ -54,6 +54,41 @@ async def test_other_weights_get_other_bytes_of_the_same_pixels(directory):
     pictures = [Image.open(BytesIO(base64.b64decode(each))) for each in (first, second)]
     assert [each.text["Comment"] for each in pictures] == ["1.0", "2.1"]
     assert np.array_equal(*map(np.asarray, pictures))
+
+
+async def test_a_body_is_json_of_which_images_are_encoded_before_and_only_copied(directory, monkeypatch):
+    parts = [image_part(_half_black(noise)) for noise in range(0, 24, 2)]
+    sent = await SentImages.of(directory).prepared(asked(directory, "r", *parts, TEXT))
+    lengths = {len(base64.b64decode(image.data)) % 3 for image in sent.images}
+    assert lengths == {0, 1, 2}, "pictures end anywhere in base64"
+    body = request_body(sent, rid="r", salt="1.0")
+    monkeypatch.setattr(base64, "b64encode", _short_alone(base64.b64encode))
+    assert request_body(sent, rid="r", salt="1.0") == body
+    monkeypatch.setattr(json, "dumps", _short_alone(json.dumps))
+    said = json.loads(as_json(body))
+    assert said == body | {"image_data": [image.decode() for image in body["image_data"]]}
+    for image in said["image_data"]:
+        assert Image.open(BytesIO(base64.b64decode(image))).text["Comment"] == "1.0"
+    assert json.loads(as_json({"rid": "r"})) == {"rid": "r"}
+
+
+def _half_black(noise: int) -> bytes:
+    """A picture of which this many columns are noise."""
+    pixels = np.asarray(Image.open(BytesIO(picture(16, 24)))).copy()
+    pixels[:, noise:] = 0
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def _short_alone(encode):
+    """Refuse to encode what is as long as a picture."""
+
+    def refusing(given):
+        assert len(str(given)) < 1000
+        return encode(given)
+
+    return refusing
 
 
 async def test_siblings_have_an_image_made_ready_once_and_the_oldest_are_forgotten(directory, monkeypatch):
