@@ -27,6 +27,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         repo = self.server.repo
+        self.server.asked.append(self.path)
         if f"{self.path}/".startswith(f"/api/{repo.kind}/{repo.name}/"):
             names = [{"rfilename": name} for name in repo.files]
             found = json.dumps({"id": repo.name, "sha": self._commit, "siblings": names}).encode()
@@ -70,9 +71,9 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(repo: Repo) -> Iterator[ThreadingHTTPServer]:
-    """Serve a repository, whose newest commit is the server's `newest`."""
+    """Serve a repository, whose newest commit is the server's `newest`; `asked` are the paths so far."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.repo, server.newest = repo, COMMIT
+    server.repo, server.newest, server.asked = repo, COMMIT, []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server

@@ -171,9 +171,31 @@ def _read(source: object, files: ImageFiles) -> bytes:
         raise ImageError(f"an image is {type(source).__name__}: give a path, a data URI or bytes")
     if source.startswith("data:"):
         return _of_uri(source)
-    if "://" in source:
+    if not _is_path(source):
         raise ImageError(f"the image {source[:80]!r} is not fetched: download it, and give its path")
     return files.bytes_of(source)
+
+
+def _is_path(source: str) -> bool:
+    return not source.startswith("data:") and "://" not in source
+
+
+def named_files(content: Json, column: object = None) -> Iterator[str]:
+    """Yield the paths of images that a row of a data file names, whatever else is wrong with it.
+
+    `content` and `column` are what `embedded` takes; the content may be a text, too."""
+    messages = content if isinstance(content, list) else []
+    shown = [
+        _source(part)
+        for message in messages
+        for part in _parts(message)
+        if isinstance(part, dict) and is_image(part)
+    ]
+    for source in [*shown, *(column if isinstance(column, list) else ())]:
+        if isinstance(source, Mapping):
+            source = None if isinstance(source.get("bytes"), bytes) else source.get("path")
+        if isinstance(source, str) and _is_path(source):
+            yield source
 
 
 @lru_cache(REMEMBERED)

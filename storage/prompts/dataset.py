@@ -1,6 +1,7 @@
 """Prompt files: reading and checking them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from bus.codec import MAX_ITEMS, Json, encode
@@ -8,7 +9,7 @@ from bus.errors import ConfigError
 from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.config import PromptKeys
-from storage.images.encoded import ImageError, ImageFiles, embedded
+from storage.images.encoded import ImageError, ImageFiles, embedded, named_files
 from storage.prompts.hub_data import fetch_images
 from storage.prompts.rows import Row, missing_key, read_rows
 from storage.prompts.stored_prompts import StoredPrompts
@@ -33,7 +34,15 @@ def each_prompt(path: Path, keys: PromptKeys, images: set[Path] | None = None) -
     Files of images that are read for them are added to `images`. Raises `ConfigError` naming the line (from
     1) or row (from 0), what is wrong with it and what to do."""
     read = set() if images is None else images
-    return (_prompt(row, keys, read) for row in read_rows(path))
+    fetch = partial(fetch_images, named=partial(_named_images, path, keys))
+    return (_prompt(row, keys, read, fetch) for row in read_rows(path))
+
+
+def _named_images(path: Path, keys: PromptKeys) -> Iterator[Path]:
+    """Yield the files of images that the rows of a file name."""
+    for row in read_rows(path):
+        for name in named_files(row.values.get(keys.prompt), row.values.get(IMAGES_COLUMN)):
+            yield row.directory / name
 
 
 def encoded_prompts(prompts: Sequence[Prompt], source: str) -> bytes:
@@ -60,11 +69,13 @@ def refuse_large(prompts: Iterable[Prompt], source: str, *, largest_message: int
             )
 
 
-def prompt_content(row: Row, key: str, images: set[Path] | None = None) -> str | list[Json]:
+def prompt_content(
+    row: Row, key: str, images: set[Path] | None = None, fetch: Callable[[Path], None] = fetch_images
+) -> str | list[Json]:
     """Return the text or chat messages under `key`, with images in them as data URIs.
 
-    Files of images that it reads are added to `images`. Raises `ConfigError` for anything else, for nothing,
-    and for images that cannot be read."""
+    Files of images that it reads are added to `images`; `fetch` gets one that is not here. Raises
+    `ConfigError` for anything else, for nothing, and for images that cannot be read."""
     content = row.required(key)
     if isinstance(content, str):
         empty = not content.strip()
@@ -80,7 +91,7 @@ def prompt_content(row: Row, key: str, images: set[Path] | None = None) -> str |
     if isinstance(content, str) and not (isinstance(column, list) and column):
         return content
     chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    files = ImageFiles(row.directory, set() if images is None else images, fetch_images)
+    files = ImageFiles(row.directory, set() if images is None else images, fetch)
     try:
         return embedded(chat, files, column)
     except ImageError as error:
@@ -99,9 +110,9 @@ def _check_message(where: str, message: Json) -> None:
         raise ConfigError(f"{where}: its content is {kind_of(message['content'])}: make it a text")
 
 
-def _prompt(row: Row, keys: PromptKeys, images: set[Path]) -> Prompt:
+def _prompt(row: Row, keys: PromptKeys, images: set[Path], fetch: Callable[[Path], None]) -> Prompt:
     prompt = Prompt(
-        content=prompt_content(row, keys.prompt, images),
+        content=prompt_content(row, keys.prompt, images, fetch),
         label=_label(row, keys),
         metadata=_metadata(row, keys),
         tools=_tools(row, keys),

@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -41,22 +41,34 @@ def fetched_data(path: Path) -> Path:
     return snapshot / found["rest"].strip("/")
 
 
-def fetch_images(file: Path) -> None:
+def fetch_images(file: Path, *, named: Callable[[], Iterable[Path]] = tuple) -> None:
     """Fetch the file of an image that rows of a data set of the hub name, if it is one and not here yet.
 
-    With it come all files of its kind that lie beside it or below: rows name many. Raises `ConfigError` when
-    the hub cannot be reached, or refuses them."""
-    file = Path(os.path.normpath(file))  # the files of a snapshot are links, its directories are none
-    found = SNAPSHOT.fullmatch(str(file))
-    if found is not None and not file.exists():
-        named = f"*{file.suffix}" if file.suffix else glob.escape(file.name)
-        _fetch_all(f"{found['owner']}/{found['name']}", found["commit"], glob.escape(found["below"]) + named)
+    With it come, in one download, those that `named` returns, which all rows name; and with each file those
+    of its kind that lie beside it or below. Raises `ConfigError` when the hub cannot be reached, or refuses
+    them."""
+    found = _in_snapshot(file)
+    if found is None or Path(found.string).exists():
+        return
+    others = filter(None, map(_in_snapshot, named()))
+    here = {_pattern(other) for other in others if other["commit"] == found["commit"]}
+    _fetch_all(f"{found['owner']}/{found['name']}", found["commit"], tuple(sorted({_pattern(found), *here})))
+
+
+def _in_snapshot(file: Path) -> re.Match[str] | None:
+    return SNAPSHOT.fullmatch(os.path.normpath(file))  # files of a snapshot are links, its directories none
+
+
+def _pattern(found: re.Match[str]) -> str:
+    """Return the pattern of an image and all files of its kind beside it or below."""
+    file = Path(found.string)
+    return glob.escape(found["below"]) + (f"*{file.suffix}" if file.suffix else glob.escape(file.name))
 
 
 @cache
-def _fetch_all(repo: str, commit: str, pattern: str) -> None:
-    _downloaded(repo, commit, [pattern])
-    log.info("hub_images_found", name=repo, files=pattern)
+def _fetch_all(repo: str, commit: str, patterns: tuple[str, ...]) -> None:
+    _downloaded(repo, commit, patterns)
+    log.info("hub_images_found", name=repo, files=", ".join(patterns))
 
 
 def _downloaded(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -126,6 +126,27 @@ def test_images_that_rows_name_are_fetched_with_those_beside_them_and_no_others(
     assert here == {"data/train.jsonl", *(f"shapes/{name}.png" for name in ("0", "1", "2", "more/4"))}
 
 
+def test_images_in_many_directories_are_one_question_to_the_hub(tmp_path: Path):
+    """A row names its own in a column, among some that need no file."""
+    rows = [
+        {"prompt": "<image>What?", "label": "", "images": [{"path": f"shapes/{n}/a.png"}]} for n in range(3)
+    ]
+    shown = {"type": "image", "image": "shapes/3/a.png"}
+    rows += [
+        {"prompt": [{"role": "user", "content": [shown, image_part(picture(seed=9))]}], "label": ""},
+        {"prompt": "1+1?", "label": ""},
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    files = {"train.jsonl": lines, **{f"shapes/{n}/a.png": picture(seed=n) for n in range(5)}}
+    with serving(Repo("org/shapes", files, kind="datasets")) as hub:
+        found = read(["hf://org/shapes"], tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}")
+    [prompts] = json.loads(found.stdout.splitlines()[-1]).values()
+    assert [one[0]["content"][0] for one in prompts[:4]] == [image_part(picture(seed=n)) for n in range(4)]
+    questions = [path for path in hub.asked if path.startswith("/api/datasets/") and COMMIT in path]
+    assert len(questions) == 1, "rows are looked for by the name of a branch"
+    assert not any("shapes/4/" in path for path in hub.asked), "no row names it"
+
+
 def test_an_image_that_the_hub_does_not_have_is_refused_with_its_row(tmp_path: Path):
     row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "no.png"}]}], "label": ""}
     files = {"train.jsonl": json.dumps(row).encode(), "yes.png": picture()}
