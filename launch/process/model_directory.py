@@ -8,7 +8,8 @@ from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_model import REMEDY, fetched, fetched_before, is_hub_name
 from launch.process.hub_revision import pinned
-from learner.config.mtp import HEADED, refuse_headless
+from launch.process.weight_files import all_tensors
+from learner.config.mtp import HEADED, MtpConfig, refuse_headless
 from storage.disk.run_directory import RunDirectory
 
 
@@ -63,17 +64,45 @@ def refuse_full_context(config: RunConfig) -> None:
 
 
 def refuse_headless_model(config: RunConfig) -> None:
-    """Raise `ConfigError` where `learner.mtp` is to train a head that the model does not have.
+    """Raise `ConfigError` where `learner.mtp` is to train a head that the model or its files do not have.
 
     A model on another host is not seen from here: the learner refuses it when it loads it."""
     kind, heads = "qwen3", 0  # the scratch model
     if config.model.path is not None:
         run = RunDirectory(config.directory, config.run)
-        found = described(model_on_disk(pinned(config.model.path, run)))
+        model = model_on_disk(pinned(config.model.path, run))
+        found = described(model)
         kind = found.get("model_type", "")
         heads = found.get("num_nextn_predict_layers", 1 if kind in HEADED else 0)  # as in transformers
+        if config.learner.mtp.exists and kind in HEADED and heads == 1:
+            _refuse_lost_head(config.learner.mtp, model, found)
     if kind:
         refuse_headless(config.learner.mtp, kind, heads or 0)
+
+
+def _refuse_lost_head(mtp: MtpConfig, model: Path, config: dict[str, Any]) -> None:
+    """Raise `ConfigError` where a model's files have no weight of a head.
+
+    Files that cannot be read are not looked at: whoever loads the model says what is wrong with them."""
+    try:
+        tensors = all_tensors(model)
+    except (OSError, ValueError):
+        return
+    begins = _head_begins(config)
+    if not any(name.startswith(begins) for name in tensors):
+        raise ConfigError(
+            f"learner.mtp.weight={mtp.weight}: a {config['model_type']} such as {model} may have a head, and "
+            f"its files have no weights of one ({begins}): set the weight to 0, or take files that have them"
+        )
+
+
+def _head_begins(config: dict[str, Any]) -> str:
+    """Return how the names of a head's weights begin in files: of a layer behind the last, or its own with
+    Qwen3-Next. Empty, as any name begins, where the configuration does not tell."""
+    if config["model_type"] == "qwen3_next":
+        return "mtp."
+    layers = config.get("num_hidden_layers")
+    return "" if layers is None else f"model.layers.{layers}."
 
 
 def described(model: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The model directory of a run: whether it is whole and its parts load."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +8,8 @@ from launch.config import RunConfig
 from launch.operations.doctor.findings import Finding, brief
 from launch.process.hub_model import is_hub_name
 from launch.process.model_directory import model_on_disk, refuse_full_context, refuse_headless_model
+from launch.process.weight_files import tensors_in, weight_files
 
-INDEX = "model.safetensors.index.json"
 BAD_FILES = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
 """What transformers raises for files that are missing, garbled, or JSON of another shape."""
 COMPLETE = "download the directory again: a copy was cut short"
@@ -80,8 +79,8 @@ def _load(path: Path) -> Iterator[Finding]:
 def _weights(path: Path) -> Iterator[Finding]:
     """Tell whether every file of weights is there, whole and with the tensors that the index names."""
     try:
-        wanted = _wanted(path)
-        found = {name: _tensors(path / name) for name in wanted}
+        wanted = weight_files(path)
+        found = {name: tensors_in(path / name) for name in wanted}
     except (OSError, ValueError) as error:
         yield Finding("weights", "error", f"{path}: {error}", COMPLETE)
         return
@@ -93,31 +92,3 @@ def _weights(path: Path) -> Iterator[Finding]:
     else:
         count = sum(map(len, found.values()))
         yield Finding("weights", "ok", f"{count} tensors in {len(found)} files")
-
-
-def _wanted(path: Path) -> dict[str, set[str]]:
-    """Return the files of weights with the tensors that the index says are in them."""
-    if not (path / INDEX).exists():
-        files = sorted(file.name for file in path.glob("*.safetensors"))
-        if not files:
-            raise ValueError("there are no safetensors files")
-        return {name: set() for name in files}
-    index = json.loads((path / INDEX).read_text())
-    files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files_by_tensor, dict):
-        raise ValueError(f"{INDEX} has no weight_map, which names the file of each tensor")  # noqa: TRY004 - of a file
-    wanted: dict[str, set[str]] = {}
-    for tensor, name in files_by_tensor.items():
-        wanted.setdefault(str(name), set()).add(tensor)
-    return wanted
-
-
-def _tensors(file: Path) -> set[str]:
-    """Return the names of the tensors in a file. Raises `ValueError` for one that is not whole."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            return set(opened.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{file.name} is damaged ({error})") from error

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bus.errors import ConfigError
 from launch.config import resolve
@@ -31,3 +33,34 @@ def test_a_head_that_the_model_does_not_have_is_refused_before_anything_starts(t
         with pytest.raises(ConfigError, match=said):
             refuse_headless_model(config)
         refuse_headless_model(resolve(layers[0]))
+
+
+@pytest.mark.parametrize(("family", "begins"), [("deepseek_v3", "model.layers.2."), ("qwen3_next", "mtp.")])
+def test_a_head_whose_weights_the_files_lack_is_refused_before_anything_starts(tmp_path, family, begins):
+    described = {"model_type": family, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    layers = {"model": {"path": str(tmp_path)}}, {"learner": {"mtp": {"weight": 0.2}}}
+    config, one = resolve(*layers), np.zeros(2, np.float32)
+    refuse_headless_model(config)  # files that are not here, the learner will see
+    said = rf"weight=0\.2: a {family} .*no weights of one \({begins}\): set the weight to 0"
+    names = ["model.layers.1.input_layernorm.weight", "model.layers.20.input_layernorm.weight"]
+    file, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    for tensors, whole in ((names, False), ([*names, f"{begins}eh_proj.weight"], True)):
+        save_file(dict.fromkeys(tensors, one), file)
+        _look(config, None if whole else said)
+    for tensors, whole in ((names, False), ([*names, f"{begins}eh_proj.weight"], True)):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+        _look(config, None if whole else said)
+    index.write_text("[]")  # the learner says what is wrong with it
+    _look(config, None)
+    index.unlink()
+    save_file(dict.fromkeys(names, one), file)
+    _look(resolve(layers[0]), None)  # nobody trains the head
+
+
+def _look(config, said):
+    if said is None:
+        refuse_headless_model(config)
+        return
+    with pytest.raises(ConfigError, match=said):
+        refuse_headless_model(config)
