@@ -7,11 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_life import EngineLife
 from actors.engines.fleet.fleet import Fleet
-from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.guest import GuestEngine
 from actors.further_policies import shared_servers
 from actors.further_policies.shared_servers import SharedServers
@@ -48,31 +46,17 @@ def versions_of(generation):
 
 
 @pytest.fixture
-async def server():
-    server = StandIn()
-    server.lora.settings = LORA | ROOM
-    await server.start()
-    yield server
-    await server.close()
+def server(stand_in):
+    stand_in.lora.settings = LORA | ROOM
+    return stand_in
 
 
 @pytest.fixture
-async def host(server, tmp_path):
-    made = []
-
+def host(server, attach):
     async def build(url=None):
-        model = tmp_path / "model"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-        config = SglangEngineConfig(
-            url=url or server.url, weights_directory=tmp_path / "weights", adapter="loaded", stream_interval=0
-        )
-        made.append(SglangEngine(model, config, tmp_path / "unused.log", served=OWN))
-        return made[-1]
+        return attach(served=OWN, url=url or server.url, adapter="loaded", stream_interval=0)
 
-    yield build
-    for engine in made:
-        await engine.close()
+    return build
 
 
 @pytest.fixture

@@ -13,11 +13,9 @@ from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.adapters import serving, with_fused_layers
-from actors.engines.sglang.engine import SglangEngine
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, SCALE, served
 from tests.actors.engines.sglang.test_sglang_attached import TIMEOUT_S, has_failed
-from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import request
 
 BLOCK = "model.layers.0.self_attn"
@@ -45,31 +43,17 @@ def piece(server):
 
 
 @pytest.fixture
-async def server():
-    server = StandIn()
-    server.lora.settings = dict(LORA)
-    await server.start()
-    yield server
-    await server.close()
+def server(stand_in):
+    stand_in.lora.settings = dict(LORA)
+    return stand_in
 
 
 @pytest.fixture
-async def attach(server, tmp_path):
-    model, made = tmp_path / "model", []
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
-
+def attach(attach, server):
     def attached(versions=2, **settings):
-        config = SglangEngineConfig(
-            url=server.url, weights_directory=tmp_path / "weights", adapter="loaded",
-            **{"stream_interval": 0} | settings,
-        )  # fmt: skip
-        made.append(SglangEngine(model, config, tmp_path / "unused.log", served=served(versions)))
-        return made[-1]
+        return attach(served=served(versions), **{"adapter": "loaded", "stream_interval": 0} | settings)
 
-    yield attached
-    for engine in made:
-        await engine.close()
+    return attached
 
 
 async def asked(server, count):

@@ -7,15 +7,12 @@ import time
 import pytest
 import torch
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import cache_loads
 from actors.engines.sglang.client import SglangClient
-from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
 from actors.engines.sglang.settings import APPLY
 from bus.errors import ConfigError, EngineError
-from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import request
 
 STATE = {"large": torch.ones(64, 8), "small": torch.ones(3)}
@@ -23,28 +20,8 @@ TIMEOUT_S = 20.0
 
 
 @pytest.fixture
-async def server():
-    server = StandIn()
-    await server.start()
-    yield server
-    await server.close()
-
-
-@pytest.fixture
-def attach(server, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(
-        json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
-    )
-
-    def attached(**settings):
-        config = SglangEngineConfig(
-            url=server.url, weights_directory=tmp_path / "weights", start_timeout_s=5.0, **settings
-        )
-        return SglangEngine(model, config, tmp_path / "unused.log")
-
-    return attached
+def server(stand_in):
+    return stand_in
 
 
 async def has_failed(engine):
