@@ -10,11 +10,18 @@ from bus.config import Config
 from bus.errors import ConfigError
 
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
+MASK_TOKENS = "sampling_mask_max_tokens"
+"""SGLang's setting of the largest set of kept tokens that it tells, which it has where it tells any."""
 
 
 def by_name(table: Mapping[str, SglangSetting]) -> dict[str, SglangSetting]:
     """Return settings that may be written as flags by SGLang's own names, with underscores."""
     return {name.replace("-", "_"): value for name, value in table.items()}
+
+
+def tells_kept(speculation: str) -> bool:
+    """Return whether SGLang tells which tokens sampling kept with an algorithm of speculative decoding."""
+    return not speculation or speculation.upper().startswith("DFLASH")
 
 
 class EmbeddedEngineConfig(Config):
@@ -280,13 +287,15 @@ class SglangEngineConfig(Config):
         return tuple(url.rstrip("/") for url in (*self.attached, *([prefill] if prefill else [])))
 
     def attached_to(self, url: str) -> "SglangEngineConfig":
-        """Return the settings of an engine at one of these URLs, or at another that joins."""
+        """Return the settings of an engine at one of these URLs, or at another that joins.
+
+        Of those of a server it keeps the one without which that does not tell kept sets."""
         own = url in self.attached
         return self.model_copy(
             update={
                 "url": url.rstrip("/"),
                 "urls": (),
-                "server": {},
+                "server": {name: of for name, of in self.settings.items() if name == MASK_TOKENS},
                 "environment": {},
                 "python": None,
                 "disaggregation": self.disaggregation if own else DisaggregationConfig(),

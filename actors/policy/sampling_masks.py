@@ -1,11 +1,9 @@
 """Servers that tell which tokens sampling kept (`sampling.keep_masks`). Loads nothing but settings."""
 
 from actors.config import SamplingConfig
-from actors.engines.config import EngineConfig, SglangEngineConfig
+from actors.engines.config import MASK_TOKENS, EngineConfig, SglangEngineConfig, tells_kept
 from bus.errors import ConfigError
 
-MASK_TOKENS = "sampling_mask_max_tokens"
-"""SGLang's setting of the largest set that it tells, which it has where it tells any."""
 LARGEST_TOLD = 4096
 """SGLang ends a request whose set is larger; equal logits at the edge of `MOST_KEPT` are all kept."""
 
@@ -20,7 +18,7 @@ def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
             "out one of them; without keep_masks see the warning sampling_is_off_policy"
         )
     drafts = str(engine.settings.get("speculative_algorithm") or "")
-    if drafts and not drafts.upper().startswith("DFLASH"):
+    if not tells_kept(drafts):
         raise ConfigError(
             f"sampling.keep_masks=true with actors.engine.server.speculative_algorithm={drafts!r}: SGLang "
             "does not tell then what it kept: leave out one of them"
@@ -28,9 +26,9 @@ def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
 
 
 def told_by(engine: EngineConfig, sampling: SamplingConfig) -> EngineConfig:
-    """Return the settings of engines that can tell what `sampling` keeps: a server of our own whose SGLang
-    cannot does not start then, for a setting that it does not know. Raises as `refuse_untold_masks` does."""
+    """Return the settings of engines that can tell what `sampling` keeps: with them a server whose SGLang
+    cannot does not start, and one that runs already is refused. Raises as `refuse_untold_masks` does."""
     refuse_untold_masks(sampling, engine)
-    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig) or engine.attached:
+    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig):
         return engine
     return engine.model_copy(update={"server": {MASK_TOKENS: LARGEST_TOLD, **engine.server}})

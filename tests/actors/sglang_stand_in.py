@@ -73,6 +73,8 @@ class StandIn:
         self.tensor_ranks = 1
         self.replicas = 1
         self.speculation: str | None = None
+        self.kept_sets: dict[str, int] = {"sampling_mask_max_tokens": 4096}
+        """The setting of the largest set of kept tokens that it tells; older versions have none."""
         self.draft: str | None = None
         """The path of its draft model."""
         self.update_sessions = True
@@ -128,6 +130,7 @@ class StandIn:
                         "device": "cpu",
                         "incremental_streaming_output": self.streams,
                         **self.lora.settings,
+                        **self.kept_sets,
                         "disaggregation_mode": self.role,
                         "disaggregation_bootstrap_port": 8998,
                     }

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from actors.config import SamplingConfig
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, subject_of
@@ -14,6 +15,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.on_policy import on_policy
 from actors.engines.scripted import ScriptedEngine
 from actors.further_policies.shared_servers import SharedServers
+from actors.policy.sampling_masks import told_by
 from bus import roles
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status
@@ -119,6 +121,22 @@ async def test_a_server_that_cannot_have_the_adapters_of_the_policy_does_not_joi
     serving = asyncio.create_task(admin.run(stop))
     servers[0].lora.settings = {"enable_lora": True, "max_lora_rank": 2}
     with pytest.raises(BusError, match=f"{servers[0].url} has max_lora_rank=2, and 4 are needed"):
+        await asked(bus, "join", servers[0].url)
+    assert not fleet.engines
+    stop.set()
+    await serving
+    await fleet.close()
+
+
+async def test_a_server_that_cannot_tell_what_it_kept_does_not_join_where_that_is_recorded(
+    bus, servers, model, tmp_path
+):
+    fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
+    recording = told_by(settings(tmp_path), SamplingConfig(top_p=0.9, keep_masks=True))
+    admin = EngineAdmin(bus, fleet, recording, model, EngineClaims(bus, ACTOR), actor=ACTOR, colocated=False)
+    serving = asyncio.create_task(admin.run(stop))
+    servers[0].kept_sets = {}
+    with pytest.raises(BusError, match="which does not tell what it kept"):
         await asked(bus, "join", servers[0].url)
     assert not fleet.engines
     stop.set()

@@ -106,9 +106,10 @@ class EngineAdmin:
             )
         if url in self._fleet.engines:
             raise EngineError(f"{url} is one of this actor's engines already")
-        await _look_at(url, self._shared.own)
+        config = self._config.attached_to(url)
+        await _look_at(url, config, self._shared.own)
         await self._claims.claim(url)
-        builds = {url: _build(self._config.attached_to(url), self._model, self._shared.own)}
+        builds = {url: _build(config, self._model, self._shared.own)}
         try:
             self._fleet.join(url, self._shared.hosts(builds)[url])
             self._shared.joined(url)
@@ -135,9 +136,9 @@ def _build(config: SglangEngineConfig, model: Path, served: ServedAdapters | Non
     return partial(asyncio.to_thread, build)
 
 
-async def _look_at(url: str, served: ServedAdapters | None) -> None:
+async def _look_at(url: str, config: SglangEngineConfig, served: ServedAdapters | None) -> None:
     """Raise EngineError unless an SGLang server answers there, and ConfigError where it cannot have these
-    adapters."""
+    adapters or does not say what engines with these settings are asked."""
     from actors.engines.sglang.adapters import refuse_unfit
     from actors.engines.sglang.client import SglangClient
 
@@ -149,5 +150,6 @@ async def _look_at(url: str, served: ServedAdapters | None) -> None:
         raise EngineError(f"{url} did not answer within {LOOK_S:g} s") from error
     finally:
         await client.close()
+    facts.refuse_silence(config, url, of_experts=config.routed_experts)
     if served is not None:
         refuse_unfit(url, facts, served)

@@ -139,8 +139,7 @@ class SglangEngine:
                 self._config, self.policies, self._loading, paused=self._paused, or_fail=self._or_fail
             )
         log.info("sglang_ready", url=self.url, version=self._facts.version)
-        if self._routing is not None:
-            self._facts.refuse_silence_of_experts(self.url)
+        self._facts.refuse_silence(self._config, self.url, of_experts=self._routing is not None)
         self._facts.warn_of_silence_of_versions(self._config.pause)
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watching_ended)

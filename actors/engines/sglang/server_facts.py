@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import structlog
 
+from actors.engines.config import MASK_TOKENS, SglangEngineConfig, tells_kept
+from bus.config import MOST_KEPT
 from bus.errors import ConfigError
 
 log = structlog.get_logger()
@@ -88,13 +90,36 @@ class ServerFacts:
     def _numbers(self) -> tuple[int, ...]:
         return tuple(int(number) for number in re.findall(r"\d+", self.version)[:3])
 
-    def refuse_silence_of_experts(self, url: str) -> None:
-        """Raise `ConfigError` unless the server, which is at `url`, says where tokens went."""
-        if not self.returns_experts:
+    def refuse_silence(self, config: SglangEngineConfig, url: str, *, of_experts: bool) -> None:
+        """Raise `ConfigError` unless the server at `url` says what engines with these settings are asked:
+        where tokens went, if that is wanted, and which tokens sampling kept."""
+        if of_experts and not self.returns_experts:
             raise ConfigError(
                 f"actors.engine.routed_experts: the server at {url} does not return them: start it with "
                 "--enable-return-routed-experts"
             )
+        if config.attached and MASK_TOKENS in config.settings:
+            self._refuse_silence_of_kept_sets(url)
+
+    def _refuse_silence_of_kept_sets(self, url: str) -> None:
+        """Raise `ConfigError` unless the server, which somebody else has started, tells sets of any size."""
+        asked = f"sampling.keep_masks=true: the server at {url}"
+        if not tells_kept(self.speculation):
+            raise ConfigError(
+                f"{asked} does not tell what it kept with speculative_algorithm={self.speculation!r}: start "
+                "it without, or leave out keep_masks"
+            )
+        for server in self.settings:
+            if (most := server.get(MASK_TOKENS)) is None:
+                raise ConfigError(
+                    f"{asked} is SGLang {self.version}, which does not tell what it kept: use one that has "
+                    "--sampling-mask-max-tokens, such as 0.5.23, or leave out keep_masks"
+                )
+            if int(most) < MOST_KEPT:
+                raise ConfigError(
+                    f"{asked} ends requests of which it kept more than {most} tokens: start it with "
+                    "--sampling-mask-max-tokens 4096"
+                )
 
 
 def drafts(server: Mapping[str, Any]) -> bool:

@@ -15,9 +15,17 @@ def test_a_server_that_is_to_tell_what_it_kept_is_started_with_the_setting_that_
     assert told_by(own, CUT).settings == {"sampling_mask_max_tokens": 4096, "dtype": "bfloat16"}
     given = SglangEngineConfig(server={"sampling_mask_max_tokens": 2000})
     assert told_by(given, CUT).settings == given.settings
-    for unchanged in (SglangEngineConfig(url="http://a:1"), EmbeddedEngineConfig()):
-        assert told_by(unchanged, CUT) is unchanged
+    embedded = EmbeddedEngineConfig()
+    assert told_by(embedded, CUT) is embedded
     assert told_by(own, SamplingConfig(top_p=0.9)) is own
+
+
+def test_a_server_that_runs_already_is_to_have_that_setting_wherever_it_is():
+    running = told_by(SglangEngineConfig(urls=("http://a:1", "http://b:2")), CUT)
+    for url in ("http://a:1", "http://c:3"):
+        assert running.attached_to(url).settings == {"sampling_mask_max_tokens": 4096}
+    own = told_by(SglangEngineConfig(server={"dtype": "bfloat16"}), CUT)
+    assert own.attached_to("http://c:3").settings == {"sampling_mask_max_tokens": 4096}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from actors.config import SamplingConfig
 from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.sglang.answers import Streamed, read_answer
 from actors.engines.sglang.request_bodies import request_body
+from actors.policy.sampling_masks import told_by
 from bus.config import MOST_KEPT
-from bus.errors import EngineError
+from bus.errors import ConfigError, EngineError
 from tests.actors.engines.sglang.test_sglang_parts import answer
 from tests.actors.engines.sglang.test_sglang_stream import END, piece
 
@@ -102,3 +105,30 @@ def test_of_a_stream_that_breaks_off_the_sets_are_kept_that_came():
     kept = streamed.kept().kept
     assert kept is not None
     assert kept.counts.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("kept_sets", "speculation", "why"),
+    [
+        ({}, None, r"is SGLang 0\.5\.23, which does not tell .*use one that has --sampling-mask-max-tokens"),
+        ({"sampling_mask_max_tokens": 64}, None, "more than 64 tokens: start it with --sampling-mask-max-"),
+        ({"sampling_mask_max_tokens": 4096}, "EAGLE", "speculative_algorithm='EAGLE': start it without"),
+        ({"sampling_mask_max_tokens": 4096}, "DFLASH", ""),
+    ],
+)
+async def test_a_running_server_that_cannot_tell_what_it_kept_is_refused_before_it_is_asked(
+    stand_in, attach, tmp_path, kept_sets, speculation, why
+):
+    stand_in.kept_sets, stand_in.speculation = kept_sets, speculation
+    await attach().start()  # where nobody wants to know
+    config = told_by(attach()._config, SamplingConfig(top_p=0.9, keep_masks=True))
+    [build] = attached_builds(config, tmp_path / "model").values()
+    engine = await build()
+    asked = len(stand_in.asked)
+    if why:
+        with pytest.raises(ConfigError, match=rf"keep_masks=true: the server at {stand_in.url} .*{why}"):
+            await engine.start()
+    else:
+        await engine.start()
+    assert len(stand_in.asked) == asked + 1, "the token by which it shows what it can"
+    await engine.close()
