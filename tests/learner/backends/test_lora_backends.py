@@ -352,7 +352,8 @@ def test_a_checkpoint_without_adapters_is_refused_in_words(tmp_path):
         refuse_other_adapters(tmp_path, older, ours | {"weight_decomposed": True})
 
 
-def test_experts_have_no_adapters_and_are_refused_by_name():
+def test_experts_have_no_adapters_unless_asked_for_and_a_target_of_theirs_says_how():
     assert len(list(trainer_of("megatron", LORA, **MOE).adapters.streamed())) == 2 * 2 * 4  # attention's
-    with pytest.raises(ConfigError, match="named 'up_proj'; there are k_proj, o_proj, q_proj, v_proj"):
+    said = r"named 'up_proj'; there are k_proj, o_proj, q_proj, v_proj; .* with learner\.lora\.experts=true"
+    with pytest.raises(ConfigError, match=said):
         trainer_of("megatron", SOME, **MOE)

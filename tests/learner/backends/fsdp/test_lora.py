@@ -52,15 +52,16 @@ def step(trainer: FsdpTrainer | Trainer, number: int) -> tuple[float, float]:
 
 
 def assert_four_steps_are_those_of_the_formula(
-    trainer: FsdpTrainer | Trainer, model: PreTrainedModel, begun: dict[str, Tensor], scale: float
-) -> None:
-    """Train both from the adapters `begun`."""
+    trainer: FsdpTrainer | Trainer, model: PreTrainedModel, begun: dict[str, Tensor], scale: float,
+    *, rel: float = 1e-6,
+) -> None:  # fmt: skip
+    """Train both from the adapters `begun`; losses and norms of gradients may differ by a part of `rel`."""
     expected = adapt(model, begun, scale)
     optimizer = reference_optimizer(model, OPTIMIZER)
     for number in range(4):
         lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
         wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
-        assert step(trainer, number) == pytest.approx(wanted, abs=1e-5)
+        assert step(trainer, number) == pytest.approx(wanted, rel=rel, abs=1e-5)
     found = adapters(trainer)
     for name, tensor in tensors_of(expected).items():
         assert (found[name] - tensor).abs().max() < 1e-5, name

@@ -5,26 +5,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
 
 from bus.errors import ConfigError
 from learner.backends.fsdp import build
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
-from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest
 from tests.learner.backends.fsdp.families import RECURRENT_FAMILIES, family_config, family_model
-from tests.learner.lora_reference import adapt, tensors_of
-from tests.learner.reference import reference_optimizer, reference_step
-from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits
+from tests.learner.backends.fsdp.test_lora import (
+    OPTIMIZER,
+    adapters,
+    assert_four_steps_are_those_of_the_formula,
+    step,
+)
+from tests.learner.tiny import hf_state, random_samples, reference_logits
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
-LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OVER_CHUNKS = [1, 150, 3, 64, 2, 65, 130, 4, 71]
 """The kernel computes 64 tokens at a time, and the convolution looks at 4."""
 LINEAR = {
@@ -37,12 +36,6 @@ def trainer_of(family: str = "qwen3_next", **settings: object) -> FsdpTrainer:
     model = family_model(family)
     torch.manual_seed(7)  # of adapters
     return FsdpTrainer(model.config, hf_state(model), OPTIMIZER, **settings)
-
-
-def step(trainer: FsdpTrainer, number: int) -> tuple[float, float]:
-    samples = random_samples(LENGTHS, seed=number)[dist.get_rank() :: dist.get_world_size()]
-    result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
-    return result.loss, result.grad_norm
 
 
 @pytest.mark.parametrize(
@@ -120,22 +113,9 @@ def test_two_ranks_train_as_one(worlds, lora):
     assert all(np.abs(weights[name] - tensor).max() < 1e-5 for name, tensor in expected.items())
 
 
-def adapters(trainer: FsdpTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.adapters.streamed()}
-
-
 @pytest.mark.slow
 def test_adapters_of_all_linear_layers_follow_the_formula():
     trainer, model = trainer_of(lora=LoraConfig(rank=4, alpha=6.0)), family_model("qwen3_next")
     begun = adapters(trainer)
     assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in begun} == LINEAR
-    expected = adapt(model, begun, 1.5)
-    optimizer = reference_optimizer(model, OPTIMIZER)
-    for number in range(4):
-        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
-        wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
-        assert step(trainer, number) == pytest.approx(wanted, rel=1e-5, abs=1e-5)
-    found = adapters(trainer)
-    for name, tensor in tensors_of(expected).items():
-        assert (found[name] - tensor).abs().max() < 1e-5, name
-        assert not torch.equal(found[name], begun[name]), name
+    assert_four_steps_are_those_of_the_formula(trainer, model, begun, 1.5, rel=1e-5)
