@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import repeat
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -139,7 +140,22 @@ def _delta_sizes(hf_config: PretrainedConfig) -> DeltaSizes:
     )
 
 
+DELTA_FROM = 5, 15
+"""Release of transformers from which its convolution and delta rule need no kernels of other packages."""
+
+
+def _has_delta_functions() -> bool:
+    major, minor, *_ = transformers.__version__.split(".")
+    return (int(major), int(minor)) >= DELTA_FROM
+
+
 REQUIREMENTS: tuple[Requirement, ...] = (
+    (
+        "layer_types",
+        lambda kinds, _: "linear_attention" not in kinds or _has_delta_functions(),
+        "linear attention on Megatron calls functions that transformers has from 5.15 on, and this is "
+        f"{transformers.__version__}: upgrade it, or set learner.backend=fsdp",
+    ),
     (
         "layer_types",
         lambda kinds, _: "sliding_attention" not in kinds,

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
@@ -221,6 +222,17 @@ def test_what_would_be_computed_otherwise_is_refused(changes, says):
     with pytest.raises(ConfigError) as error:
         build_model(tiny_config("qwen3_next", **changes), dtype=torch.float32)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(("version", "fits"), [("5.14.1", False), ("5.15.0", True), ("6.0.0.dev0", True)])
+def test_a_transformers_without_the_functions_of_linear_attention_is_refused_by_its_release(
+    monkeypatch, version, fits
+):
+    monkeypatch.setattr(transformers, "__version__", version)
+    problems = unsupported(tiny_config("qwen3_next"))
+    assert [("from 5.15 on" in problem, "backend=fsdp" in problem) for problem in problems] == (
+        [] if fits else [(True, True)]
+    )
 
 
 def test_linear_attention_of_other_families_is_refused():
