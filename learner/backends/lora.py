@@ -1,7 +1,7 @@
 """Low-rank adapters (arXiv:2106.09685), whatever backend trains them: which layers have one, the values that
 it begins with, and the weights that it makes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 from bus.errors import ConfigError
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.model_directories.lazy_weights import State, part_of, spec_of, tensor_bytes
+from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
 
 SMALLEST_NORM = 1e-30
 """Rows of zeros stay zeros."""
@@ -85,6 +86,27 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor
     if magnitude is not None:
         whole = whole * (magnitude / row_norms(whole).clamp(min=SMALLEST_NORM))[:, None]
     return whole.to(weight.dtype)
+
+
+def merged_stream(
+    weights: Iterable[tuple[str, Tensor]], adapters: Iterable[tuple[str, Tensor]], targets: Container[str],
+    scale: float,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yield what weights and their adapters make together, by the weights' names in files.
+
+    Adapters wait on the host meanwhile: those of all experts may be larger than what a device has left.
+
+    Args:
+        weights: of the whole model; the adapters are taken before the first of them.
+        adapters: A, B and lengths of rows by peft's names, each good until the next.
+        targets: names of layers that have adapters."""
+    held = {name: tensor.to("cpu", copy=True) for name, tensor in adapters}
+    for name, weight in weights:
+        if name.removesuffix(WEIGHT) in targets:
+            a, b = (held[each].to(weight.device) for each in adapter_names(name))
+            magnitude = held.get(magnitude_name(name))
+            weight = merged(weight, a, b, scale, None if magnitude is None else magnitude.to(weight.device))
+        yield name, weight
 
 
 def row_norms(weight: Tensor) -> Tensor:

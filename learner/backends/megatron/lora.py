@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.base import Adapters, Exported
-from learner.backends.lora import BaseNorms, base_digest, first_a, merged, saved_settings, targeted
+from learner.backends.lora import BaseNorms, base_digest, first_a, merged_stream, saved_settings, targeted
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
@@ -166,13 +166,7 @@ class ChunkAdapters:
 
     def merged(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield on rank 0 what weights and their adapters make together. Every rank exhausts this."""
-        adapters = {name: tensor.clone() for name, tensor in self._streamed(torch.float32)}
-        for name, weight in weights:
-            if name.removesuffix(WEIGHT) in self._targets:
-                a, b = (adapters[each] for each in adapter_names(name))
-                yield name, merged(weight, a, b, self.config.scale, adapters.get(magnitude_name(name)))
-            else:
-                yield name, weight
+        return merged_stream(weights, self._streamed(torch.float32), self._targets, self.config.scale)
 
     @torch.no_grad()
     def switch_off(self) -> None:

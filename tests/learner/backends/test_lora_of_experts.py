@@ -1,16 +1,21 @@
 """Routed experts of mixtures have adapters of their own."""
 
+import gc
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from bus.errors import ConfigError
 from bus.messages import BlobRef
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.lora import merged_stream
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
@@ -20,6 +25,7 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
 from learner.model_directories.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
+from storage.weights.adapter_names import adapter_names
 from tests.learner.backends.fsdp.test_lora import assert_four_steps_are_those_of_the_formula
 from tests.learner.backends.test_lora_backends import assert_same, divided, trained
 from tests.learner.lora_reference import adapt
@@ -301,3 +307,22 @@ def test_dense_layers_of_mixtures_are_written_as_parameters_which_peft_does_not_
     assert not any(name.endswith(("gate_proj", "up_proj", "down_proj")) for name in config["target_modules"])
     assert len(config["target_parameters"]) == 2 * 3
     assert "rank_pattern" not in config
+
+
+def test_adapters_of_all_experts_wait_on_the_host_while_weights_are_merged():
+    """Tensors of a GPU, without their values, show where each one lies."""
+    layers, live = [f"experts.{n}.up_proj" for n in range(8)], []
+
+    def on_device(*names: str) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, torch.ones(4, 4, device="cuda")
+            live.append(
+                sum(isinstance(one, FakeTensor) and one.device.type == "cuda" for one in gc.get_objects())
+            )
+
+    weights = on_device(*(f"{layer}.weight" for layer in layers), "norm.weight")
+    adapters = on_device(*(name for layer in layers for name in adapter_names(f"{layer}.weight")))
+    with FakeTensorMode():
+        merged = {name: tensor.device.type for name, tensor in merged_stream(weights, adapters, layers, 2.0)}
+    assert merged == dict.fromkeys([*(f"{layer}.weight" for layer in layers), "norm.weight"], "cuda")
+    assert max(live) < 4, "one adapter after another, then one weight with its own"
