@@ -2,10 +2,15 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.engines.config import SglangEngineConfig
+from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server import group_members
 from tests.actors.tiny import request
 
@@ -41,6 +46,18 @@ FIRST, SECOND = policy(0), policy(1)
 
 def group_of(engine) -> list[int]:
     return group_members(engine._server.process.pid)
+
+
+@asynccontextmanager
+async def own_server(model: Path, log_directory: Path) -> AsyncIterator[SglangEngine]:
+    """An engine with a server for the model in a directory, all of whose processes end with it."""
+    engine = SglangEngine(model, SglangEngineConfig(**CONFIG), log_directory / "engine.log")
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+    assert group_of(engine) == []
 
 
 async def until(condition, what: str, timeout_s: float = 30.0) -> None:

@@ -27,14 +27,13 @@ from learner.publication.host_copy import host_tensors
 from learner.scoring.served_teachers import ask_teachers
 from storage.weights.tensors import Weights
 from tests.actors.sglang_served import (
-    CONFIG,
     FIRST,
     LONG,
     PROMPT,
     SECOND,
-    group_of,
     in_flight,
     noted,
+    own_server,
     requests_at_the_worker,
     started,
     until,
@@ -52,14 +51,8 @@ NO_BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model_dir, tmp_path_factory) -> AsyncIterator[SglangEngine]:
     """One server for all tests of this module; starting one takes half a minute."""
-    log_file = tmp_path_factory.mktemp("log") / "engine.log"
-    engine = SglangEngine(model_dir, SglangEngineConfig(**CONFIG), log_file)
-    try:
-        await engine.start()
+    async with own_server(model_dir, tmp_path_factory.mktemp("log")) as engine:
         yield engine
-    finally:
-        await engine.close()
-    assert group_of(engine) == []
 
 
 @pytest_asyncio.fixture(loop_scope="module")

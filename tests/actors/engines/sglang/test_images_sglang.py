@@ -20,7 +20,7 @@ from bus.errors import RequestRefusedError
 from bus.messages import BlobRef, PolicyManifest, Probe
 from learner.publication.probe import probe_samples, probe_tokens
 from storage.images.reader import ImageReader
-from tests.actors.sglang_served import CONFIG, noted
+from tests.actors.sglang_served import CONFIG, noted, own_server
 from tests.actors.shown import asked, recomputed
 from tests.pictures import image_part, picture, vision_directory
 
@@ -49,13 +49,8 @@ def published(policy) -> dict[str, torch.Tensor]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(directory, tmp_path_factory) -> AsyncIterator[SglangEngine]:
-    log_file = tmp_path_factory.mktemp("log") / "engine.log"
-    engine = SglangEngine(directory, SglangEngineConfig(**CONFIG), log_file)
-    try:
-        await engine.start()
+    async with own_server(directory, tmp_path_factory.mktemp("log")) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
