@@ -7,7 +7,7 @@ taking longer turns, and besides adapters, Muon, weights rounded to fp8 and prod
 without. Names of sides behind the command, as in `fsdp_16k hf_16k`, print a line of JSON for each of these
 alone. Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a plain
 cross-entropy. A loss over whole sequences, which makes the logits twice, is measured against ours over
-tokens.
+tokens; a Qwen3-VL whose sequences show an image each, on the FSDP backend against transformers.
 """
 
 import gc
@@ -22,13 +22,19 @@ from importlib.util import find_spec
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.codec import Json
 from bus.errors import ConfigError
 from launch.benchmarks.learner_bare_megatron import BareLoop
+from launch.benchmarks.learner_images import ImageWorkload, qwen3_vl_600m, small_images
 from launch.benchmarks.learner_workloads import Workload, qwen3_600m, small, small_experts, small_latent
 from learner.algorithms.objective import Objective
 from learner.backends.base import Backend, StepResult
@@ -40,7 +46,6 @@ from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import GSPOLoss, ReinforceLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from learner.data.packing import MicroBatch
 from learner.world.process_group import device
 from storage.weights.quantisation import FORMATS
 
@@ -61,6 +66,7 @@ LIMITS: dict[str, Json] = {
     "step_over_hf": 0.9,
     "sequences_over_tokens": 0.7,
     "fsdp_over_hf": 0.9,
+    "images_fsdp_over_hf": 0.9,
 }
 LIMITS_CUDA: dict[str, Json] = {
     "step_over_bare": 1.8,
@@ -70,6 +76,7 @@ LIMITS_CUDA: dict[str, Json] = {
     "fsdp_over_hf": 0.9,
     "experts_over_hf": 1.0,
     "experts_fsdp_over_hf": 0.9,
+    "images_fsdp_over_hf": 0.9,
     "latent_over_hf": 1.0,
     "adapters_over_weights": 1.1,
     "muon_over_adamw": 0.9,
@@ -79,6 +86,8 @@ LIMITS_CUDA: dict[str, Json] = {
 """What users should be able to expect, whether it is reached or not: docs/performance.md has both."""
 
 
+SIDES = ("", "bare_", "hf_", "sequences_", "fsdp_", "images_fsdp_", "images_hf_")
+"""What begins the names of figures on a CPU, by side."""
 Step = Callable[[], object]
 
 
@@ -104,6 +113,7 @@ def trainer_of(
 ) -> Backend:  # fmt: skip
     """Return a backend that trains a model of this shape, in the world that there is."""
     model = model_of(workload)
+    shown = {"images": workload.images} if isinstance(workload, ImageWorkload) else {}
     return BACKENDS[backend]()(
         workload.model,
         revert_weight_conversion(model, model.state_dict()),  # by the names that files have
@@ -111,6 +121,7 @@ def trainer_of(
         dtype=workload.dtype,
         parallel=parallel,
         lora=lora,
+        **shown,
     )
 
 
@@ -141,8 +152,9 @@ def in_fp8(workload: Workload) -> Step:
 
 def model_of(workload: Workload) -> PreTrainedModel:
     """Return a model of this shape with random float32 weights, on the host."""
+    kind = AutoModelForImageTextToText if isinstance(workload, ImageWorkload) else AutoModelForCausalLM
     with torch.device(device()):  # a GPU draws a billion numbers in no time
-        return AutoModelForCausalLM.from_config(workload.model, dtype=torch.float32).cpu()
+        return kind.from_config(workload.model, dtype=torch.float32).cpu()
 
 
 def over_sequences(workload: Workload) -> Step:
@@ -158,20 +170,24 @@ def bare(workload: Workload) -> Step:
 
 
 def hugging_face(workload: Workload) -> Step:
-    """Return a step of transformers with torch's AdamW; on CUDA with liger-kernel, where it is installed."""
+    """Return a step of transformers with torch's AdamW; on CUDA with liger-kernel, where it is installed and
+    the model is a Qwen3 of text."""
     if torch.cuda.is_available() and find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
 
-        if isinstance(workload.model, Qwen3Config | Qwen3MoeConfig):  # it knows no DeepSeek
+        if isinstance(workload.model, Qwen3Config | Qwen3MoeConfig):
             sparse = isinstance(workload.model, Qwen3MoeConfig)
             (apply_liger_kernel_to_qwen3_moe if sparse else apply_liger_kernel_to_qwen3)()
     model = model_of(workload).to(device(), workload.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, fused=True)
-    batches = [_rows(batch, workload.sequence) for batch in workload.batches()]
+    batches = [
+        {name: values.to(device()) for name, values in workload.plain_inputs(batch).items()}
+        for batch in workload.batches()
+    ]
 
     def step() -> None:
-        for tokens in batches:
-            (model(tokens, labels=tokens).loss / len(batches)).backward()
+        for inputs in batches:
+            (model(**inputs).loss / len(batches)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -179,14 +195,10 @@ def hugging_face(workload: Workload) -> Step:
     return step
 
 
-def _rows(batch: MicroBatch, sequence: int) -> Tensor:
-    return batch.tokens.view(-1, sequence).to(device())
-
-
 def bench_learner() -> dict[str, Json]:
     """Ratios with their limits, and the absolute figures behind them."""
     with world():
-        return _on_cuda() if torch.cuda.is_available() else side_by_side(small())
+        return _on_cuda() if torch.cuda.is_available() else side_by_side(small(), small_images())
 
 
 @contextmanager
@@ -199,24 +211,27 @@ def world() -> Iterator[None]:
         close_world()
 
 
-def side_by_side(workload: Workload) -> dict[str, Json]:
+def side_by_side(workload: Workload, images: ImageWorkload) -> dict[str, Json]:
     """Ratios of the sides taking turns, in the world that there is."""
     torch.set_num_threads(1)
-    steps = [side(workload) for side in (ours, bare, hugging_face, over_sequences, fsdp)]
+    given = [(side, workload) for side in (ours, bare, hugging_face, over_sequences, fsdp)]
+    given += [(side, images) for side in (fsdp, hugging_face)]
+    steps = [side(trained) for side, trained in given]
     seconds = np.array([[seconds_of(step) for step in steps] for _ in range(workload.rounds + 1)])[1:]
     ratios = np.median(seconds / seconds[:, :1], axis=0)
-    rates = workload.tokens / np.median(seconds, axis=0)
+    rates = np.array([trained.tokens for _, trained in given]) / np.median(seconds, axis=0)
     return {
         "ratios": {
             "step_over_bare": float(ratios[1]),
             "step_over_hf": float(ratios[2]),
             "sequences_over_tokens": float(1 / ratios[3]),
             "fsdp_over_hf": float(ratios[2] / ratios[4]),
+            "images_fsdp_over_hf": float(np.median(seconds[:, 6] / seconds[:, 5])),
         },
         "limits": LIMITS,
         "absolute": dict(
             zip(
-                [f"{name}tokens_per_s" for name in ("", "bare_", "hf_", "sequences_", "fsdp_")],
+                [f"{name}tokens_per_s" for name in SIDES],
                 rates.tolist(),
                 strict=True,
             )
@@ -229,9 +244,13 @@ def sides() -> dict[str, tuple[Callable[[Workload], Step], Workload]]:
     if not torch.cuda.is_available():
         few = small()
         every = {"ours": ours, "bare": bare, "hf": hugging_face, "sequences": over_sequences, "fsdp": fsdp}
-        return {name: (side, few) for name, side in every.items()}
+        seen = small_images()
+        return {name: (side, few) for name, side in every.items()} | {
+            "images_fsdp": (fsdp, seen),
+            "images_hf": (hugging_face, seen),
+        }
     large, less, experts = qwen3_600m(tokens=32768), qwen3_600m(tokens=16384), small_experts()
-    latent = small_latent()
+    latent, images = small_latent(), qwen3_vl_600m()
     return {
         "ours": (ours, large),
         "hf": (hugging_face, large),
@@ -250,6 +269,8 @@ def sides() -> dict[str, tuple[Callable[[Workload], Step], Workload]]:
         "muon": (muon, large),
         "rounded": (rounded, large),
         "fp8": (in_fp8, large),
+        "images_fsdp": (fsdp, images),
+        "images_hf": (hugging_face, images),
     }
 
 
@@ -301,6 +322,7 @@ def _on_cuda() -> dict[str, Json]:
             "fsdp_over_hf": figures["fsdp_16k_tokens_per_s"] / figures["hf_16k_tokens_per_s"],
             "experts_over_hf": figures["experts_tokens_per_s"] / figures["experts_hf_tokens_per_s"],
             "experts_fsdp_over_hf": figures["experts_fsdp_tokens_per_s"] / figures["experts_hf_tokens_per_s"],
+            "images_fsdp_over_hf": figures["images_fsdp_tokens_per_s"] / figures["images_hf_tokens_per_s"],
             "latent_over_hf": figures["latent_tokens_per_s"] / figures["latent_hf_tokens_per_s"],
             "adapters_over_weights": figures["adapters_tokens_per_s"] / rate,
             "muon_over_adamw": figures["muon_tokens_per_s"] / rate,

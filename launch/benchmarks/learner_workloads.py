@@ -1,15 +1,26 @@
 """Models and batches that the learner's steps are measured with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from launch.benchmarks.model_shapes import SHAPES
+from learner.data.balancing import forward_flops
 from learner.data.packing import MicroBatch, Sample, pack
 
+TRAINED = 3.0
+"""A step takes so many times the FLOPs of its forward pass."""
 ModelConfig: TypeAlias = Qwen3Config | Qwen3MoeConfig | DeepseekV3Config
 
 
@@ -17,7 +28,7 @@ ModelConfig: TypeAlias = Qwen3Config | Qwen3MoeConfig | DeepseekV3Config
 class Workload:
     """A model and the shape of the batches it trains on."""
 
-    model: ModelConfig
+    model: PretrainedConfig
     dtype: torch.dtype
     sequence: int
     """Tokens of each sequence."""
@@ -31,16 +42,21 @@ class Workload:
         """Return the number of tokens of one step."""
         return self.micro_batch * self.micro_batches
 
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens in the vocabulary."""
+        return int(self.model.get_text_config().vocab_size)
+
     def samples(self) -> list[Sample]:
         """Random trajectories, all of whose tokens but the first are trained, as by the other sides."""
         rng = np.random.default_rng(0)
         mask = np.arange(self.sequence) > 0
         return [
             Sample(
-                token_ids=rng.integers(0, self.model.vocab_size, self.sequence).astype(np.int32),
+                token_ids=rng.integers(0, self.vocab_size, self.sequence).astype(np.int32),
                 loss_mask=mask,
                 streams={
-                    "behaviour_logprobs": -float(np.log(self.model.vocab_size)),
+                    "behaviour_logprobs": -float(np.log(self.vocab_size)),
                     "policy_versions": 0,
                     "advantages": float(rng.normal()),
                 },
@@ -52,18 +68,14 @@ class Workload:
         """Return the micro-batches of a step."""
         return pack(self.samples(), self.micro_batch)
 
-    def flops(self) -> float:
-        """Return the FLOPs of one step, forward and backward without recomputation.
+    def plain_inputs(self, batch: MicroBatch) -> Mapping[str, Tensor]:
+        """Return what transformers' own model takes of a micro-batch, whose sequences are of one length."""
+        tokens = batch.tokens.view(-1, self.sequence)
+        return {"input_ids": tokens, "labels": tokens}
 
-        Each weight and token take 6, and so does each pair that attention multiplies, half of which
-        causality leaves out.
-        """
-        config = self.model
-        width = config.head_dim
-        if isinstance(config, DeepseekV3Config):  # values are narrower than queries and keys
-            width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-        attention = 6 * config.num_hidden_layers * config.num_attention_heads * width * self.sequence
-        return float(self.tokens * (6 * weights(config) + attention))
+    def flops(self) -> float:
+        """Return the FLOPs of one step, forward and backward without recomputation."""
+        return TRAINED * forward_flops(self.model, self.sequence) * (self.tokens // self.sequence)
 
 
 def weights(config: ModelConfig) -> float:

@@ -1,26 +1,41 @@
 import dataclasses
 import subprocess
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from bus.errors import ConfigError, TrainingError
 from launch.benchmarks import learner as bench
 from launch.benchmarks import learner_layouts
-from launch.benchmarks.learner import hugging_face, ours, side_by_side, sides, single_sides
+from launch.benchmarks.learner import (
+    hugging_face,
+    model_of,
+    ours,
+    side_by_side,
+    sides,
+    single_sides,
+    trainer_of,
+)
+from launch.benchmarks.learner_images import qwen3_vl_600m, small_images
 from launch.benchmarks.learner_layouts import Layout, every, layouts
 from launch.benchmarks.learner_workloads import Workload, qwen3, small, small_experts, small_latent, weights
-from learner.config.parallel import ParallelConfig
+from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.data.balancing import forward_flops
+from learner.scoring.logprobs import score
 
 
 def test_all_sides_train_and_are_compared():
     threads = torch.get_num_threads()
     whole = small()
     model = dataclasses.replace(whole, sequence=32, micro_batch=64, rounds=1)
-    report = side_by_side(model)
+    images = dataclasses.replace(small_images(), sequence=48, micro_batch=96, rounds=1)
+    report = side_by_side(model, images)
     torch.set_num_threads(threads)
     assert report["ratios"].keys() == report["limits"].keys()
-    assert "fsdp_over_hf" in report["ratios"]
+    assert {"fsdp_over_hf", "images_fsdp_over_hf"} <= report["ratios"].keys()
     assert min(*report["ratios"].values(), *report["absolute"].values()) > 0
 
 
@@ -52,7 +67,7 @@ def test_what_changes_transformers_runs_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
     report = bench._on_cuda()
-    assert asked == ["hf", "hf_16k", "experts_hf", "latent_hf"] * bench.CUDA_ROUNDS
+    assert asked == ["hf", "hf_16k", "experts_hf", "latent_hf", "images_hf"] * bench.CUDA_ROUNDS
     assert hugging_face not in here
     assert report["ratios"].keys() == report["limits"].keys()
     assert report["ratios"]["fsdp_over_hf"] == 0.5
@@ -61,6 +76,38 @@ def test_what_changes_transformers_runs_in_a_process_of_its_own(monkeypatch):
 
 def test_sides_of_this_machine_have_names():
     assert {"ours", "hf", "sequences"} <= sides().keys()
+
+
+def test_both_sides_with_images_begin_with_the_same_loss():
+    workload = dataclasses.replace(small_images(), sequence=48, micro_batch=96, micro_batches=1)
+    torch.manual_seed(0)
+    trainer = trainer_of(workload, UNDIVIDED, "fsdp")
+    torch.manual_seed(0)
+    model = model_of(workload)
+    [batch] = workload.batches()
+    assert [(image.rows, image.columns) for image in batch.images] == [(4, 8)] * 2
+    assert len({image.digest for image in batch.images}) == 2
+    with torch.no_grad():
+        theirs = model(**workload.plain_inputs(batch)).loss
+    found = [scores.logprobs for scores in score(trainer, workload.samples(), tokens_per_micro_batch=96)]
+    assert np.nanmean(np.concatenate(found)) == pytest.approx(-theirs.item(), abs=1e-5)
+
+
+def test_the_model_that_sees_has_about_the_size_that_it_is_called_and_its_images_are_of_256_tokens():
+    workload = qwen3_vl_600m()
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(workload.model)
+    parts = Counter()
+    for name, weight in model.named_parameters():
+        parts[name.split(".")[1]] += weight.numel()
+    assert parts["language_model"] == pytest.approx(0.6e9, rel=0.02)
+    assert parts["visual"] == pytest.approx(0.13e9, rel=0.1)
+    one = dataclasses.replace(workload, micro_batch=2048, micro_batches=1)
+    [image] = one.samples()[0].images
+    assert (image.rows, image.columns) == (16, 16)
+    attention = 12 * 4 * 1024**2 * 768
+    patches = one.flops() / 3 - forward_flops(workload.model, 2048) - attention
+    assert patches == pytest.approx(2 * parts["visual"] * 1024, rel=0.35), "mergers see a quarter of them"
 
 
 def test_weights_are_counted_once():
