@@ -13,7 +13,8 @@ from bus.errors import ConfigError
 
 log = structlog.get_logger()
 SEES_BYTES = (0, 5, 23)
-"""Version from which it knows images by the bytes that it was sent, not by the patches it makes of them."""
+"""Version from which it knows images by the bytes that it was sent, not by the patches it makes of them, and
+takes the tokens of a prompt with images as they are: earlier ones decode and encode them again."""
 KEEP_ROUTERS = (0, 5, 10), (0, 5, 19)
 """First version that chooses the experts of GLM-4.5 by the weights of its first pass for ever, and the first
 later one that does not."""
@@ -70,11 +71,13 @@ class ServerFacts:
             log.warning("sglang_reports_no_versions_per_token", version=self.version, pause="interrupt")
 
     def refuse_old_images(self, url: str) -> None:
-        """Raise `ConfigError` for a server that would show images as its vision tower saw them before."""
+        """Raise `ConfigError` for a server that would show images as its vision tower saw them before, among
+        other tokens than the prompt's."""
         if self._numbers < SEES_BYTES:
             raise ConfigError(
                 f"the model sees images, and the server at {url} is SGLang {self.version}, which keeps what "
-                "its vision tower made of one over updates of weights: use 0.5.23 or later"
+                "its vision tower made of one over updates of weights, and turns prompts with images into "
+                "text and into tokens again: use 0.5.23 or later"
             )
 
     def refuse_kept_routers(self, url: str) -> None:

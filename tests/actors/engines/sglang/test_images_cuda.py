@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from bus.errors import ConfigError
 from learner.config.model import ScratchModel, ScratchVision
 from tests.actors.cuda import NEAR, SERVER
 from tests.actors.shown import asked, recomputed
@@ -34,7 +35,12 @@ async def test_log_probs_follow_images_and_both_towers_across_an_update(tmp_path
     engine = SglangEngine(directory, SglangEngineConfig(server=server), tmp_path / "engine.log")
     shown = [image_part(picture(70, 100, seed=n)) for n in range(3)]
     try:
-        await engine.start()
+        try:
+            await engine.start()
+        except ConfigError as refused:
+            if "use 0.5.23 or later" not in str(refused):
+                raise
+            pytest.skip(str(refused))  # earlier ones are refused for what no setting of theirs changes
         for version, policy in enumerate(policies):
             policy.bfloat16()
             state = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
