@@ -50,8 +50,9 @@ def refuse_unfit_model(config: EngineConfig, model: Path) -> None:
             "transformers and the learner in none that fits the context: set actors.engine.type=embedded, or "
             "give the model another rope_type"
         )
-    if config.unfit_for_images and ImageReader.of(model) is not None:
-        listed = "\n".join(f"- {problem}" for problem in config.unfit_for_images)
+    reader = ImageReader.of(model)
+    if reader is not None and (problems := config.unfit_for_images(reader.model_type)):
+        listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")
 
 

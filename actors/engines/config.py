@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from bus.config import Config
 from bus.errors import ConfigError
 
+SEEN_BY_SGLANG = ("qwen3_vl",)
+"""Vision-language models that SGLang gives the tokens and pixels that the learner reads, by `model_type`."""
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 MASK_TOKENS = "sampling_mask_max_tokens"
 """SGLang's setting of the largest set of kept tokens that it tells, which it has where it tells any."""
@@ -169,10 +171,15 @@ class SglangEngineConfig(Config):
         """Return whether weights that this host has are written to files for the server."""
         return self.update == "disk" or (self.update == "group" and not self.attached)
 
-    @property
-    def unfit_for_images(self) -> tuple[str, ...]:
-        """Return what is wrong with these settings for a vision-language model, each with the remedy."""
+    def unfit_for_images(self, model_type: str) -> tuple[str, ...]:
+        """Return what is wrong with these settings for a vision-language model of this `model_type`, each
+        with the remedy."""
         problems = (
+            (
+                model_type not in SEEN_BY_SGLANG,
+                f"type=sglang: {model_type} is not known to see there what the learner sees, which "
+                f"{' and '.join(SEEN_BY_SGLANG)} does: set it to embedded",
+            ),
             (
                 self.disaggregation.enabled,
                 "disaggregation.enabled: images go to single servers only: leave it out",

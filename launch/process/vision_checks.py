@@ -14,15 +14,16 @@ def refuse_unfit_vision(config: RunConfig) -> None:
     """Raise `ConfigError` for settings under which a vision-language model would not be trained on images.
 
     A model on another host is not seen from here: learner and actors refuse it when they load it."""
-    if (model := _vision_model(config)) is None:
+    if (found := _vision_model(config)) is None:
         return
+    model, model_type = found
     problems = []
     if config.learner.backend != "fsdp":
         problems.append(
             f'learner.backend={config.learner.backend} trains text models alone: set it to "fsdp"'
         )
     if config.actors.engine.type == "sglang":
-        problems += config.actors.engine.unfit_for_images
+        problems += config.actors.engine.unfit_for_images(model_type)
     if config.model.numerics != "fast":
         problems.append(f"model.numerics={config.model.numerics} is for text models: set it to fast")
     if (problem := config.learner.unseeing_teachers) is not None:
@@ -46,13 +47,10 @@ def _directory(config: RunConfig, path: Path) -> Path:
     return model_on_disk(pinned(path, RunDirectory(config.directory, config.run)))
 
 
-def _vision_model(config: RunConfig) -> str | None:
-    """Return the name of the run's model if it is known to see images."""
+def _vision_model(config: RunConfig) -> tuple[str, str] | None:
+    """Return the name and the `model_type` of the run's model if it is known to see images."""
     if config.model.path is None:
-        return (
-            "the scratch model with model.scratch.vision.layers"
-            if config.model.scratch.vision.layers
-            else None
-        )
-    directory = _directory(config, config.model.path)
-    return str(config.model.path) if described(directory).get("model_type") in FAMILIES else None
+        named = "the scratch model with model.scratch.vision.layers"
+        return (named, "qwen3_vl") if config.model.scratch.vision.layers else None
+    model_type = described(_directory(config, config.model.path)).get("model_type")
+    return (str(config.model.path), model_type) if model_type in FAMILIES else None

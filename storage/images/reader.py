@@ -23,7 +23,7 @@ from storage.images.encoded import REMEMBERED, ImageError, decoded
 if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-FAMILIES = ("qwen3_vl",)
+FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 """Vision-language models that can be trained, by `model_type`."""
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """Files that may describe the image processor: as models are published, and as transformers 5 saves them."""
@@ -36,6 +36,7 @@ class ImageReader:
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         """Read the image processor. Raises `ConfigError` where it is missing or not the model's."""
+        self.model_type = str(config["model_type"])
         self._processor = _processor(directory, config["vision_config"])
         self.token_ids = tuple(
             int(config[name]) for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")

@@ -12,7 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
-from actors.engines.embedded.fused_experts import fuse_experts, without_heads_behind
+from actors.engines.embedded.fused_experts import (
+    fuse_experts,
+    under_model_names,
+    without_heads_behind,
+)
 from actors.engines.embedded.kv_cache import FULL_ATTENTION, Rows, SlotCache
 from actors.engines.embedded.masks import SLIDING, DecodeMasks
 from actors.engines.embedded.routing import ExpertRecorder
@@ -364,7 +368,7 @@ def prepare_weights(
     Raises EngineError for names or shapes that are not the model's, and for missing tensors."""
     held = model.state_dict(keep_vars=True)
     state = without_heads_behind(without_quantisation(state), model.config.get_text_config())
-    state = fuse_experts(state, held, complete=complete)
+    state = fuse_experts(under_model_names(state, held), held, complete=complete)
     if unknown := sorted(set(state) - set(held)):
         raise EngineError(
             f"the model has no tensors named {_some(unknown)}: these are another model's weights"

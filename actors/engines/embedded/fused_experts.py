@@ -1,5 +1,5 @@
-"""Weights as published become those that transformers computes with: experts, one tensor each, become fused
-tensors, and heads for several next tokens are left out."""
+"""Weights as published become those that transformers computes with: under its names, experts, one tensor
+each, as fused tensors, and without heads for several next tokens."""
 
 import re
 from collections import Counter
@@ -16,6 +16,8 @@ _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LANGUAGE = "model.language_model."
+"""Begins the names of the language model in a vision-language model."""
 _APART = "mtp."
 """Begins the names of heads for several next tokens that are no layers (Qwen3-Next, Qwen3.5)."""
 
@@ -30,6 +32,17 @@ def without_heads_behind(state: Mapping[str, Tensor], config: Any) -> Mapping[st
         return name.startswith(_APART) or (place is not None and layers <= int(place[1]) < layers + heads)
 
     return {name: each for name, each in state.items() if not is_behind(name)}
+
+
+def under_model_names(state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Give what files of Qwen2.5-VL call `visual.` and `model.layers.` the names that its parts have in
+    transformers, where the model holds a tensor of that name."""
+
+    def own(name: str) -> str:
+        renamed = f"model.{name}" if name.startswith("visual.") else name.replace("model.", _LANGUAGE, 1)
+        return renamed if name not in held and renamed in held else name
+
+    return {own(name): tensor for name, tensor in state.items()}
 
 
 def fuse_experts(

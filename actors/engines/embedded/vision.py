@@ -1,4 +1,5 @@
-"""Prompts with images through a Qwen3-VL: its vision tower, and the places of the results among the tokens.
+"""Prompts with images through a Qwen3-VL or Qwen2.5-VL: its vision tower, and the places of the results among
+the tokens.
 
 The places come with the request, not from the ids of tokens: a policy may sample the token that stands for a
 patch, and means no image by it.
@@ -48,9 +49,8 @@ class VisionPrefill:
         hidden = self._model.get_decoder()(
             inputs_embeds=embedded,
             position_ids=torch.from_numpy(positions).to(tokens.device),
-            visual_pos_masks=places,
-            deepstack_visual_embeds=deepstack,
             use_cache=True,
+            **({"visual_pos_masks": places, "deepstack_visual_embeds": deepstack} if deepstack else {}),
             **cache,
         ).last_hidden_state
         logits: Tensor = self._model.get_output_embeddings()(hidden[:, needed])
@@ -66,5 +66,5 @@ class VisionPrefill:
         number = {image.digest: n for n, image in enumerate(distinct)}
         return [
             torch.cat([of_images[number[image.digest]] for image in images])
-            for of_images in (found.pooler_output, *found.deepstack_features)
+            for of_images in (found.pooler_output, *getattr(found, "deepstack_features", ()))
         ]

@@ -20,7 +20,8 @@ from storage.images.reader import ImageReader
 
 
 class PackedVision:
-    """Runs packs through a Qwen3-VL (its vision tower attends within each image, as transformers has it)."""
+    """Runs packs through a Qwen3-VL or Qwen2.5-VL, whose vision towers attend within each image, as
+    transformers has it: the latter's in most layers within windows of it."""
 
     def __init__(self, hf_model: PreTrainedModel, reader: ImageReader) -> None:
         self.reader = reader
@@ -39,7 +40,7 @@ class PackedVision:
             at = to_device(torch.from_numpy(np.flatnonzero(places)), embedded.device)
             embedded = embedded.index_copy(1, at, features.to(embedded.dtype)[None])
             mask = to_device(torch.from_numpy(places), embedded.device)[None]
-            shown = {"visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
+            shown = {"visual_pos_masks": mask, "deepstack_visual_embeds": deepstack} if deepstack else {}
         else:
             unused = torch.stack([each.sum() for each in (features, *deepstack)]).sum()
             embedded = embedded + 0.0 * unused.to(embedded.dtype)
@@ -76,7 +77,7 @@ class PackedVision:
         the first layers there. The tower sees each image once, however many sequences show it."""
         distinct = list({image.digest: image for image in images}.values())
         found = self._hf.get_image_features(*self._inputs(distinct, device))
-        layers = (found.pooler_output, *found.deepstack_features)
+        layers = (found.pooler_output, *getattr(found, "deepstack_features", ()))
         if not images:
             return [of_images[0] for of_images in layers]
         number = {image.digest: n for n, image in enumerate(distinct)}

@@ -21,7 +21,7 @@ from storage.images.reader import ImageReader
 from storage.shard.shared_beginnings import different_beginnings
 from tests.learner.siblings import sample_of
 from tests.learner.tiny import VOCAB, tiny_model
-from tests.pictures import SIZES, picture, vision_directory
+from tests.pictures import SIZES, older_vision_directory, picture, vision_directory
 
 
 def dearest(costs, parts):
@@ -95,6 +95,19 @@ def test_flops_of_images_are_those_that_torch_counts_in_the_tower_and_what_proje
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.get_image_features(patches, torch.tensor([reader.grid(image) for image in images]))
     found = forward_flops(model.config, 30, [6, 10, 1]) - forward_flops(model.config, 30)
+    assert found == counter.get_total_flops()
+
+
+def test_flops_of_images_in_windows_are_those_that_torch_counts_where_windows_are_whole(tmp_path):
+    directory = older_vision_directory(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager")
+    reader = ImageReader.of(directory)
+    images = [reader.read(picture(*size)) for size in ((16, 32), (48, 16), (16, 16), (8, 8))]
+    assert [image.rows * image.columns for image in images] == [8, 12, 4, 1]  # a window has 2 x 2
+    patches = torch.from_numpy(np.concatenate([reader.patches(image) for image in images]))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.get_image_features(patches, torch.tensor([reader.grid(image) for image in images]))
+    found = forward_flops(model.config, 30, [8, 12, 4, 1]) - forward_flops(model.config, 30)
     assert found == counter.get_total_flops()
 
 

@@ -23,14 +23,14 @@ from learner.model_directories.model_directory import load_hf_config, load_hf_di
 from learner.publication.probe import probe_samples, scored_probe
 from storage.images.reader import ImageReader
 from tests.learner.tiny import TIS
-from tests.pictures import SIZES, vision_directory
+from tests.pictures import SIZES, TINY, vision_directory
 
 BLOB = BlobRef(subject="blob", chunks=1, size_bytes=1, digest="")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return vision_directory(tmp_path_factory.mktemp("vision") / "model")
+@pytest.fixture(scope="module", params=TINY)
+def directory(request, tmp_path_factory):
+    return TINY[request.param](tmp_path_factory.mktemp("vision") / "model")
 
 
 @pytest.fixture

@@ -46,6 +46,19 @@ def test_a_resized_image_has_the_patches_of_the_image_and_is_resized_no_more(mod
     np.testing.assert_array_equal(reader.patches(resized), reader.patches(image))
 
 
+def test_sizes_in_the_words_of_older_models_count_pixels(model, tmp_path):
+    """As Qwen2.5-VL is published."""
+    older = tmp_path / "model"
+    shutil.copytree(model, older)
+    file = older / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    del settings["size"]
+    file.write_text(json.dumps(settings | {"min_pixels": 64 * 4, "max_pixels": 64 * 9}))
+    reader = ImageReader.of(older)
+    tokens = [image.rows * image.columns for image in map(reader.read, (picture(8, 8), picture(200, 200)))]
+    assert tokens == [4, 9]
+
+
 def test_an_image_that_would_be_resized_twice_has_no_final_size(model, tmp_path):
     narrow = tmp_path / "model"
     shutil.copytree(model, narrow)

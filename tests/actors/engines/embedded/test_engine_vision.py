@@ -10,14 +10,14 @@ from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from bus.errors import ConfigError
 from tests.actors.shown import asked, recomputed
-from tests.pictures import image_part, picture, vision_directory
+from tests.pictures import TINY, image_part, picture
 
 CONFIG = EmbeddedEngineConfig(dtype="float32", slots=8, threads=1, seed=0)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return vision_directory(tmp_path_factory.mktemp("vision") / "model")
+@pytest.fixture(scope="module", params=TINY)
+def directory(request, tmp_path_factory):
+    return TINY[request.param](tmp_path_factory.mktemp("vision") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from bus.errors import ConfigError, RequestRefusedError
 from storage.images.encoded import decoded
 from storage.images.reader import ImageReader
 from tests.actors.shown import asked
-from tests.pictures import image_part, picture, vision_directory
+from tests.pictures import image_part, older_vision_directory, picture, vision_directory
 
 TEXT = {"type": "text", "text": "?"}
 
@@ -172,3 +172,10 @@ def test_angles_that_sglang_scales_otherwise_than_transformers_are_refused(tmp_p
     ):
         refuse_unfit_model(SglangEngineConfig(), tmp_path)
     refuse_unfit_model(EmbeddedEngineConfig(), tmp_path)
+
+
+def test_a_family_of_which_sglang_reads_other_tokens_is_refused_there(tmp_path):
+    directory = older_vision_directory(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"type=sglang: qwen2_5_vl is not known .* set it to embedded"):
+        refuse_unfit_model(SglangEngineConfig(), directory)
+    refuse_unfit_model(EmbeddedEngineConfig(), directory)

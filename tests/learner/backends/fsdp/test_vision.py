@@ -30,7 +30,7 @@ from storage.disk.checkpoints import latest
 from storage.images.reader import ImageReader
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples
-from tests.pictures import picture, vision_directory
+from tests.pictures import TINY, picture
 
 LENGTHS = [20, 17, 12, 32, 9]
 PICTURES = [(16, 24), (8, 8), (40, 16)]
@@ -38,9 +38,9 @@ PICTURES = [(16, 24), (8, 8), (40, 16)]
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
-    return vision_directory(tmp_path_factory.mktemp("vision") / "model")
+@pytest.fixture(scope="module", params=TINY)
+def directory(request, tmp_path_factory) -> Path:
+    return TINY[request.param](tmp_path_factory.mktemp("vision") / "model")
 
 
 def showing(sample: Sample, reader: ImageReader, *pictures: bytes) -> Sample:
@@ -127,15 +127,13 @@ def test_four_steps_follow_plain_transformers_and_adamw(directory):
         assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=1e-5)
     exported, expected = trainer.export(), hf_state(reference)
     assert exported.keys() == expected.keys() - trainer.model.hf.all_tied_weights_keys.keys()
-    towers = (
-        "model.visual.blocks.1",
-        "model.visual.deepstack_merger_list.0",
-        "model.language_model.layers.2",
-    )
+    towers = ["visual.blocks.1", "visual.merger", "layers.2"]
+    if "qwen3" in trainer.hf_config.model_type:
+        towers.append("visual.deepstack_merger_list.0")
     for name, weight in exported.items():
         assert (weight - expected[name]).abs().max() < 1e-5, name
     for tower in towers:
-        assert any(not torch.equal(exported[n], before[n]) for n in exported if n.startswith(tower)), tower
+        assert any(not torch.equal(exported[n], before[n]) for n in exported if tower in n), tower
 
 
 def test_a_tower_passes_each_image_once_and_a_pack_without_images_too(directory, monkeypatch):
@@ -216,12 +214,16 @@ def test_what_is_published_has_all_towers_and_a_step_changes_all_of_it(directory
 
 
 def test_adapters_train_and_merge_in_both_towers(directory):
+    if load_hf_directory(directory)[0].model_type == "qwen2_5_vl":
+        with pytest.raises(ConfigError, match=r"model files know model\.visual.* by another name"):
+            trainer_of(directory, lora=LoraConfig(rank=4))
+        return
     trainer = trainer_of(directory, lora=LoraConfig(rank=4))
     before = trainer.export()
     trainer.train_step(pack(mixed_samples(trainer.model.vision.reader), 60), TIS, policy_version=3)
     after = trainer.export()
-    changed = {name.split(".")[1] for name in after if not torch.equal(before[name], after[name])}
-    assert changed == {"visual", "language_model"}
+    changed = {"visual" in name for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {True, False}
 
 
 @pytest.mark.slow
@@ -265,7 +267,7 @@ def test_a_pack_that_is_not_what_transformers_computes_is_refused(directory, mon
 def test_muon_trains_the_language_model_of_a_frozen_tower_and_refuses_the_tower(directory):
     hf_config, state = load_hf_directory(directory)
     images, muon = ImageReader.of(directory), OptimizerConfig(lr=1e-2, matrices="muon")
-    with pytest.raises(ConfigError, match=r"model\.visual\.blocks\.0\.attn\.qkv\.weight.* freeze it with"):
+    with pytest.raises(ConfigError, match=r"visual\.blocks\.0\.attn\.qkv\.weight.* freeze it with"):
         FsdpTrainer(hf_config, state, muon, images=images)
     trainer = FsdpTrainer(hf_config, state, muon, images=images, trainable=TrainableWeights(("visual",), ()))
     before = trainer.export()
@@ -282,6 +284,7 @@ def test_exact_arithmetic_is_refused_for_images(directory):
 def test_megatron_refuses_a_vision_language_model_with_the_remedy(directory):
     hf_config, state = load_hf_directory(directory)
     with pytest.raises(
-        ConfigError, match=r"a qwen3_vl, is a vision-language model: set learner.backend = \"fsdp\""
+        ConfigError,
+        match=rf"a {hf_config.model_type}, is a vision-language model: set learner.backend = \"fsdp\"",
     ):
         build_backend(ModelConfig(), hf_config, state, OPTIMIZER, UNDIVIDED, images=ImageReader.of(directory))
