@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
@@ -12,6 +11,7 @@ from actors.engines.embedded.decoder import prepare_weights
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_batches, refuse_optimizers
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.conversion import qwen3_next
 from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.layout import layout_problems
@@ -228,7 +228,7 @@ def test_what_would_be_computed_otherwise_is_refused(changes, says):
 def test_a_transformers_without_the_functions_of_linear_attention_is_refused_by_its_release(
     monkeypatch, version, fits
 ):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(qwen3_next.transformers, "__version__", version)
     problems = unsupported(tiny_config("qwen3_next"))
     assert [("from 5.15 on" in problem, "backend=fsdp" in problem) for problem in problems] == (
         [] if fits else [(True, True)]
