@@ -239,7 +239,7 @@ def side_by_side(workload: Workload, images: ImageWorkload) -> dict[str, Json]:
     }
 
 
-def sides() -> dict[str, tuple[Callable[[Workload], Step], Workload]]:
+def sides() -> Mapping[str, tuple[Callable[[Workload], Step], Workload]]:
     """Return each side by its name, with what it trains on this machine."""
     if not torch.cuda.is_available():
         few = small()
