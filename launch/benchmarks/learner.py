@@ -291,7 +291,8 @@ def _alone(name: str) -> dict[str, float]:
     the FSDP2 backend, which computes with them."""
     command = [sys.executable, "-m", "launch.benchmarks.learner", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=ALONE_TIMEOUT_S)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries print others
+    found: dict[str, float] = json.loads(line)
     return {key: value for key, value in found.items() if key != "side"}
 
 

@@ -55,7 +55,7 @@ def test_what_changes_transformers_runs_in_a_process_of_its_own(monkeypatch):
     def process(command, **_):
         asked.append(command[-1])
         return subprocess.CompletedProcess(
-            command, 0, 'loading\n{"side": "hf", "tokens_per_s": 2.0, "mfu": 0.5}\n'
+            command, 0, 'loading\n{"side": "hf", "tokens_per_s": 2.0, "mfu": 0.5}\nbye'
         )
 
     def measured(side, _):
