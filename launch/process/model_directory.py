@@ -1,6 +1,7 @@
 """What a model directory on this host says before anything is loaded from it."""
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from launch.config import RunConfig
 from launch.process.hub_model import REMEDY, fetched, fetched_before, is_hub_name
 from launch.process.hub_revision import pinned
 from launch.process.weight_files import all_tensors
-from learner.config.mtp import HEADED, MtpConfig, refuse_headless
+from learner.config.mtp import ONE_BY_DEFAULT, Heads, MtpConfig, refuse_headless
 from storage.disk.run_directory import RunDirectory
 
 
@@ -66,30 +67,31 @@ def refuse_full_context(config: RunConfig) -> None:
 def refuse_headless_model(config: RunConfig) -> None:
     """Raise `ConfigError` where `learner.mtp` is to train a head that the model or its files do not have.
 
-    A model on another host is not seen from here: the learner refuses it when it loads it."""
-    kind, heads = "qwen3", 0  # the scratch model
-    if config.model.path is not None:
-        run = RunDirectory(config.directory, config.run)
-        model = model_on_disk(pinned(config.model.path, run))
-        found = described(model)
-        kind = found.get("model_type", "")
-        heads = found.get("num_nextn_predict_layers", 1 if kind in HEADED else 0)  # as in transformers
-        if config.learner.mtp.exists and kind in HEADED and heads == 1:
-            _refuse_lost_head(config.learner.mtp, model, found)
-    if kind:
-        refuse_headless(config.learner.mtp, kind, heads or 0)
-
-
-def _refuse_lost_head(mtp: MtpConfig, model: Path, config: dict[str, Any]) -> None:
-    """Raise `ConfigError` where a model's files have no weight of a head.
-
-    Files that cannot be read are not looked at: whoever loads the model says what is wrong with them."""
+    A model on another host is not seen from here: the learner refuses it when it loads it. Nor are files that
+    cannot be read: whoever loads the model says what is wrong with them."""
+    mtp = config.learner.mtp
+    if not mtp.exists:
+        return
+    if config.model.path is None:
+        refuse_headless(mtp, Heads.of({"model_type": "qwen3"}, None))  # the scratch model
+        return
+    model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    found = described(model)
+    if not found.get("model_type"):
+        return
+    refuse_headless(mtp, Heads.of(found, None))
     try:
-        tensors = all_tensors(model)
+        names = all_tensors(model)
     except (OSError, ValueError):
         return
+    _refuse_lost_head(mtp, model, found, names)
+    refuse_headless(mtp, Heads.of(found, names))
+
+
+def _refuse_lost_head(mtp: MtpConfig, model: Path, config: dict[str, Any], names: Set[str]) -> None:
+    """Raise `ConfigError` where no weight of a head is among the `names` of those in a model's files."""
     begins = _head_begins(config)
-    if not any(name.startswith(begins) for name in tensors):
+    if not any(name.startswith(begins) for name in names):
         raise ConfigError(
             f"learner.mtp.weight={mtp.weight}: a {config['model_type']} such as {model} may have a head, and "
             f"its files have no weights of one ({begins}): set the weight to 0, or take files that have them"
@@ -98,8 +100,8 @@ def _refuse_lost_head(mtp: MtpConfig, model: Path, config: dict[str, Any]) -> No
 
 def _head_begins(config: dict[str, Any]) -> str:
     """Return how the names of a head's weights begin in files: of a layer behind the last, or its own with
-    Qwen3-Next. Empty, as any name begins, where the configuration does not tell."""
-    if config["model_type"] == "qwen3_next":
+    Qwen. Empty, as any name begins, where the configuration does not tell."""
+    if config["model_type"] not in ONE_BY_DEFAULT:
         return "mtp."
     layers = config.get("num_hidden_layers")
     return "" if layers is None else f"model.layers.{layers}."

@@ -1,6 +1,11 @@
 """Settings of the head that predicts the token after the next (multi-token prediction). Loads without
 torch."""
 
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
 from pydantic import Field
 
 from bus.config import Config
@@ -10,9 +15,21 @@ from learner.config.batch import BatchConfig
 from learner.config.lora import LoraConfig
 from learner.config.parallel import ParallelConfig
 
-HEADED = ("deepseek_v3", "glm4_moe", "qwen3_next")
-"""Families, by `model_type`, whose models may have such a head, of one sparse layer. Where the configuration
-does not count heads, as Qwen3-Next's, there is one."""
+COUNTED_IN = {
+    "deepseek_v3": "num_nextn_predict_layers",
+    "glm4_moe": "num_nextn_predict_layers",
+    "qwen3_next": "num_nextn_predict_layers",
+    "qwen3_5_text": "mtp_num_hidden_layers",
+    "qwen3_5_moe_text": "mtp_num_hidden_layers",
+}
+"""Fields of the configuration that count a model's heads, by the `model_type` of families that may have
+some."""
+ONE_BY_DEFAULT = ("deepseek_v3", "glm4_moe")
+"""Families of which transformers assumes one head where the field is left out; of the others the names of
+weights tell."""
+OWN_EMBEDDING = "mtp_use_dedicated_embeddings"
+"""Field of a configuration that says that its head does not read the model's embedding."""
+_LAYER_OF_HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 class MtpConfig(Config):
@@ -41,13 +58,49 @@ class MtpConfig(Config):
 NO_MTP = MtpConfig()
 
 
-def refuse_headless(mtp: MtpConfig, model_type: str, heads: int) -> None:
-    """Raise `ConfigError` where a head is to be trained that a model with so many heads does not have."""
-    if mtp.exists and (model_type not in HEADED or heads != 1):
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """What a model says of its heads for several next tokens."""
+
+    model_type: str
+    counted: str
+    """Says how many there are, and where that is said."""
+    is_one: bool
+    own_embedding: bool
+    """Says that they have an embedding that is not the model's."""
+
+    @classmethod
+    def of(cls, described: Mapping[str, object], names: Iterable[str] | None) -> Self:
+        """Read what a configuration says, and where it says nothing what the `names` of the weights do; one
+        head where nobody knows them, with None."""
+        kind = str(described.get("model_type"))
+        field = COUNTED_IN.get(kind, "num_nextn_predict_layers")
+        count = described.get(field, 1 if kind in ONE_BY_DEFAULT else None) or 0
+        counted = f"{field}={count}"
+        if kind in COUNTED_IN and kind not in ONE_BY_DEFAULT and described.get(field) is None:
+            names = ("mtp.layers.0.",) if names is None else names
+            found = (_LAYER_OF_HEAD.match(name) for name in names)
+            count = len({layer[1] for layer in found if layer})
+            counted = f"{count} layers `mtp.layers.*` in its files"
+        own_embedding = bool(described.get(OWN_EMBEDDING))
+        return cls(model_type=kind, counted=counted, is_one=count == 1, own_embedding=own_embedding)
+
+
+def refuse_headless(mtp: MtpConfig, heads: Heads) -> None:
+    """Raise `ConfigError` where a head is to be trained that the model does not have, or that does not read
+    the model's embedding."""
+    if not mtp.exists:
+        return
+    where = f"learner.mtp.weight={mtp.weight}: the model, a {heads.model_type}"
+    if heads.model_type not in COUNTED_IN or not heads.is_one:
         raise ConfigError(
-            f"learner.mtp.weight={mtp.weight}: the model, a {model_type} with num_nextn_predict_layers="
-            f"{heads}, has no head that can be trained: set the weight to 0, or take a model of "
-            f"{' or '.join(HEADED)} with one"
+            f"{where} with {heads.counted}, has no head that can be trained: set the weight to 0, or take a "
+            f"model of {' or '.join(COUNTED_IN)} with one"
+        )
+    if heads.own_embedding:
+        raise ConfigError(
+            f"{where} with {OWN_EMBEDDING}=true, has a head with an embedding of its own, which is not "
+            "supported: set the weight to 0"
         )
 
 

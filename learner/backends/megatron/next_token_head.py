@@ -9,7 +9,7 @@ which that of the policy is clipped).
 A position counts where the two tokens after it are trained ones, as those that an engine drafts are.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -32,7 +32,7 @@ from learner.backends.megatron.process_groups import data_parallel_sum
 from learner.backends.megatron.update_step import update_if_finite
 from learner.backends.output.head_output import head_loss
 from learner.backends.output.policy_output import chunk_rows
-from learner.config.mtp import HEADED, MtpConfig, refuse_headless
+from learner.config.mtp import COUNTED_IN, OWN_EMBEDDING, Heads, MtpConfig, refuse_headless
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
@@ -50,15 +50,15 @@ SUMS = ["loss", "trained_tokens", "denominator", "nats", "correct"]
 """Names of the sums of an update, the first three as `update_if_finite` reads them."""
 
 
-def head_rules(config: MtpConfig, hf_config: PretrainedConfig) -> list[Rule]:
-    """Return the rules of the head that is trained; none where none is.
+def head_rules(config: MtpConfig, hf_config: PretrainedConfig, names: Iterable[str]) -> list[Rule]:
+    """Return the rules of the head that is trained; none where none is. `names` are those of all weights.
 
     Raises `ConfigError` for a model without a head that could be trained."""
     if not config.exists:
         return []
-    kind = hf_config.model_type
-    heads = getattr(hf_config, "num_nextn_predict_layers", 1 if kind in HEADED else 0)
-    refuse_headless(config, kind, heads or 0)
+    fields = ("model_type", OWN_EMBEDDING, *COUNTED_IN.values())
+    described = {field: getattr(hf_config, field) for field in fields if hasattr(hf_config, field)}
+    refuse_headless(config, Heads.of(described, names))
     return list(family_of(hf_config).head(shape_of(hf_config)))
 
 

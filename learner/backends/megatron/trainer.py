@@ -86,7 +86,7 @@ class Trainer:
         nothing; with `mtp`, the head for the token after the next is; with `exact`, log-probs are those of
         the embedded engine to the bit. Raises `ConfigError` for a model that cannot be trained.
         """
-        rules_of_head = head_rules(mtp, hf_config)
+        rules_of_head = head_rules(mtp, hf_config, state)
         self.hf_config = hf_config
         self.dtype = dtype
         self.parallel = parallel

@@ -19,11 +19,16 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import Sample, pack
 from tests.learner.backends.router_reference import given
-from tests.learner.mtp_reference import LAYER, ReferenceHead
+from tests.learner.mtp_reference import (
+    BEHIND_FAMILIES,
+    FAMILIES,
+    LAYER,
+    ReferenceHead,
+    by_day,
+)
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
-CHANGES = {"deepseek_v3": {"rope": "mscale"}, "glm4_moe": {}, "qwen3_next": {}}
+CHANGES = {"deepseek_v3": {"rope": "mscale"}, "qwen3_5_text": {"tied": True}}
 LENGTHS = [9, 14, 5, 2, 21, 1, 12]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
 MTP = MtpConfig(weight=0.3)
@@ -31,7 +36,7 @@ STEPS = 4
 
 
 def trainer_of(family="deepseek_v3", *, mtp=MTP, optimizer=OPTIMIZER, layers=2, **settings):
-    reference = ReferenceHead(family, optimizer, num_hidden_layers=layers, **CHANGES[family])
+    reference = ReferenceHead(family, optimizer, num_hidden_layers=layers, **CHANGES.get(family, {}))
     return Trainer(reference.model.config, reference.state(), optimizer, mtp=mtp, **settings)
 
 
@@ -48,7 +53,7 @@ def figures(result):
 @cache
 def expected(family, layers=2):
     """What each step does to the head, and the head and the policy after all of them."""
-    changes = {"num_hidden_layers": layers, **CHANGES[family]}
+    changes = {"num_hidden_layers": layers, **CHANGES.get(family, {})}
     reference = ReferenceHead(family, OPTIMIZER, weight=MTP.weight, **changes)
     steps = [reference.step(random_samples(LENGTHS, seed=number)) for number in range(STEPS)]
     return steps, reference.state()
@@ -62,38 +67,51 @@ def assert_trained_like(found, weights, family, layers=2):
         assert (weight - state[name]).abs().max() < 2e-4, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES))
 def test_four_steps_are_those_of_plain_torch(family):
     trainer = trainer_of(family)
     found = [figures(step(trainer, number)) for number in range(STEPS)]
     assert_trained_like(found, trainer.export(), family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES, "qwen3_next", "qwen3_5_text"))
 def test_each_gradient_is_that_of_plain_torch(family):
     optimizer = OPTIMIZER.model_copy(update={"clip_grad": 1e9})
-    reference = ReferenceHead(family, optimizer, weight=MTP.weight, **CHANGES[family])
+    reference = ReferenceHead(family, optimizer, weight=MTP.weight, **CHANGES.get(family, {}))
     trainer = trainer_of(family, optimizer=optimizer)
     [batch] = pack(random_samples(LENGTHS), 100)
-    trainer.train_step([batch], TIS, policy_version=3)
-    reference.step(random_samples(LENGTHS))
+    result = trainer.train_step([batch], TIS, policy_version=3)
+    np.testing.assert_allclose(figures(result), reference.step(random_samples(LENGTHS)), atol=3e-5)
     with torch.no_grad():  # an export of the gradients is one of weights
         for parameter in trainer.head.head.parameters():
             parameter.copy_(getattr(parameter, "main_grad", parameter))
     gradients, found = reference.gradients(), trainer.export()
-    assert len(gradients) > 30
+    assert len(gradients) >= 15
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 1e-6, name
         assert (found[name] - gradient).abs().max() < 1e-6 + 1e-5 * gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"matrices": "muon"}], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("family", "optimizer"),
+    [
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"matrices": "muon"}),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", {}, marks=pytest.mark.slow),
+    ],
+    ids=["adamw", "muon", "qwen3_next", "qwen3_5_text"],
+)
 @pytest.mark.parametrize("parallel", [UNDIVIDED, ParallelConfig(distributed_optimizer=False)])
-def test_the_policy_is_that_of_a_run_without_a_head_to_the_bit(optimizer, parallel):
+def test_the_policy_is_that_of_a_run_without_a_head_to_the_bit(family, optimizer, parallel):
     optimizer = OPTIMIZER.model_copy(update={"clip_grad": 0.01, **optimizer})
     mtp = MtpConfig(weight=1e4)  # of whose gradient nothing may show
-    learning, alone = (trainer_of(optimizer=optimizer, parallel=parallel, mtp=m) for m in (mtp, NO_MTP))
-    head = {name: tensor for name, tensor in alone.export().items() if name.startswith(LAYER)}
+    learning, alone = (
+        trainer_of(family, optimizer=optimizer, parallel=parallel, mtp=m) for m in (mtp, NO_MTP)
+    )
+    begins = (LAYER, "mtp.")
+    head = {name: tensor for name, tensor in alone.export().items() if name.startswith(begins)}
+    assert head
     for number in range(2):
         for loss in (TIS, SFTLoss()):
             with_head, without = step(learning, number, loss=loss), step(alone, number, loss=loss)
@@ -196,6 +214,15 @@ def test_settings_that_freeze_weights_freeze_those_of_the_head_too():
         ({"family": "qwen3_moe"}, r"a qwen3_moe with num_nextn_predict_layers=0, has no head that can be"),
         ({"family": "deepseek_v3"}, r"a deepseek_v3 with num_nextn_predict_layers=0, has no head"),
         ({"family": "glm4_moe", "num_mtp_layers": 2}, r"a glm4_moe with num_nextn_predict_layers=2"),
+        ({"family": "qwen3_next"}, r"a qwen3_next with 0 layers `mtp\.layers\.\*` in its files, has no"),
+        (
+            {"family": "qwen3_5_text", "mtp_num_hidden_layers": 2},
+            r"with mtp_num_hidden_layers=2, has no head",
+        ),
+        (
+            {"family": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": True},
+            r"with mtp_use_dedicated_embeddings=true, has a head with an embedding of its own.*weight to 0",
+        ),
     ],
 )
 def test_a_model_without_one_head_is_refused(model, said):
@@ -204,14 +231,28 @@ def test_a_model_without_one_head_is_refused(model, said):
         Trainer(plain.config, hf_state(plain), OPTIMIZER, mtp=MTP)
 
 
-def test_a_head_that_lacks_weights_is_refused_by_their_names():
-    model = ReferenceHead("glm4_moe", OPTIMIZER)
+@pytest.mark.parametrize(
+    ("family", "norm", "projection"),
+    [
+        ("glm4_moe", f"{LAYER}hnorm", f"{LAYER}eh_proj"),
+        ("qwen3_5_text", "mtp.pre_fc_norm_hidden", "mtp.fc"),
+    ],
+)
+def test_a_head_that_lacks_weights_is_refused_by_their_names(family, norm, projection):
+    model = ReferenceHead(family, OPTIMIZER)
     state = model.state()
-    del state[f"{LAYER}hnorm.weight"]
-    state[f"{LAYER}eh_proj.weight"] = torch.zeros(64, 64)
-    said = rf"missing {LAYER}hnorm\.weight \[64\]\n- {LAYER}eh_proj\.weight is \[64, 64\], not \[64, 128\]"
+    del state[f"{norm}.weight"]
+    state[f"{projection}.weight"] = torch.zeros(64, 64)
+    said = rf"missing {norm}\.weight \[64\]\n- {projection}\.weight is \[64, 64\], not \[64, 128\]"
     with pytest.raises(ConfigError, match=said):
         Trainer(model.model.config, state, OPTIMIZER, mtp=MTP)
+
+
+def test_two_layers_of_heads_are_refused():
+    model = ReferenceHead("qwen3_next", OPTIMIZER)
+    second = {"mtp.layers.1.input_layernorm.weight": torch.zeros(64)}
+    with pytest.raises(ConfigError, match=r"a qwen3_next with 2 layers `mtp\.layers\.\*` in its files"):
+        Trainer(model.model.config, {**model.state(), **second}, OPTIMIZER, mtp=MTP)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +307,7 @@ LAYOUTS = {
     "cp2 ring, short whole": {"context": 2, "context_attention": "ring", "context_min_tokens": 13},
     "pp2": {"pipeline": 2},
     "pp2 overlapped": {"pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "tp2": {"tensor": 2},
     "tp2 sp ep2": {"tensor": 2, "sequence": True, "expert": 2},
     "tp2 sp etp2 recomputed": {"tensor": 2, "sequence": True, "expert_tensor": 2, "recompute": "full"},
 }
@@ -281,14 +323,18 @@ def train(family, layout, layers=2):
 
 
 SLOW = {
-    ("dp2", "glm4_moe"),
-    ("cp2", "deepseek_v3"),
-    ("pp2", "glm4_moe"),
-    ("tp2 sp ep2", "deepseek_v3"),
-    ("tp2 sp ep2", "qwen3_next"),
-    ("cp2 ring, short whole", "qwen3_next"),
-}
+    ("dp2", "glm4_moe"), ("cp2", "deepseek_v3"), ("pp2", "glm4_moe"), ("tp2 sp ep2", "deepseek_v3"),
+    ("tp2 sp ep2", "qwen3_next"), ("cp2 ring, short whole", "qwen3_next"), ("pp2", "qwen3_5_text"),
+    ("tp2", "qwen3_5_text"),
+}  # fmt: skip
 """Layouts and families that are tried by day."""
+
+
+def is_possible(layout, family):
+    """Whether ranks may share so: experts want `sequence`, where there are some."""
+    if family == "qwen3_5_text":
+        return not {"expert", "expert_tensor"} & layout.keys()
+    return layout.get("tensor", 1) == 1 or "sequence" in layout
 
 
 @pytest.mark.parametrize(
@@ -300,6 +346,7 @@ SLOW = {
         )
         for name, layout in LAYOUTS.items()
         for family in FAMILIES
+        if is_possible(layout, family)
     ],
 )  # fmt: skip
 def test_every_layout_of_ranks_trains_it_alike(worlds, family, layout):

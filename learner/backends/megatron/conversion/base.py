@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
-from learner.backends.megatron.conversion.head_names import BEHIND, HeadNames
+from learner.backends.megatron.conversion.head_names import HeadNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,8 +330,8 @@ class Family:
     qk_norm: bool = False
     rotated_parts: tuple[float, ...] = (1.0,)
     """Shares of a head, from its beginning, that the rotary embedding may rotate."""
-    head_names: HeadNames = BEHIND
-    """Names that a head for the token after the next has in files."""
+    head_names: HeadNames | None = None
+    """Names that a head for the token after the next has in files; `None` for families without."""
     beside: Callable[[str], bool] = nothing
     """Tells names of files that are no part of what is trained, and are exported as they came."""
 
@@ -350,9 +350,11 @@ class Family:
             yield OUTPUT
 
     def head(self, shape: Shape) -> Iterator[Rule]:
-        """Yield the rules of the head for the token after the next, which has a layer as the sparse ones."""
-        assert shape.experts is not None  # of families with heads
-        number, names = shape.layers, self.head_names
+        """Yield the rules of the head for the token after the next, whose layer has experts where some of the
+        model's have; none in families without heads."""
+        names, number = self.head_names, shape.layers
+        if names is None:
+            return
         for megatron, part in names.parts.items():
             yield Rule(f"{HEAD}{megatron}", (part.format(number),), SAME)
         ours, theirs, behind = (
@@ -361,13 +363,15 @@ class Family:
             f"model.layers.{number}.",
         )
         attention = (_written_out(rule, number) for rule in self.layer_rules)
-        for rule in (*attention, *self._sparse_mlp(number, shape.experts)):
+        for rule in (*attention, *self._mlp(number, shape.experts)):
             parts = tuple(theirs + part.removeprefix(behind) for part in rule.parts)
             yield replace(rule, megatron=HEAD_LAYER + rule.megatron.removeprefix(ours), parts=parts)
 
     def head_copies(self, shape: Shape) -> list[Rule]:
         """Return rules of the copies that files may have of what the head shares with the model: the
         embedding, and the output layer."""
+        if self.head_names is None:
+            return []
         shared = (
             (self.head_names.embedding, EMBEDDING),
             (self.head_names.output, EMBEDDING if shape.tied else OUTPUT),
@@ -377,15 +381,16 @@ class Family:
         ]
 
     def _layer(self, layer: int, shape: Shape) -> Iterator[Rule]:
-        experts = shape.experts
         mixing = self.delta_rules if shape.delta_layers[layer] else self.layer_rules
         yield from (_written_out(rule, layer) for rule in mixing)
-        if experts is None or not experts.sparse_layers[layer]:
-            yield from (_written_out(rule, layer) for rule in self.dense_rules)
-        else:
-            yield from self._sparse_mlp(layer, experts)
+        experts = shape.experts
+        yield from self._mlp(layer, experts if experts is not None and experts.sparse_layers[layer] else None)
 
-    def _sparse_mlp(self, layer: int, experts: Experts) -> Iterator[Rule]:
+    def _mlp(self, layer: int, experts: Experts | None) -> Iterator[Rule]:
+        """Yield the rules of a layer's MLP, which is dense without `experts`."""
+        if experts is None:
+            yield from (_written_out(rule, layer) for rule in self.dense_rules)
+            return
         yield from (_written_out(rule, layer) for rule in self.router_rules)
         for expert in range(experts.count):
             yield from (_written_out(rule, layer, expert) for rule in self.expert_rules)

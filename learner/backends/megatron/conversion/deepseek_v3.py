@@ -13,6 +13,7 @@ from learner.backends.megatron.conversion.base import (
     Rule,
     layer_rule,
 )
+from learner.backends.megatron.conversion.head_names import BEHIND
 from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
 from learner.backends.megatron.conversion.sigmoid_routing import (
     REQUIREMENTS,
@@ -86,5 +87,6 @@ def deepseek_v3(hf_config: PretrainedConfig) -> Family:
                 "must be qk_rope_head_dim, or left out",
             ),
         ),
+        head_names=BEHIND,
         beside=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
     )

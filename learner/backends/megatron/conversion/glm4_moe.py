@@ -5,6 +5,7 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import SHARED_LAYER, Family, Rule, layer_rule, replaced
+from learner.backends.megatron.conversion.head_names import BEHIND
 from learner.backends.megatron.conversion.partial_rotation import pieces_of, rotated_norm, rotated_qkv
 from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
 from learner.backends.megatron.conversion.sigmoid_routing import (
@@ -48,5 +49,6 @@ def glm4_moe(hf_config: PretrainedConfig) -> Family:
         qk_norm=hf_config.use_qk_norm,
         rotated_parts=(0.5, 1.0),
         rotation=pieces_of(hf_config),
+        head_names=BEHIND,
         beside=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
     )

@@ -39,4 +39,4 @@ APART = HeadNames(
         "final_layernorm.weight": "mtp.norm.weight",
     },
 )
-"""Names of Qwen3-Next's, which are apart from the model's layers."""
+"""Names of Qwen's, which are apart from the model's layers."""

@@ -25,7 +25,6 @@ from learner.backends.lora import refuse_adapters_alone
 from learner.backends.megatron.conversion.base import HEAD_LAYER, Rule, Shape, as_it_came, is_adapter
 from learner.backends.megatron.conversion.families import family_of
 from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of
-from learner.config.mtp import HEADED
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 
 TENSORS = "__0_0.distcp"
@@ -149,8 +148,8 @@ def model_in(directory: Path, hf_config: PretrainedConfig) -> LazyWeights:
     """Return the weights in a checkpoint by their names in files; raises as `MegatronWeights` does."""
     family = family_of(hf_config)
     shape = family.shape(hf_config)
-    head = list(family.head(shape)) if hf_config.model_type in HEADED else []
-    weights = MegatronWeights(directory, list(family.rules(shape)), shape, family.beside, head)
+    rules, head = list(family.rules(shape)), list(family.head(shape))
+    weights = MegatronWeights(directory, rules, shape, family.beside, head)
     stacks = stacks_of(hf_config)
     return StackedWeights(weights, stacks) if stacks else weights
 
