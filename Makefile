@@ -2,6 +2,7 @@
 # Another torch than the CPU build: `make install TORCH="torch==2.13.0 --index-url ..."`
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -14,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := --maxprocesses 8 --dist loadfile
 PROCESSORS := $$(getconf _NPROCESSORS_ONLN)
 
-.PHONY: demo test test-slow test-nightly test-sglang check docs install sglang clean
+.PHONY: demo test test-slow test-nightly test-sglang check lint types imports docs install sglang clean
 
 demo: install
 	$(BIN)/launch local --preset sort
@@ -32,10 +33,16 @@ test-nightly: install sglang
 test-sglang: install sglang
 	$(BIN)/pytest -m "sglang and not nightly" --numprocesses 2 --dist loadfile
 
-check: install
+check: lint types imports
+
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: install
 	$(BIN)/mypy
+
+imports: install
 	$(BIN)/lint-imports
 
 # The site, in build/docs: a link or an anchor that leads nowhere is an error.
@@ -47,9 +54,9 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing $(firstword $(TORCH)) into $(VENV): up to 3 GB to fetch, which may take minutes."
-	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet $(PIP_FLAGS) $(TORCH)
 	@echo "Installing Sluice and the other packages it needs into $(VENV): a minute or two."
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev]"
 	touch $(STAMP)
 
 sglang: $(SGLANG_STAMP)
