@@ -30,7 +30,7 @@ TEMPLATE = (
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def announced(gaps_and_kinds):
         yield gap_s, manifest_of(version, learner=f"learner-{learner}", snapshot=snapshot, since=before)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.tuples(
