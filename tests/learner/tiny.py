@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -112,7 +113,7 @@ def tiny_model(
     family: str = "qwen3", *, tied: bool = False, seed: int = 0, **changes: object
 ) -> PreTrainedModel:
     """A random transformers model whose norms and biases are not trivial."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     config = tiny_config(family, tied=tied, **changes)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -169,5 +170,7 @@ def random_samples(
 
 
 def reference_logits(model: PreTrainedModel, samples: list[Sample]) -> Tensor:
-    """Logits of transformers, each sequence by itself, end to end."""
-    return torch.cat([model(torch.from_numpy(s.token_ids).long()[None]).logits[0] for s in samples])
+    """Logits of transformers, one sequence after the other; each is a row, which what fills it up follows."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    rows = pad_sequence([torch.from_numpy(s.token_ids).long() for s in samples], batch_first=True)
+    return torch.cat([row[:length] for row, length in zip(model(rows).logits, lengths, strict=True)])

@@ -56,17 +56,17 @@ def _weights(router: torch.nn.Module, logits: Tensor, experts: Tensor) -> Tensor
 
 @contextmanager
 def sent_to(model: PreTrainedModel, samples: list[Sample]) -> Iterator[None]:
-    """Have transformers send the tokens of one sample after the other where the samples say."""
+    """Have transformers send the tokens of the samples, each of which is a row, where the samples say."""
 
     def hook(number):
-        order = iter(samples)
-
         def send(router, inputs, outputs):
             logits, _, chosen = outputs
-            sample = next(order)
             experts = chosen.clone()
-            if sample.experts is not None:
-                experts[:-1] = torch.from_numpy(sample.experts[:, number].astype(np.int64))
+            rows = experts.view(len(samples), -1, experts.shape[-1])
+            for row, sample in zip(rows, samples, strict=True):
+                if sample.experts is not None:
+                    named = torch.from_numpy(sample.experts[:, number].astype(np.int64))
+                    row[: len(named)] = named
             return logits, _weights(router, logits, experts), experts
 
         return send
