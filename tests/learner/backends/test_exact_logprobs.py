@@ -65,7 +65,7 @@ def test_any_batch_of_the_engine_and_any_pack_of_the_learner_agree_to_the_bit(ba
     learner = learner_of(backend, family)
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
-    sampled = finished(decoder, random_requests(20, seed=1))
+    sampled = finished(decoder, random_requests(12, seed=1))
     for seed, budget in ((0, 1), (1, 130), (2, 5000)):
         assert not differences(learner, shuffled(sampled, seed), 0, budget).any(), f"budget {budget}"
 
@@ -75,7 +75,7 @@ def test_without_exact_arithmetic_they_do_not(backend):
     learner = learner_of(backend, "qwen3", exact=False)
     decoder = decoder_of(learner.hf_config, exact=False)
     take(decoder, learner, 0)
-    found = differences(learner, finished(decoder, random_requests(20, seed=1)), 0, 130)
+    found = differences(learner, finished(decoder, random_requests(12, seed=1)), 0, 130)
     assert 0 < found.mean() < 1e-5
 
 
@@ -84,11 +84,11 @@ def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_co
     learner = learner_of(backend, "qwen3")
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
-    decoder.submit(random_requests(20, seed=2))
+    decoder.submit(random_requests(12, seed=2))
     weights, sampled = [learner.export()], []
     while decoder.busy:
         sampled += decoder.step()
-        if len(sampled) > 4 * len(weights):
+        if len(sampled) > 3 * len(weights):
             learner.train_step(pack(random_samples([40, 17]), 100), TIS, policy_version=0)
             weights.append(learner.export())
             take(decoder, learner, len(weights) - 1)
@@ -129,7 +129,7 @@ def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
     learner = learner_of(backend, "qwen3")
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
-    sampled = finished(decoder, random_requests(12, seed=3, top_p=0.8, keep_masks=True))
+    sampled = finished(decoder, random_requests(8, seed=3, top_p=0.8, keep_masks=True))
     assert all(generation.kept is not None for _, generation in sampled)
     assert not differences(learner, sampled, 0, 200).any()
 
@@ -140,7 +140,7 @@ def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, mon
     learner = learner_of(backend, "qwen3", parallel=ParallelConfig(recompute=recompute))
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
-    samples = [trained_sample(*each) for each in finished(decoder, random_requests(12, seed=4))]
+    samples = [trained_sample(*each) for each in finished(decoder, random_requests(8, seed=4))]
     monkeypatch.setattr(policy_output, "LOGITS_BYTES", 0)
     monkeypatch.setattr(policy_output, "LEAST_ROWS", 9)  # several chunks of the output layer
     result = learner.train_step(pack(samples, 150), TIS, policy_version=0)
@@ -155,7 +155,7 @@ def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     learner.train_step(pack(random_samples([30, 9]), 100), TIS, policy_version=0)
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 1)
-    sampled = finished(decoder, random_requests(9, seed=5))
+    sampled = finished(decoder, random_requests(5, seed=5))
     save_checkpoint(learner, tmp_path, 1, {}, keep=1)
     resumed = learner_of(backend, "llama")
     load_checkpoint(resumed, latest(tmp_path))
@@ -166,7 +166,7 @@ def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     ]
     assert steps[0].grad_norm == steps[1].grad_norm
     take(decoder, learner, 2)
-    assert not differences(resumed, finished(decoder, random_requests(9, seed=6)), 2, 90).any()
+    assert not differences(resumed, finished(decoder, random_requests(5, seed=6)), 2, 90).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,7 +188,7 @@ def test_two_threads_give_the_same_bits(backend):
     take(decoder, learner, 0)
     torch.set_num_threads(2)
     try:
-        sampled = finished(decoder, random_requests(9, seed=7))
+        sampled = finished(decoder, random_requests(4, seed=7))
     finally:
         torch.set_num_threads(1)
     assert sampled

@@ -78,7 +78,7 @@ def stepped(backend, in_fp8, layout=None, model_changes=None):
     trainer = backend(model.config, hf_state(model), OPTIMIZER, parallel=parallel)
     if in_fp8:
         trainer.multiply_in_fp8()
-    batches = (pack(random_samples(LENGTHS, seed=step), 40) for step in range(2))
+    batches = (pack(random_samples(LENGTHS, seed=step), 56) for step in range(2))
     results = [trainer.train_step(batch, TIS, policy_version=3) for batch in batches]
     return [value for result in results for value in (result.loss, result.grad_norm)]
 
@@ -152,7 +152,7 @@ def test_a_learner_without_such_a_gpu_is_refused_before_its_model_is_built(tmp_p
 @NO_GPU
 def test_who_looks_back_at_a_run_without_such_a_gpu_has_the_same_products(tmp_path):
     settings = settings_in_fp8(tmp_path)
-    initial, batches = prepare(settings, None), pack(random_samples(LENGTHS), 40)
+    initial, batches = prepare(settings, None), pack(random_samples(LENGTHS), 56)
     plain = replace(settings, learner=settings.learner.model_copy(update={"fp8_matmul": False}))
     found, other = (
         restore_alone(each, initial, None, Progress()).logprobs(batches)[0].nan_to_num()

@@ -26,13 +26,13 @@ from learner.data.packing import pack
 from learner.model_directories.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
 from storage.weights.adapter_names import adapter_names
-from tests.learner.backends.fsdp.test_lora import assert_four_steps_are_those_of_the_formula
-from tests.learner.backends.test_lora_backends import assert_same, divided, trained
+from tests.learner.backends.fsdp.test_lora import assert_steps_are_those_of_the_formula
+from tests.learner.backends.test_lora_backends import assert_same, divided, trained, trained_alone
 from tests.learner.lora_reference import adapt
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0, experts=True)
 STABILISED = LORA.model_copy(
     update={"rank_stabilised": True, "targets": ("o_proj", "gate_proj", "down_proj")}
@@ -55,7 +55,7 @@ def trainer_of(
 def step(trainer, number: int) -> tuple[float, float]:
     ranks = trainer.data_parallel_group
     samples = random_samples(LENGTHS, seed=number)[ranks.rank() :: ranks.size()]
-    result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
+    result = trainer.train_step(pack(samples, 56), TIS, policy_version=3)
     return result.loss, result.grad_norm
 
 
@@ -76,7 +76,7 @@ def adapters(trainer):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_four_steps_are_those_of_the_formula(backend, family, lora):
+def test_steps_are_those_of_the_formula(backend, family, lora):
     trainer, model = trainer_of(lora, family, backend=backend), tiny_model(family)
     begun = adapters(trainer)
     assert (
@@ -89,20 +89,20 @@ def test_four_steps_are_those_of_the_formula(backend, family, lora):
         * (3 if lora.weight_decomposed else 2)
         // 2
     )
-    assert_four_steps_are_those_of_the_formula(trainer, model, begun, 3.0 if lora.rank_stabilised else 1.5)
+    assert_steps_are_those_of_the_formula(trainer, model, begun, 3.0 if lora.rank_stabilised else 1.5)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"])
 def test_each_step_of_fsdp_is_megatrons(family):
     lora = LORA if family == "mixtral" else STABILISED
-    assert_same(trained("fsdp", lora, family=family), trained("megatron", lora, family=family))
+    assert_same(trained_alone("fsdp", lora, family=family), trained_alone("megatron", lora, family=family))
 
 
 @pytest.mark.slow
 def test_two_ranks_of_fsdp_train_the_same_adapters_of_experts_as_one(worlds):
     (found, (_, *nothing)) = worlds.run(2, partial(trained, "fsdp", LORA, family="qwen3_moe"))
     assert nothing == [{}, {}]
-    assert_same(found, trained("fsdp", LORA, family="qwen3_moe"))
+    assert_same(found, trained_alone("fsdp", LORA, family="qwen3_moe"))
 
 
 QWEN, GLM = {"family": "qwen3_moe"}, {"family": "glm4_moe"}
@@ -128,7 +128,7 @@ MARKS = {name: pytest.mark.slow if LAYOUTS[name][0] == 2 else pytest.mark.nightl
 def test_every_layout_of_ranks_trains_the_same_adapters_of_experts(worlds, name):
     ranks, layout, lora, model = LAYOUTS[name]
     found = worlds.run(ranks, divided, layout, lora, model)
-    assert_same(found[0], trained("megatron", lora, **model))
+    assert_same(found[0], trained_alone("megatron", lora, **model))
     assert any(".mlp.experts." in each for each in found[0][1])
 
 
@@ -144,7 +144,7 @@ def test_every_layout_of_ranks_trains_the_same_adapters_of_experts(worlds, name)
 )
 def test_merged_weights_compute_what_frozen_ones_do_with_adapters(backend, family, lora):
     trainer, model = trainer_of(lora, family, backend=backend), tiny_model(family)
-    packs = pack(random_samples(LENGTHS), 40)
+    packs = pack(random_samples(LENGTHS), 56)
     begun = trainer.logprobs(packs)
     for number in range(2):
         step(trainer, number)
@@ -160,7 +160,7 @@ def test_merged_weights_compute_what_frozen_ones_do_with_adapters(backend, famil
 @pytest.mark.parametrize(("backend", "family"), [("megatron", "mixtral"), ("fsdp", "qwen3_moe")])
 def test_the_reference_is_the_policy_without_adapters_of_experts(backend, family):
     trainer, model = trainer_of(LORA, family, backend=backend), tiny_model(family)
-    packs = pack(random_samples(LENGTHS), 40)
+    packs = pack(random_samples(LENGTHS), 56)
     begun = trainer.logprobs(packs)
     step(trainer, 0)
     trainer.frozen.load("reference", model.config, hf_state(model), Path("elsewhere"))

@@ -68,8 +68,8 @@ from tests.learner.tiny import VOCAB, hf_state, random_samples, tiny_config, tin
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
 """Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
-STEPS = 4
-BATCH = BatchConfig(tokens_per_micro_batch=40, logprob_tokens_per_micro_batch=64)
+STEPS = 3
+BATCH = BatchConfig(tokens_per_micro_batch=56, logprob_tokens_per_micro_batch=64)
 
 
 def reference(**settings: object) -> dict[str, object]:
@@ -230,7 +230,7 @@ def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
             chosen = [sample for i, sample in zip(own, samples, strict=True) if i in of_update(n, learner)]
             chosen = with_selections(chosen, learner, trainer.data_parallel_group)
             results.append(
-                trainer.train_step(pack(chosen, 40), Objective.of(learner), policy_version=POLICY_VERSION)
+                trainer.train_step(pack(chosen, 56), Objective.of(learner), policy_version=POLICY_VERSION)
             )
     return results, trainer.export()
 
@@ -332,7 +332,7 @@ def marked(objective: str) -> object:
 
 
 @pytest.mark.parametrize("objective", [marked(name) for name in OBJECTIVES])
-def test_four_steps_follow_plain_torch_adamw(objective):
+def test_steps_follow_plain_torch_adamw(objective):
     assert_as_expected(Case(objective), *trained_alone(objective))
 
 
@@ -391,7 +391,7 @@ def objectives_on_layouts() -> Iterator[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "objective"), [*objectives_on_layouts()])
-def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):
+def test_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):
     case = Case(objective, *LAYOUTS[layout])
     answers = worlds.run(case.ranks, train, case)
     assert all(steps == answers[0][0] for steps, _ in answers)
@@ -423,7 +423,7 @@ def test_at_the_first_step_the_policy_is_its_own_reference():
     trainer.frozen.hold("reference")
     learner = Case("k3 in the loss").learner
     samples = with_logprobs(trainer, samples_of(0), learner)
-    result = trainer.train_step(pack(samples, 40), Objective.of(learner), policy_version=3)
+    result = trainer.train_step(pack(samples, 56), Objective.of(learner), policy_version=3)
     assert abs(result.diagnostics["reference_k1_nats"]) < 1e-6
     assert abs(result.diagnostics["reference_k3_nats"]) < 1e-8
 
@@ -432,7 +432,7 @@ def test_a_loss_whose_passes_were_forgotten_trains_nothing():
     model = tiny_model()
     config = OPTIMIZER.model_copy(update={"max_skipped_in_a_row": 2})
     trainer = Trainer(model.config, hf_state(model), config)
-    batches, objective = pack(samples_of(0), 40), Objective.of(Case("k3 in the loss").learner)
+    batches, objective = pack(samples_of(0), 56), Objective.of(Case("k3 in the loss").learner)
     first = trainer.train_step(batches, objective, policy_version=3)
     assert first.skipped
     with pytest.raises(TrainingError, match="loss nan"):

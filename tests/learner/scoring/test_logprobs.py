@@ -68,7 +68,7 @@ def scored(case: Case) -> tuple[list[Scores], list[Scores], bool, tuple[int, int
     policy, reference = (tiny_model(**dict(case.model), seed=seed) for seed in (0, 1))
     trainer = Trainer(policy.config, hf_state(policy), OPTIMIZER, parallel=parallel)
     trainer.frozen.load("reference", policy.config, hf_state(reference), Path("elsewhere"))
-    trainer.train_step(pack(samples, 40), TIS, policy_version=3)
+    trainer.train_step(pack(samples, 56), TIS, policy_version=3)
     trainer.frozen.hold("now")
     reference_scores, current_scores = (
         score(trainer, samples, policy=tag, tokens_per_micro_batch=64) for tag in ("reference", None)

@@ -23,7 +23,7 @@ from tests.learner.backends.fsdp.families import family_model
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
 BACKENDS = {"megatron": Trainer, "fsdp": FsdpTrainer}
 
 
@@ -35,7 +35,7 @@ def trained(backend: str, family: str, steps: int = 4, **settings: object):
     for step in range(steps):
         # the last rank has fewer micro-batches than the others
         samples = random_samples(LENGTHS, seed=step)[: 8 - 3 * dist.get_rank()]
-        result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
+        result = trainer.train_step(pack(samples, 56), TIS, policy_version=3)
         results.append((result.loss, result.grad_norm, result.diagnostics["entropy_nats"]))
     return results, trainer.export(), trainer
 
@@ -73,7 +73,7 @@ def steps_and_weights_of_a_checkpoint(root: Path):
     steps = []
     for step in range(2):
         samples = random_samples(LENGTHS, seed=step)[dist.get_rank() :: dist.get_world_size()]
-        result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
+        result = trainer.train_step(pack(samples, 56), TIS, policy_version=3)
         steps.append((result.loss, result.grad_norm))
     save_checkpoint(trainer, root, 2, {}, keep=1)
     restored = FsdpTrainer(model.config, hf_state(model), OPTIMIZER)
@@ -105,7 +105,7 @@ def test_memory_is_saved_without_other_results(settings, monkeypatch):
 def test_a_pass_scores_as_megatron_does_and_another_policy_lends_its_weights():
     model, other = tiny_model(), tiny_model(seed=1)
     trainers = [kind(model.config, hf_state(model), OPTIMIZER) for kind in BACKENDS.values()]
-    packs = pack(random_samples(LENGTHS, temperatures=0.8), 40)
+    packs = pack(random_samples(LENGTHS, temperatures=0.8), 56)
     for trainer in trainers:
         trainer.frozen.load("other", other.config, hf_state(other), "elsewhere")
     own, of_other = [], []

@@ -28,7 +28,7 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0)
 DORA = LORA.model_copy(update={"weight_decomposed": True})
 
@@ -47,25 +47,27 @@ def adapters(trainer: FsdpTrainer | Trainer) -> dict[str, Tensor]:
 
 def step(trainer: FsdpTrainer | Trainer, number: int) -> tuple[float, float]:
     samples = random_samples(LENGTHS, seed=number)[dist.get_rank() :: dist.get_world_size()]
-    result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
+    result = trainer.train_step(pack(samples, 56), TIS, policy_version=3)
     return result.loss, result.grad_norm
 
 
-def assert_four_steps_are_those_of_the_formula(
+def assert_steps_are_those_of_the_formula(
     trainer: FsdpTrainer | Trainer, model: PreTrainedModel, begun: dict[str, Tensor], scale: float,
     *, rel: float = 1e-6,
 ) -> None:  # fmt: skip
     """Train both from the adapters `begun`; losses and norms of gradients may differ by a part of `rel`."""
     expected = adapt(model, begun, scale)
     optimizer = reference_optimizer(model, OPTIMIZER)
-    for number in range(4):
-        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
+    for number in range(3):
+        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 2)
         wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
         assert step(trainer, number) == pytest.approx(wanted, rel=rel, abs=1e-5)
     found = adapters(trainer)
     for name, tensor in tensors_of(expected).items():
         assert (found[name] - tensor).abs().max() < 1e-5, name
-        assert not torch.equal(found[name], begun[name]), name
+        moved = not torch.equal(found[name], begun[name])
+        assert moved != torch.equal(tensor, begun[name]), name
+        assert moved or ".experts." in name  # one that no token was sent to
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def assert_four_steps_are_those_of_the_formula(
     [LORA, LoraConfig(rank=4, alpha=6.0, rank_stabilised=True, targets=("q_proj", "mlp.down_proj"))],
     ids=["all layers", "rank-stabilised"],
 )
-def test_four_steps_are_those_of_the_formula(lora):
+def test_steps_are_those_of_the_formula(lora):
     trainer, model = adapted_trainer(lora), tiny_model()
     ends = LINEAR if not lora.targets else ("q_proj", "down_proj")
     begun = adapters(trainer)
@@ -81,7 +83,7 @@ def test_four_steps_are_those_of_the_formula(lora):
     assert all(any(f".{end}." in name for end in ends) for name in begun)
     assert all((".lora_B." in name) == (not tensor.any()) for name, tensor in begun.items())
     scale = 6.0 / (2.0 if lora.rank_stabilised else 4.0)
-    assert_four_steps_are_those_of_the_formula(trainer, model, begun, scale)
+    assert_steps_are_those_of_the_formula(trainer, model, begun, scale)
 
 
 def test_exported_weights_are_what_the_adapters_make_of_the_frozen_ones():
@@ -98,24 +100,24 @@ def test_exported_weights_are_what_the_adapters_make_of_the_frozen_ones():
             assert not torch.equal(after[name], weight)
         assert torch.equal(after[name], wanted), name
     plain = FsdpTrainer(trainer.hf_config, after, OPTIMIZER)
-    packs = pack(random_samples(LENGTHS), 40)
+    packs = pack(random_samples(LENGTHS), 56)
     for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # without biases, and with some
-def test_four_steps_with_lengths_of_rows_are_those_of_the_formula(family):
+def test_steps_with_lengths_of_rows_are_those_of_the_formula(family):
     trainer, model = adapted_trainer(DORA, family=family), tiny_model(family)
     begun = adapters(trainer)
     assert len(begun) == 3 * 2 * len(LINEAR)
     for name, weight in hf_state(model).items():
         if (magnitude := PEFT + name.replace("weight", "lora_magnitude_vector")) in begun:
             assert torch.allclose(begun[magnitude], weight.norm(dim=1))
-    packs = pack(random_samples(LENGTHS), 40)
+    packs = pack(random_samples(LENGTHS), 56)
     plain = FsdpTrainer(trainer.hf_config, hf_state(model), OPTIMIZER)
     for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), "it begins as the model, to the bit"
-    assert_four_steps_are_those_of_the_formula(trainer, model, begun, 1.5)
+    assert_steps_are_those_of_the_formula(trainer, model, begun, 1.5)
     plain = FsdpTrainer(trainer.hf_config, trainer.export(), OPTIMIZER)
     for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True), "merged weights compute the same"
@@ -125,7 +127,7 @@ def test_the_lengths_of_rows_are_as_exact_in_bfloat16_as_their_changes():
     """A length has three digits in bfloat16: rounded to it, the policy would not begin as the model."""
     trainer, model = adapted_trainer(DORA, dtype=torch.bfloat16), tiny_model()
     plain = FsdpTrainer(model.config, hf_state(model), OPTIMIZER, dtype=torch.bfloat16)
-    packs = pack(random_samples(LENGTHS), 40)
+    packs = pack(random_samples(LENGTHS), 56)
     for ours, theirs in zip(trainer.logprobs(packs), plain.logprobs(packs), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
     exported = trainer.exported()
@@ -159,7 +161,7 @@ def test_what_is_published_is_the_adapters_alone_or_merged_weights(publish, dtyp
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_second_model(lora):
     trainer, model = adapted_trainer(lora), tiny_model()
-    packs = pack(random_samples(LENGTHS), 40)
+    packs = pack(random_samples(LENGTHS), 56)
     begun = trainer.logprobs(packs)
     step(trainer, 0)
     trainer.frozen.load("reference", model.config, hf_state(model), Path("elsewhere"))

@@ -19,7 +19,7 @@ from tests.learner.backends.fsdp.families import RECURRENT_FAMILIES, family_conf
 from tests.learner.backends.fsdp.test_lora import (
     OPTIMIZER,
     adapters,
-    assert_four_steps_are_those_of_the_formula,
+    assert_steps_are_those_of_the_formula,
     step,
 )
 from tests.learner.tiny import hf_state, random_samples, reference_logits
@@ -118,4 +118,4 @@ def test_adapters_of_all_linear_layers_follow_the_formula():
     trainer, model = trainer_of(lora=LoraConfig(rank=4, alpha=6.0)), family_model("qwen3_next")
     begun = adapters(trainer)
     assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in begun} == LINEAR
-    assert_four_steps_are_those_of_the_formula(trainer, model, begun, 1.5, rel=1e-5)
+    assert_steps_are_those_of_the_formula(trainer, model, begun, 1.5, rel=1e-5)
