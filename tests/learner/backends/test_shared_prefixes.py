@@ -56,6 +56,7 @@ def trainer_of(parallel: ParallelConfig = UNDIVIDED, **model: object) -> Trainer
     return Trainer(policy.config, hf_state(policy), OPTIMIZER, dtype=torch.float32, parallel=parallel)
 
 
+@cache
 def trained(
     objective: Objective, *, share: bool, budget: int = 300, recompute: str = "none", family: str = "qwen3"
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
