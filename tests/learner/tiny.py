@@ -1,5 +1,9 @@
 """Small random models and batches."""
 
+import pickle
+from copy import deepcopy
+from functools import lru_cache
+
 import numpy as np
 import torch
 import transformers
@@ -113,6 +117,15 @@ def tiny_model(
     family: str = "qwen3", *, tied: bool = False, seed: int = 0, **changes: object
 ) -> PreTrainedModel:
     """A random transformers model whose norms and biases are not trivial."""
+    model, drawn = _built(pickle.dumps((family, tied, seed, changes)))
+    torch.set_rng_state(drawn)
+    return deepcopy(model)  # in a third of the time
+
+
+@lru_cache(maxsize=16)
+def _built(settings: bytes) -> tuple[PreTrainedModel, Tensor]:
+    """Return a model that nobody changes, and the state of the generator behind it."""
+    family, tied, seed, changes = pickle.loads(settings)
     torch.default_generator.manual_seed(seed)
     config = tiny_config(family, tied=tied, **changes)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -126,7 +139,7 @@ def tiny_model(
         for name, values in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 values.add_(0.1 * torch.randn_like(values))
-    return model
+    return model, torch.get_rng_state()
 
 
 def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
