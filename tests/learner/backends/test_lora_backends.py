@@ -26,7 +26,7 @@ from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0)
 SOME = LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj", "o_proj"))
 DORA = LORA.model_copy(update={"weight_decomposed": True})
@@ -57,9 +57,9 @@ def arrays(tensors) -> dict[str, np.ndarray]:
 
 
 def trained(backend: str, lora: LoraConfig, parallel: ParallelConfig = UNDIVIDED, **model: object):
-    """Return losses and norms of three steps, the adapters, the weights that they make, and log-probs."""
+    """Return losses and norms of four steps, the adapters, the weights that they make, and log-probs."""
     trainer = trainer_of(backend, lora, parallel, **model)
-    steps = [step(trainer, number) for number in range(3)]
+    steps = [step(trainer, number) for number in range(4)]
     exported = trainer.exported()
     published = arrays(exported.here.items()) | arrays(exported.rest())
     adapters, weights = arrays(trainer.adapters.streamed()), arrays(trainer.export().items())

@@ -32,7 +32,7 @@ from tests.learner.lora_reference import adapt
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0, experts=True)
 STABILISED = LORA.model_copy(
     update={"rank_stabilised": True, "targets": ("o_proj", "gate_proj", "down_proj")}

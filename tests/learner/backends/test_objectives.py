@@ -68,7 +68,7 @@ from tests.learner.tiny import VOCAB, hf_state, random_samples, tiny_config, tin
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
 """Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
-STEPS = 3
+STEPS = 4
 BATCH = BatchConfig(tokens_per_micro_batch=56, logprob_tokens_per_micro_batch=64)
 
 

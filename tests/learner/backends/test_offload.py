@@ -55,10 +55,10 @@ def on_the_host(trainer):
 
 
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
-def test_three_steps_follow_plain_torch_adamw(fraction):
+def test_four_steps_follow_plain_torch_adamw(fraction):
     reference, trainer = tiny_model(), trainer_of(fraction)
     optimizer = reference_optimizer(reference, OPTIMIZER)
-    for step, result in enumerate(train(trainer, range(3))):
+    for step, result in enumerate(train(trainer, range(4))):
         samples = random_samples(LENGTHS, seed=step)
         expected = reference_step(reference, optimizer, samples, loss="tis", lr=1e-3)
         assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)

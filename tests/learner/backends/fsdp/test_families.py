@@ -26,11 +26,11 @@ IN_EVERY_RUN = ("gpt_oss",)
     "family",
     [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_three_steps_follow_plain_transformers_and_adamw(family):
+def test_four_steps_follow_plain_transformers_and_adamw(family):
     reference = family_model(family)
     trainer = FsdpTrainer(reference.config, hf_state(reference), OPTIMIZER)
     optimizer = reference_optimizer(reference, OPTIMIZER)
-    for step in range(3):
+    for step in range(4):
         samples = random_samples(LENGTHS, seed=step, temperatures=(0.5, 0.8, 2.0))
         lr = 1e-3 * min(1, (step + 1) / 3)
         expected = reference_step(reference, optimizer, samples, loss="tis", lr=lr)

@@ -23,7 +23,7 @@ from tests.learner.backends.fsdp.families import family_model
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 BACKENDS = {"megatron": Trainer, "fsdp": FsdpTrainer}
 
 

@@ -28,7 +28,7 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0)
 DORA = LORA.model_copy(update={"weight_decomposed": True})
 
@@ -58,8 +58,8 @@ def assert_steps_are_those_of_the_formula(
     """Train both from the adapters `begun`; losses and norms of gradients may differ by a part of `rel`."""
     expected = adapt(model, begun, scale)
     optimizer = reference_optimizer(model, OPTIMIZER)
-    for number in range(3):
-        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 2)
+    for number in range(4):
+        lr = OPTIMIZER.lr * min(1.0, (number + 1) / 3)
         wanted = reference_step(model, optimizer, random_samples(LENGTHS, seed=number), loss="tis", lr=lr)
         assert step(trainer, number) == pytest.approx(wanted, rel=rel, abs=1e-5)
     found = adapters(trainer)
