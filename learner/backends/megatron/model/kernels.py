@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from learner.backends.fused.kernels import gated_back
-
 PROGRAMS = 264
 """Programs that share a sum over tokens: two for each multiprocessor of an H200, where more were slower."""
 
@@ -193,8 +191,27 @@ def _rows(slots: int) -> int:
 
 
 def swiglu_back(grad: Tensor, gate_and_up: Tensor) -> Tensor:
-    """Gradient [..., 2 F] of silu(gate) * up, from that of the result and from both halves [..., 2 F]."""
-    joined = gate_and_up.contiguous().flatten(0, -2)
-    out = torch.empty_like(joined)
-    gated_back(grad.contiguous().flatten(0, -2), *joined.chunk(2, -1), *out.chunk(2, -1), tanh=False)
-    return out.view(gate_and_up.shape)
+    """Gradient [..., 2 F] of silu(gate) * up, from that of the result and from both halves [..., 2 F].
+
+    Megatron-core calls it inside functions that torch compiles, which with the kernel for rows that lie apart
+    (learner/backends/fused/kernels.py) failed at times: that one writes into two views of one tensor."""
+    grad, gate_and_up = grad.contiguous(), gate_and_up.contiguous()
+    width = grad.shape[-1]
+    out = torch.empty_like(gate_and_up)
+    _swiglu_back[(grad.numel() // width, triton.cdiv(width, 1024))](grad, gate_and_up, out, width, block=1024)
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _swiglu_back(grad, gate_and_up, out, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    at = row * 2 * width + column
+    g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_and_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_and_up + at + width, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(out + at, (g * up * slope).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at + width, (g * gate * sigmoid).to(out.dtype.element_ty), mask=inside)
