@@ -13,7 +13,12 @@ from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.publication.host_copy import HostCopy, host_tensors
 from storage.weights.quantisation import FORMATS
-from tests.learner.backends import test_lora_backends, test_muon, test_quantisation_aware
+from tests.learner.backends import (
+    test_lora_backends,
+    test_mtp_training,
+    test_muon,
+    test_quantisation_aware,
+)
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
@@ -59,6 +64,17 @@ def test_attention_with_sinks_is_near_in_bfloat16():
     """No kernel of a GPU has sinks in float32, which a run is told at its start."""
     for found, expected in zip(*steps_of_both(torch.bfloat16, family="gpt_oss"), strict=True):
         assert found == pytest.approx(expected, rel=0.05, abs=0.02)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_heads_for_several_next_tokens_learn_as_on_a_cpu(family):
+    trainer = test_mtp_training.trainer_of(family)
+    results = [test_mtp_training.step(trainer, number) for number in range(test_mtp_training.STEPS)]
+    expected, weights = test_mtp_training.expected(family)
+    for found, wanted in zip(map(test_mtp_training.figures, results), expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-3)
+    for name, weight in trainer.export().items():
+        assert (weight.cpu() - weights[name]).abs().max() < 1e-3, name
 
 
 def test_muon_follows_its_papers():
