@@ -125,12 +125,19 @@ class Unnormed(LlamaRMSNorm):
         )
 
 
+class OutsideTheRoot(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        size = hidden_states.square().mean(-1, keepdim=True).sqrt()
+        return self.weight * hidden_states / (size + self.variance_epsilon)
+
+
 @pytest.mark.parametrize(
     "module",
     [
         Clamped(tiny_config("llama")),
         Swapped(tiny_config("llama")),
         Unnormed(16),
+        OutsideTheRoot(16),
         torch.nn.LayerNorm(16),
         torch.nn.LayerNorm(16, bias=False),
     ],
