@@ -221,7 +221,9 @@ def _rotated(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel
     row: tl.constexpr, tail_row: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    head, place = tl.program_id(1) * rows + tl.arange(0, rows)[:, None], tl.arange(0, row)[None]
+    # in int64, since heads may lie behind each other, each with all tokens
+    head = (tl.program_id(1) * rows + tl.arange(0, rows)[:, None]).to(tl.int64)
+    place = tl.arange(0, row)[None]
     inside = place < half
     c = tl.load(cos + token * cos_of_token + place, mask=inside, other=0.0).to(tl.float32)
     c_second = tl.load(cos + token * cos_of_token + place + half, mask=inside, other=0.0).to(tl.float32)

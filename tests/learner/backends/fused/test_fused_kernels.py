@@ -78,6 +78,17 @@ def test_rotations(kernels, heads, width, turned, dtype):
     assert_same(functions._Rotated, rotated, x, cos, sin, dtype=dtype)
 
 
+def test_heads_that_lie_a_billion_elements_apart_are_rotated(kernels):
+    """Those of a pack of 256k tokens have their gradients so, with all tokens of a head before the next."""
+    apart = 2**30 + 64
+    memory = torch.empty(2 * apart + 16, dtype=torch.bfloat16, device=DEVICE)
+    heads, x = memory.as_strided((1, 3, 16), (16, apart, 1)), torch.randn(1, 3, 16).bfloat16()
+    heads.copy_(x)
+    cos, sin = torch.randn(2, 1, 16)
+    found = functions._Rotated.apply(heads, cos.to(DEVICE), sin.to(DEVICE))
+    assert torch.allclose(found.cpu().float(), rotated(x.float(), cos, sin), rtol=1e-2, atol=1e-2)
+
+
 def test_nothing_is_computed_of_no_tokens(kernels):
     x = torch.randn(0, 16, device=DEVICE, requires_grad=True)
     weight = torch.randn(16, device=DEVICE, requires_grad=True)
