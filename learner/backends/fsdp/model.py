@@ -1,10 +1,12 @@
 """A model of transformers whose output is the loss, sharded over all ranks by torch's FSDP2."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +37,12 @@ from learner.world.process_group import device
 from storage.images.reader import ImageReader
 from storage.numerics.exact_model import make_exact
 from storage.numerics.self_check import refuse_other_arithmetic
+
+OF_TRAINED = 4
+"""Times the memory of a weight that its training takes: with its gradient and two moments of AdamW."""
+PART_OF_ROOM = 1 / 8
+"""Part of the memory beside training that rounded weights may take: the rest is for activations."""
+log = structlog.get_logger()
 
 
 class PackedModel(torch.nn.Module):
@@ -130,7 +138,8 @@ def shard(
 
     Layers are gathered one at a time as `dtype`, in which they compute; the embedding, the output layer and
     what else lies beside the layers stay gathered during a pass. Gradients are added up in float32. A rank
-    that is alone has nothing to gather: where memory is not to be saved, it rounds each layer once in a step.
+    that is alone has nothing to gather: it rounds each layer once in a step, unless memory is to be saved or
+    is short.
 
     Args:
         hf_model: may have weights that mean nothing yet.
@@ -151,7 +160,7 @@ def shard(
         cast_forward_inputs=False,
     )
     alone = dist.get_world_size() == 1
-    kept = alone and not offload and not recompute and _is_rounded(hf_model, dtype)
+    kept = alone and not offload and not recompute and _may_lie_twice(hf_model, dtype)
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": rounded, "offload_policy": offloading}
     for layer in _layers(hf_model):
         if recompute:
@@ -168,9 +177,26 @@ def shard(
     return model  # type: ignore[return-value]  # `fully_shard` has changed its class
 
 
-def _is_rounded(hf_model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Tell whether no weight lies in memory as `dtype` already: such a one would lie there twice."""
-    return all(each.dtype != dtype for each in hf_model.parameters())
+def _may_lie_twice(hf_model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Tell whether all weights may lie in memory as `dtype` too: none does already, and there is room."""
+    weights = list(hf_model.parameters())
+    if any(each.dtype == dtype for each in weights):
+        return False
+    needed = sum(each.nbytes * (OF_TRAINED if each.requires_grad else 1) for each in weights)
+    rounded = sum(each.numel() * dtype.itemsize for each in weights)
+    free = free_bytes()
+    if rounded > PART_OF_ROOM * (free - needed):
+        log.info("layers_rounded_for_each_pass", rounded_bytes=rounded, needed_bytes=needed, free_bytes=free)
+        return False
+    return True
+
+
+def free_bytes() -> float:
+    """Return the memory of the GPU that can be taken; infinity elsewhere, where no layer is large."""
+    if device().type != "cuda":
+        return math.inf
+    of_torch = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + of_torch
 
 
 def _layers(hf_model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from structlog.testing import capture_logs
 from torch.distributed.tensor import DTensor
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
@@ -225,7 +226,7 @@ def steps_in_bfloat16(**settings):
 def test_a_rank_that_is_alone_rounds_its_weights_once_in_a_step(monkeypatch):
     losses, weights, is_divided = steps_in_bfloat16()
     assert not is_divided
-    monkeypatch.setattr(model, "_is_rounded", lambda *_: False)
+    monkeypatch.setattr(model, "_may_lie_twice", lambda *_: False)
     expected, expected_weights, is_divided = steps_in_bfloat16()
     assert is_divided
     assert losses == expected
@@ -238,6 +239,16 @@ def test_a_rank_that_is_alone_rounds_its_weights_once_in_a_step(monkeypatch):
 )
 def test_weights_lie_in_memory_once_where_it_is_to_be_saved(settings):
     assert steps_in_bfloat16(**settings)[2]
+
+
+@pytest.mark.parametrize(("room", "is_divided"), [(0.99, True), (1.01, False)])
+def test_weights_lie_in_memory_once_where_it_is_short(monkeypatch, room, is_divided):
+    count = sum(each.numel() for each in tiny_model("qwen3").parameters())
+    # four bytes for each weight, its gradient and two moments; two for the copy, which may take an eighth
+    monkeypatch.setattr(model, "free_bytes", lambda: 16 * count + room * 8 * 2 * count)
+    with capture_logs() as logs:
+        assert steps_in_bfloat16()[2] == is_divided
+    assert [each["event"] for each in logs] == ["layers_rounded_for_each_pass"] * is_divided
 
 
 def test_every_activation_of_a_gate_is_one_of_transformers():
