@@ -277,13 +277,14 @@ def sides() -> Mapping[str, tuple[Callable[[Workload], Step], Workload]]:
 def single_sides(
     names: Sequence[str], known: Mapping[str, tuple[Callable[[Workload], Step], Workload]]
 ) -> Iterator[dict[str, Json]]:
-    """Measure the sides of these names, in the world that there is.
+    """Measure the side of this name in the world that there is, or several in a process each, so that none
+    computes with the modules that another changed.
 
     Raises `ConfigError` for an unknown name."""
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"sides {unknown} are not among {list(known)}")
     for name in names:
-        yield {"side": name, **_measured(*known[name])}
+        yield {"side": name, **(_measured(*known[name]) if len(names) == 1 else _alone(name))}
 
 
 def _alone(name: str) -> dict[str, float]:

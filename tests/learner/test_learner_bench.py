@@ -49,6 +49,14 @@ def test_sides_are_measured_one_by_one():
         next(single_sides(["hff"], known))
 
 
+def test_several_sides_that_are_named_have_a_process_each(monkeypatch):
+    monkeypatch.setattr(bench, "_alone", lambda name: {"tokens_per_s": len(name)})
+    monkeypatch.setattr(bench, "_measured", lambda *_: pytest.fail("in this process"))
+    known = {"ours": (ours, small()), "hf": (hugging_face, small())}
+    found = list(single_sides(["hf", "ours"], known))
+    assert found == [{"side": "hf", "tokens_per_s": 2}, {"side": "ours", "tokens_per_s": 4}]
+
+
 def test_what_changes_transformers_runs_in_a_process_of_its_own(monkeypatch):
     asked, here = [], []
 
