@@ -44,9 +44,12 @@ class FusedModules:
         self._on = True
         self.norms = self.gates = self.rotations = 0
         for module in model.modules():
-            if "forward" in vars(module):
+            if (activation := _gated_experts(module)) is not None:  # also of those that have adapters
+                module._apply_gate = partial(self._gated, module._apply_gate, activation)
+                self.gates += 1
+            elif "forward" in vars(module):
                 continue  # somebody else has changed it
-            if (centred := _norm_kind(module)) is not None:
+            elif (centred := _norm_kind(module)) is not None:
                 module.forward = partial(self._normed, module, module.forward, centred)
                 self.norms += 1
             elif _is_gated_norm(module):
@@ -54,9 +57,6 @@ class FusedModules:
                 self.norms += 1
             elif (activation := _gated_mlp(module)) is not None:
                 module.forward = partial(self._expanded, module, module.forward, activation)
-                self.gates += 1
-            elif (activation := _gated_experts(module)) is not None:
-                module._apply_gate = partial(self._gated, module._apply_gate, activation)
                 self.gates += 1
             elif (rotating := _rotating_forward(type(module).forward, self._rotated)) is not None:
                 module.forward = MethodType(rotating, module)

@@ -185,6 +185,18 @@ def test_steps_are_those_of_transformers_modules(monkeypatch, settings, dtype):
         assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
 
 
+def test_gates_of_experts_with_adapters_are_fused(monkeypatch):
+    hf_model, losses = tiny_model("mixtral"), []
+    for wanted in (False, True):
+        monkeypatch.setattr(model, "are_wanted", lambda wanted=wanted: wanted)
+        lora = LoraConfig(rank=4, experts=True)
+        trainer = FsdpTrainer(hf_model.config, hf_state(hf_model), OPTIMIZER, lora=lora)
+        packs = pack(random_samples(LENGTHS), 30)
+        losses.append([trainer.train_step(packs, TIS, policy_version=3).loss for _ in range(2)])
+    assert trainer.model.fused.gates == 2
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
+
+
 def test_the_pass_to_compare_with_stays_transformers_own(fused, monkeypatch):
     hf_model = tiny_model("qwen3")
     trainer = FsdpTrainer(hf_model.config, hf_state(hf_model), OPTIMIZER)
