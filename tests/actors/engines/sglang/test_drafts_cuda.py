@@ -66,6 +66,8 @@ async def start_or_skip(engine):
     try:
         await engine.start()
     except ConfigError as refused:
+        if "glm4_moe" not in str(refused):  # which some versions cannot update
+            raise
         pytest.skip(str(refused))
 
 
