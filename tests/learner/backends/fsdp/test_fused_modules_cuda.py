@@ -57,3 +57,12 @@ def test_steps_in_bfloat16_are_near_those_of_transformers_modules(family, settin
     expected, _ = steps(family, dtype=torch.bfloat16, **settings)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=0.05, abs=0.02)
+
+
+def test_memory_that_torch_keeps_for_later_is_free():
+    size, near = 2**28, 2**25
+    before = model.free_bytes()
+    taken = torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert before - model.free_bytes() == pytest.approx(size, abs=near)
+    del taken
+    assert model.free_bytes() == pytest.approx(before, abs=near)
