@@ -19,6 +19,7 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
 }
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
 PUBLISHED = {
     "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512,
@@ -85,8 +86,8 @@ def test_the_published_configuration_is_taken():
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True: a token that sees later"),
         ({"attention_bias": True}, "attention_bias=True: this bias is not supported"),
         (
-            {"rope_parameters": {**ROPES, "full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
-            "rope_type='dynamic': its angles depend on the longest sequence",
+            {"rope_parameters": {**ROPES, "full_attention": {"rope_type": "longrope", **LONGROPE}}},
+            "rope_type='longrope': its angles depend on the longest sequence",
         ),
     ],
 )

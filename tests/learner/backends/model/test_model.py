@@ -49,8 +49,21 @@ def test_scaled_angles_are_those_of_transformers(family, rope):
     assert (reference_logits(tiny_model(family), samples) - expected).abs().max() > 1e-2
 
 
-def test_dynamic_angles_are_unscaled_up_to_the_context_and_longer_sequences_are_refused():
-    model = tiny_model("llama", rope="dynamic", max_position_embeddings=32)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "ropes"),
+    [
+        ("llama", DYNAMIC),
+        (
+            "gemma3_text",
+            {"sliding_attention": {"rope_type": "default", "rope_theta": 1e3}, "full_attention": DYNAMIC},
+        ),
+    ],
+)
+def test_dynamic_angles_are_unscaled_up_to_the_context_and_longer_sequences_are_refused(family, ropes):
+    model = tiny_model(family, rope_parameters=ropes, max_position_embeddings=32)
     trainers = [kind(model.config, hf_state(model), OptimizerConfig()) for kind in (Trainer, FsdpTrainer)]
     samples = random_samples([5, 32, 9])
     [batch] = pack(samples, 1000)
