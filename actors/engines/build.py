@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from actors.engines.base import Engine
 from actors.engines.config import EmbeddedEngineConfig, EngineConfig
+from actors.engines.dynamic_angles import refuse_dynamic_angles
 from actors.engines.served_adapters import ServedAdapters
 from bus.errors import ConfigError
 from storage.images.reader import ImageReader
@@ -29,14 +30,23 @@ def build_engine(
         log_file: receives the output of an engine in a process of its own.
         first_gpu: the first GPU that is the engine's own, where it is a server on CUDA.
         served: adapters that a server adds itself.
-        exact: whether an embedded engine computes in exact arithmetic (model.numerics)."""
+        exact: whether an embedded engine computes in exact arithmetic (model.numerics).
+
+    Raises `ConfigError` for a model that a server would compute otherwise than the learner."""
     if isinstance(config, EmbeddedEngineConfig):
         from actors.engines.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config, exact=exact)
+    refuse_other_angles(config, model)
     from actors.engines.sglang.engine import SglangEngine
 
     return SglangEngine(model, config, log_file, first_gpu=first_gpu, served=served)
+
+
+def refuse_other_angles(config: EngineConfig, model: Path) -> None:
+    """Raise `ConfigError` for a model that SGLang computes otherwise than transformers."""
+    if not isinstance(config, EmbeddedEngineConfig):
+        refuse_dynamic_angles(model, json.loads((model / "config.json").read_text()))
 
 
 def refuse_unfit_model(config: EngineConfig, model: Path) -> None:
@@ -44,26 +54,11 @@ def refuse_unfit_model(config: EngineConfig, model: Path) -> None:
     vision-language model on an engine whose settings do not fit one."""
     if isinstance(config, EmbeddedEngineConfig):
         return
-    if "dynamic" in _rope_types(model):
-        raise ConfigError(
-            f"{model}: SGLang scales angles of the rope_type 'dynamic' in sequences of any length, and "
-            "transformers and the learner in none that fits the context: set actors.engine.type=embedded, or "
-            "give the model another rope_type"
-        )
+    refuse_other_angles(config, model)
     reader = ImageReader.of(model)
     if reader is not None and (problems := config.unfit_for_images(reader.model_type)):
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")
-
-
-def _rope_types(model: Path) -> set[str]:
-    """Return the kinds of scaling that a config.json names, in the shape of older releases of transformers
-    too."""
-    config = json.loads((model / "config.json").read_text())
-    text = config.get("text_config") or config
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    of_layers = [each for each in given.values() if isinstance(each, dict)]
-    return {str(each.get("rope_type") or each.get("type")) for each in of_layers or [given]}
 
 
 def engine_builds(

@@ -8,7 +8,7 @@ import structlog
 
 from actors.config import ActorsConfig
 from actors.engines.base import Engine
-from actors.engines.build import engine_builds, evaluation_engine
+from actors.engines.build import engine_builds, evaluation_engine, refuse_other_angles
 from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.fleet.fleet import Fleet
@@ -50,10 +50,13 @@ def own_servers(actors: ActorsConfig) -> SglangEngineConfig:
 
 
 def beside_rollouts(actors: ActorsConfig, model: Path, logs: Path, *, actor: str) -> Callable[[], Engine]:
-    """Return what builds the engine for held-out prompts of an actor that rolls out, not started."""
+    """Return what builds the engine for held-out prompts of an actor that rolls out, not started.
+
+    Raises `ConfigError` for a model that servers would compute otherwise than the learner."""
     if not actors.evaluation.has_own_servers:
         return partial(evaluation_engine, actors.engine, model)
     settings = own_servers(actors)
+    refuse_other_angles(settings, model)
     gpus = {f"evaluation-{number}": gpu for number, gpu in enumerate(gpu_plan(actors).evaluation)}
     builds = attached_builds(settings, model) or engine_builds(settings, model, gpus, logs, actor=actor)
     return partial(Fleet, builds, actors.fleet)

@@ -5,6 +5,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+from actors.engines.dynamic_angles import refuse_dynamic_angles
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_model import REMEDY, fetched, fetched_before, is_hub_name
@@ -62,6 +63,16 @@ def refuse_full_context(config: RunConfig) -> None:
         raise ConfigError(
             f"sampling.max_new_tokens={limit} leaves no room for a prompt, since {name} {context}: lower it"
         )
+
+
+def refuse_other_angles(config: RunConfig) -> None:
+    """Raise `ConfigError` for a model that SGLang computes otherwise than the learner, where it serves any.
+
+    A model on another host is not seen from here: actors refuse it before they start an engine."""
+    serves = config.actors.engine.type == "sglang" or config.actors.evaluation.has_own_servers
+    if config.model.path is not None and serves:
+        model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+        refuse_dynamic_angles(config.model.path, described(model))
 
 
 def refuse_headless_model(config: RunConfig) -> None:

@@ -19,6 +19,7 @@ from launch.process.model_directory import (
     model_here,
     refuse_full_context,
     refuse_headless_model,
+    refuse_other_angles,
 )
 from launch.process.vision_checks import refuse_unfit_vision
 from storage.disk.file_users import hidden_owner, processes_holding
@@ -54,13 +55,15 @@ def _of_each_policy(config: RunConfig) -> list[RunConfig]:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuse a model directory, a context, a head or demonstrations that cannot be what they are to be."""
+    """Refuse a model directory, its context, head or angles, and demonstrations that cannot be what they are
+    to be."""
     where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
     if config.model.path is not None:
         run = RunDirectory(config.directory, config.run)
         model_directory(pinned(config.model.path, run), setting=f"{where}model.path")
     refuse_full_context(config)
     refuse_headless_model(config)
+    refuse_other_angles(config)
     refuse_unfit_vision(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)

@@ -7,7 +7,12 @@ from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.operations.doctor.findings import Finding, brief
 from launch.process.hub_model import is_hub_name
-from launch.process.model_directory import model_on_disk, refuse_full_context, refuse_headless_model
+from launch.process.model_directory import (
+    model_on_disk,
+    refuse_full_context,
+    refuse_headless_model,
+    refuse_other_angles,
+)
 from launch.process.weight_files import tensors_in, weight_files
 
 BAD_FILES = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
@@ -37,7 +42,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _load(path)
     yield from _weights(path)
-    for refuse in (refuse_full_context, refuse_headless_model):
+    for refuse in (refuse_full_context, refuse_headless_model, refuse_other_angles):
         try:
             refuse(config)
         except ConfigError as error:

@@ -238,13 +238,13 @@ def test_an_actor_that_only_evaluates_needs_prompts_that_it_can_answer():
         ActorsConfig.model_validate({"environment": {"type": "clients"}, "evaluation": {"only": True}})
 
 
-def test_own_servers_have_the_settings_of_the_rollouts_and_take_any_version():
+def test_own_servers_have_the_settings_of_the_rollouts_and_take_any_version(directory):
     engine = {"type": "sglang", "update": "group", "server": {"tp_size": 2}, "routed_experts": True}
     actors = ActorsConfig.model_validate({"engine": engine, "evaluation": {"servers": 2}})
     own = own_servers(actors)
     assert (own.update, own.settings, own.routed_experts, own.attached) == ("disk", {"tp_size": 2}, False, ())
     assert actors.evaluates_on == "own"
-    fleet = beside_rollouts(actors, None, Path(), actor="a")()
+    fleet = beside_rollouts(actors, directory, Path(), actor="a")()
     assert isinstance(fleet, Fleet)
     assert list(fleet.engines) == ["evaluation-0", "evaluation-1"]
     assert exact_engine(actors.engine).update == "disk"

@@ -162,18 +162,6 @@ def test_settings_under_which_images_would_be_others_are_refused(directory, mode
         refuse_unfit_model(fit, directory)
 
 
-@pytest.mark.parametrize(
-    "scaling", [{"rope_parameters": {"rope_type": "dynamic"}}, {"rope_scaling": {"type": "dynamic"}}]
-)
-def test_angles_that_sglang_scales_otherwise_than_transformers_are_refused(tmp_path, scaling):
-    (tmp_path / "config.json").write_text(json.dumps(scaling))
-    with pytest.raises(
-        ConfigError, match="SGLang scales angles of the rope_type 'dynamic' in sequences of an"
-    ):
-        refuse_unfit_model(SglangEngineConfig(), tmp_path)
-    refuse_unfit_model(EmbeddedEngineConfig(), tmp_path)
-
-
 def test_a_family_of_which_sglang_reads_other_tokens_is_refused_there(tmp_path):
     directory = older_vision_directory(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"type=sglang: qwen2_5_vl is not known .* set it to embedded"):
