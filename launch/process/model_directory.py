@@ -1,7 +1,6 @@
 """What a model directory on this host says before anything is loaded from it."""
 
 import json
-from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from launch.config import RunConfig
 from launch.process.hub_model import REMEDY, fetched, fetched_before, is_hub_name
 from launch.process.hub_revision import pinned
 from launch.process.weight_files import all_tensors
-from learner.config.mtp import ONE_BY_DEFAULT, Heads, MtpConfig, refuse_headless
+from learner.config.mtp import Heads, refuse_headless
 from storage.disk.run_directory import RunDirectory
 
 
@@ -95,27 +94,7 @@ def refuse_headless_model(config: RunConfig) -> None:
         names = all_tensors(model)
     except (OSError, ValueError):
         return
-    _refuse_lost_head(mtp, model, found, names)
     refuse_headless(mtp, Heads.of(found, names))
-
-
-def _refuse_lost_head(mtp: MtpConfig, model: Path, config: dict[str, Any], names: Set[str]) -> None:
-    """Raise `ConfigError` where no weight of a head is among the `names` of those in a model's files."""
-    begins = _head_begins(config)
-    if not any(name.startswith(begins) for name in names):
-        raise ConfigError(
-            f"learner.mtp.weight={mtp.weight}: a {config['model_type']} such as {model} may have a head, and "
-            f"its files have no weights of one ({begins}): set the weight to 0, or take files that have them"
-        )
-
-
-def _head_begins(config: dict[str, Any]) -> str:
-    """Return how the names of a head's weights begin in files: of a layer behind the last, or its own with
-    Qwen. Empty, as any name begins, where the configuration does not tell."""
-    if config["model_type"] not in ONE_BY_DEFAULT:
-        return "mtp."
-    layers = config.get("num_hidden_layers")
-    return "" if layers is None else f"model.layers.{layers}."
 
 
 def described(model: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 torch."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -68,11 +68,14 @@ class Heads:
     is_one: bool
     own_embedding: bool
     """Says that they have an embedding that is not the model's."""
+    lost: str = ""
+    """Begins the names of their weights where files have none of these; empty where some are there, or nobody
+    knows."""
 
     @classmethod
-    def of(cls, described: Mapping[str, object], names: Iterable[str] | None) -> Self:
-        """Read what a configuration says, and where it says nothing what the `names` of the weights do; one
-        head where nobody knows them, with None."""
+    def of(cls, described: Mapping[str, object], names: Collection[str] | None) -> Self:
+        """Read what a configuration and the `names` of the weights say, which count heads where it does not;
+        with None nobody knows the names, and there is one head."""
         kind = str(described.get("model_type"))
         field = COUNTED_IN.get(kind, "num_nextn_predict_layers")
         count = described.get(field, 1 if kind in ONE_BY_DEFAULT else None) or 0
@@ -82,13 +85,28 @@ class Heads:
             found = (_LAYER_OF_HEAD.match(name) for name in names)
             count = len({layer[1] for layer in found if layer})
             counted = f"{count} layers `mtp.layers.*` in its files"
-        own_embedding = bool(described.get(OWN_EMBEDDING))
-        return cls(model_type=kind, counted=counted, is_one=count == 1, own_embedding=own_embedding)
+        begins = _begins(kind, described)
+        return cls(
+            model_type=kind,
+            counted=counted,
+            is_one=count == 1,
+            own_embedding=bool(described.get(OWN_EMBEDDING)),
+            lost="" if names is None or any(name.startswith(begins) for name in names) else begins,
+        )
+
+
+def _begins(model_type: str, described: Mapping[str, object]) -> str:
+    """Return how the names of a head's weights begin in files: of a layer behind the last, or its own with
+    Qwen. Empty, as any name begins, where the configuration does not tell."""
+    if model_type not in ONE_BY_DEFAULT:
+        return "mtp."
+    layers = described.get("num_hidden_layers")
+    return "" if layers is None else f"model.layers.{layers}."
 
 
 def refuse_headless(mtp: MtpConfig, heads: Heads) -> None:
-    """Raise `ConfigError` where a head is to be trained that the model does not have, or that does not read
-    the model's embedding."""
+    """Raise `ConfigError` where a head is to be trained that the model or its files do not have, or that does
+    not read the model's embedding."""
     if not mtp.exists:
         return
     where = f"learner.mtp.weight={mtp.weight}: the model, a {heads.model_type}"
@@ -101,6 +119,11 @@ def refuse_headless(mtp: MtpConfig, heads: Heads) -> None:
         raise ConfigError(
             f"{where} with {OWN_EMBEDDING}=true, has a head with an embedding of its own, which is not "
             "supported: set the weight to 0"
+        )
+    if heads.lost:
+        raise ConfigError(
+            f"{where} with {heads.counted}, has no weights of a head in its files ({heads.lost}): set the "
+            "weight to 0, or take files that have them"
         )
 
 

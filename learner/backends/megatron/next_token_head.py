@@ -9,7 +9,7 @@ which that of the policy is clipped).
 A position counts where the two tokens after it are trained ones, as those that an engine drafts are.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -50,13 +50,13 @@ SUMS = ["loss", "trained_tokens", "denominator", "nats", "correct"]
 """Names of the sums of an update, the first three as `update_if_finite` reads them."""
 
 
-def head_rules(config: MtpConfig, hf_config: PretrainedConfig, names: Iterable[str]) -> list[Rule]:
+def head_rules(config: MtpConfig, hf_config: PretrainedConfig, names: Collection[str]) -> list[Rule]:
     """Return the rules of the head that is trained; none where none is. `names` are those of all weights.
 
     Raises `ConfigError` for a model without a head that could be trained."""
     if not config.exists:
         return []
-    fields = ("model_type", OWN_EMBEDDING, *COUNTED_IN.values())
+    fields = ("model_type", "num_hidden_layers", OWN_EMBEDDING, *COUNTED_IN.values())
     described = {field: getattr(hf_config, field) for field in fields if hasattr(hf_config, field)}
     refuse_headless(config, Heads.of(described, names))
     return list(family_of(hf_config).head(shape_of(hf_config)))

@@ -248,6 +248,13 @@ def test_a_head_that_lacks_weights_is_refused_by_their_names(family, norm, proje
         Trainer(model.model.config, state, OPTIMIZER, mtp=MTP)
 
 
+def test_a_head_of_which_no_weight_is_there_is_refused_by_how_their_names_begin():
+    model = ReferenceHead("glm4_moe", OPTIMIZER)
+    said = rf"num_nextn_predict_layers=1, has no weights of a head in its files \({LAYER}\): set the"
+    with pytest.raises(ConfigError, match=said):
+        Trainer(model.model.config, hf_state(model.model), OPTIMIZER, mtp=MTP)
+
+
 def test_two_layers_of_heads_are_refused():
     model = ReferenceHead("qwen3_next", OPTIMIZER)
     second = {"mtp.layers.1.input_layernorm.weight": torch.zeros(64)}
