@@ -1,10 +1,10 @@
 """Quantised weights as inference engines load them: which weights, under which names, and the model's config.
 
 A weight `x.weight` in fp8 has its codes under its own name and its scales beside it: `x.weight_scale_inv`
-with blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3), or `x.weight_scale` where the whole tensor has one.
-Both are factors of the codes, whatever their name says. In int4 (compressed-tensors' layout
-pack-quantized) it has codes in `x.weight_packed`, a scale for each group of columns of a row in
-`x.weight_scale`, and its shape in `x.weight_shape`."""
+with blocks (DeepSeek-V3, arXiv:2412.19437, section 3.3), or `x.weight_scale` where the whole tensor has one,
+or each row has (compressed-tensors' layout float-quantized). Both are factors of the codes, whatever their
+name says. In int4 (compressed-tensors' layout pack-quantized) it has codes in `x.weight_packed`, a scale for
+each group of columns of a row in `x.weight_scale`, and its shape in `x.weight_shape`."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -102,10 +102,6 @@ class ChannelFormat:
     """Weights in fp8 with a scale for each row, as compressed-tensors stores them."""
 
     name: str = "fp8_channel"
-
-    def blocks(self, shape: tuple[int, ...]) -> Blocks:
-        """Return which elements of a weight share a scale."""
-        return Blocks(1, shape[1])
 
     def stored(self, shape: tuple[int, ...], dtype: str) -> Stored:
         """Return what there is of a weight, as `Fp8Format.stored` does."""

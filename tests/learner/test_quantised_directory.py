@@ -64,6 +64,26 @@ def test_there_and_back_every_weight_is_what_fp8_makes_of_it(tmp_path, name, fam
     assert config(tmp_path / "back") == config(source) | {"dtype": "float32"}
 
 
+def test_a_directory_in_fp8_by_rows_says_so_as_compressed_tensors_does(tmp_path):
+    quantise(written(tmp_path / "hf"), tmp_path / "fp8", "fp8_channel")
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    assert config(tmp_path / "fp8")["quantization_config"] == {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": fp8 | {"strategy": "channel", "dynamic": False},
+                "input_activations": fp8 | {"strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    scales = weights(tmp_path / "fp8")[f"{UP}_scale"]
+    assert (scales.dtype, scales.shape) == (F32, (96, 1))
+
+
 def test_transformers_reads_the_same_weights_of_a_quantised_directory(tmp_path):
     pytest.importorskip("accelerate", reason="transformers needs it to read fp8")
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
