@@ -357,11 +357,8 @@ class Family:
             return
         for megatron, part in names.parts.items():
             yield Rule(f"{HEAD}{megatron}", (part.format(number),), SAME)
-        ours, theirs, behind = (
-            f"decoder.layers.{number}.",
-            names.layer.format(number),
-            f"model.layers.{number}.",
-        )
+        ours, behind = f"decoder.layers.{number}.", f"model.layers.{number}."
+        theirs = names.layer.format(number)
         attention = (_written_out(rule, number) for rule in self.layer_rules)
         for rule in (*attention, *self._mlp(number, shape.experts)):
             parts = tuple(theirs + part.removeprefix(behind) for part in rule.parts)
