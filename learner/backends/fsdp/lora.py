@@ -91,14 +91,15 @@ def _adapted_experts(
 ) -> Iterator[Adapted]:
     """Give the chosen projections of experts adapters, and yield them.
 
-    Raises `ConfigError` for some experts of a layer alone, and for lengths of rows."""
+    Raises `ConfigError` for some experts of a layer alone. Settings with lengths of rows (DoRA) never come
+    here (learner/config/backend.py)."""
     for module in dict.fromkeys(stack.module for stack in stacks):
         here = [stack for stack in stacks if stack.module == module]
         found = []
         for stack in here:
             for place, (projection, layers) in enumerate(stack.projections.items()):
                 if some := chosen.intersection(layers):
-                    _refuse_experts(config, projection, layers, some)
+                    _refuse_some_experts(config, projection, layers, some)
                     begins = f"{module}.{pairs_name(projection)}.lora_"
                     weight, pieces = f"{module}.{stack.tensor}", len(stack.projections)
                     found.append(Adapted(weight, begins, "", layers, True, place, pieces))
@@ -108,12 +109,7 @@ def _adapted_experts(
         yield from found
 
 
-def _refuse_experts(config: LoraConfig, projection: str, layers: Sequence[str], some: set[str]) -> None:
-    if config.weight_decomposed:
-        raise ConfigError(
-            "learner.lora.weight_decomposed=true with learner.lora.experts=true: learner.backend=fsdp trains "
-            "no lengths of rows of experts: leave one of them out, or set learner.backend=megatron"
-        )
+def _refuse_some_experts(config: LoraConfig, projection: str, layers: Sequence[str], some: set[str]) -> None:
     if len(some) < len(layers):
         raise ConfigError(
             f"learner.lora.targets={list(config.targets)}: some experts of a layer alone have an adapter of "

@@ -222,7 +222,6 @@ def test_what_is_announced_of_experts_does_not_grow_with_their_number():
         ("megatron", "qwen3", LORA, "learner.lora.experts=true: the model has no routed experts"),
         ("megatron", "gpt_oss", LORA, "each have a tensor of their own in its files: leave it out"),
         ("fsdp", "gpt_oss", LORA, "each have a tensor of their own in its files: leave it out"),
-        ("fsdp", "qwen3_moe", DORA, "fsdp trains no lengths of rows of experts: .*learner.backend=megatron"),
         (
             "fsdp", "qwen3_moe", LORA.model_copy(update={"targets": ("experts.3.up_proj",)}),
             "some experts of a layer alone have an adapter of up_proj, as .*experts.3.up_proj, which",
