@@ -90,7 +90,6 @@ SIZES = {
 
 ROPES = {
     "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
     "llama3": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32
     },
