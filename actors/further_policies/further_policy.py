@@ -12,7 +12,7 @@ from typing import NamedTuple
 from actors.config import ActorsConfig
 from actors.counters import report_metrics
 from actors.engine_report import EngineReport
-from actors.engines.build import engine_builds
+from actors.engines.build import engine_builds, refuse_unfit_model
 from actors.engines.config import EngineConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
@@ -151,8 +151,8 @@ class PolicyOpener:
     async def open(self, name: str, stop: asyncio.Event) -> FurtherPolicy | None:
         """Return the policy, or None on `stop`.
 
-        Raises `BusAwayError` for a policy that nobody publishes, and `ConfigError` for another tokenizer, or
-        other kernels than its learner's."""
+        Raises `BusAwayError` for a policy that nobody publishes, and `ConfigError` for another tokenizer,
+        other kernels than its learner's, or a model that its engines do not serve."""
         bus, engine, opened = self._policies[name].bus, self._policies[name].engine, self._opened
         await follow_pace(bus)
         patience_s, learner = self._actors.patience_s, f"launch learner --policy {name}"
@@ -166,6 +166,7 @@ class PolicyOpener:
         if model is None:
             return None
         refuse_other_tokenizer(f"policies.{name}.model", model, self._run_model)
+        refuse_unfit_model(engine, model)
         served, builds = await self._engines(name, model, manifest.adapted)
         fleet = Fleet(builds, self._actors.fleet)
         opened.push_async_callback(fleet.close)

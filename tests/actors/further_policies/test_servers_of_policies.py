@@ -1,8 +1,11 @@
 """Running servers that serve a further policy: no actor of another policy uses one at the same time."""
 
 import asyncio
+import json
+import shutil
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +92,27 @@ async def test_a_further_policy_whose_learner_publishes_whole_weights_has_no_ada
             ConfigError, match=r"publishes whole weights: .*set actors\.engine\.adapter=merged"
         ):
             await opener.open("rival", asyncio.Event())
+
+
+async def test_a_further_policy_that_sglang_would_compute_otherwise_is_refused_before_its_engines_start(
+    bus, rival, directory, tmp_path
+):
+    other = Path(shutil.copytree(directory, tmp_path / "dynamic"))
+    described = json.loads((other / "config.json").read_text())
+    described["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (other / "config.json").write_text(json.dumps(described))
+    files = await put_blob(rival, Publisher(rival), encode(bundle(other)), "other-model")
+    manifest = await published(rival, 0, tiny_model("qwen3", seed=1))
+    await rival.put("policy", replace(manifest, model=files))
+    for engine in (SglangEngineConfig(), EmbeddedEngineConfig(seed=0)):
+        further = FurtherSettings(rival, engine, (), 4)
+        async with AsyncExitStack() as opened:
+            opener = PolicyOpener(
+                ActorsConfig(), {"rival": further}, opened, directory, EngineClaims(bus, "actor-a"),
+                shards=1, logs=tmp_path,
+            )  # fmt: skip
+            if isinstance(engine, EmbeddedEngineConfig):
+                assert await opener.open("rival", asyncio.Event()) is not None
+            else:
+                with pytest.raises(ConfigError, match="SGLang scales angles of the rope_type 'dynamic'"):
+                    await opener.open("rival", asyncio.Event())
