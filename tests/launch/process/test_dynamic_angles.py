@@ -1,5 +1,6 @@
 """A model whose angles SGLang scales otherwise than the learner is refused wherever SGLang would serve it."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from actors.evaluation.dedicated import beside_rollouts
 from bus.errors import ConfigError
 from launch.config import resolve
 from launch.process.model_directory import refuse_other_angles
+from launch.process.start_checks import rehearse_local
 
 REFUSED = "SGLang scales angles of the rope_type 'dynamic' in sequences of an"
 SGLANG = {"actors": {"engine": {"type": "sglang"}}}
@@ -55,3 +57,12 @@ def test_they_are_refused_before_anything_starts(tmp_path):
     refuse_other_angles(resolve(model))
     described(tmp_path, model_type="llama", rope_parameters={"rope_type": "yarn", "factor": 2.0})
     refuse_other_angles(resolve(model, SGLANG))
+
+
+async def test_a_dry_run_refuses_them(tmp_path):
+    described(tmp_path, model_type="llama", rope_parameters=DYNAMIC)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1 + 1?", "label": "2"}) + "\n")
+    layer = {"directory": tmp_path / "runs", "data": {"prompts": prompts}, "model": {"path": str(tmp_path)}}
+    with pytest.raises(ConfigError, match=REFUSED):
+        await rehearse_local(resolve(layer, SERVERS), asyncio.Event(), own_bus=True)
