@@ -9,7 +9,7 @@ from typing import Self
 from transformers import AutoTokenizer
 
 from actors.config import ActorsConfig
-from actors.engines.build import build_engine
+from actors.engines.build import build_engine, refuse_other_angles
 from actors.engines.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
@@ -71,6 +71,7 @@ class Opponents:
                 refuse_other_tokenizer(f"actors.opponents.{name}.path", opponent.path, model)
                 directory = opponent.path
             settings = opponent_engine(name, opponent, actors.engine)
+            refuse_other_angles(settings, directory)
             if isinstance(settings, EmbeddedEngineConfig) and opponent.path is not None:
                 refuse_quantised_directory(f"actors.opponents.{name}.path", opponent.path)
             log_file = logs / f"opponent-{name}-{actor}.log"

@@ -305,6 +305,23 @@ async def test_a_quantised_directory_is_refused_for_an_embedded_engine_with_what
         Opponents.from_config(actors, model, tmp_path, Blobs(bus), actor="a")
 
 
+@pytest.mark.nats
+async def test_a_directory_that_sglang_would_compute_otherwise_is_refused_for_its_servers_alone(
+    bus, tmp_path, directories
+):
+    model, path = directories
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (path / "config.json").write_text(json.dumps(config))
+    on_servers = ActorsConfig(engine=SglangEngineConfig(), opponents={"rival": {"path": path}})
+    with pytest.raises(ConfigError, match="SGLang scales angles of the rope_type 'dynamic'"):
+        Opponents.from_config(on_servers, model, tmp_path, Blobs(bus), actor="a")
+    here = ActorsConfig(
+        engine=SglangEngineConfig(), opponents={"rival": {"path": path, "engine": "embedded"}}
+    )
+    Opponents.from_config(here, model, tmp_path, Blobs(bus), actor="a")
+
+
 def test_an_opponent_has_a_server_of_its_own():
     attached = SglangEngineConfig(url="http://one:1", update="group")
     with pytest.raises(ConfigError, match=r"name another server as actors\.opponents\.past\.url"):

@@ -39,7 +39,7 @@ def test_no_engine_of_sglang_is_built_for_them(tmp_path, scaling):
     with pytest.raises(ConfigError, match=REFUSED):
         refuse_unfit_model(SglangEngineConfig(), model)
     refuse_unfit_model(EmbeddedEngineConfig(), model)
-    with pytest.raises(ConfigError, match=REFUSED):  # as of opponents and of servers that join
+    with pytest.raises(ConfigError, match=REFUSED):  # as of servers that join
         build_engine(SglangEngineConfig(), model, tmp_path / "log")
     with pytest.raises(ConfigError, match=REFUSED):  # before the first evaluation
         beside_rollouts(ActorsConfig.model_validate(SERVERS["actors"]), model, tmp_path, actor="a")
