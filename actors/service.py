@@ -17,7 +17,7 @@ from actors.engine_start import started
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds, refuse_unfit_model
 from actors.engines.config import EngineConfig, refuse_inexact
-from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
+from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, config_of_joining
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
@@ -220,8 +220,9 @@ def _actor(
         evaluator = _evaluator(bus, settings, engines, answering, model, environment)
         evaluator.further = further
         evaluator.images = images
+    joining = told_by(config_of_joining(settings.engine), settings.sampling)
     admin = EngineAdmin(
-        bus, engine, settings.engine, model, engines.claims, actor=actor_name(),
+        bus, engine, joining, model, engines.claims, actor=actor_name(),
         colocated=settings.colocation.enabled, shared=engines.shared, exact=settings.exact,
     )  # fmt: skip
     return Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)

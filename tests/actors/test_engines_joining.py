@@ -144,6 +144,31 @@ async def test_a_server_that_cannot_tell_what_it_kept_does_not_join_where_that_i
     await fleet.close()
 
 
+@pytest.mark.parametrize(
+    ("described", "version", "why"),
+    [
+        ({"model_type": "glm4_moe"}, "0.5.17", r"choosing experts of GLM-4\.5 .* use 0\.5\.19 or later"),
+        ({"rope_scaling": {"type": "dynamic"}}, "0.5.23", "SGLang scales angles of the rope_type 'dynamic'"),
+        ({"model_type": "qwen3_moe"}, "0.5.23", "routed_experts: .* start it with --enable-return-routed-ex"),
+    ],
+)
+async def test_a_server_that_would_compute_or_record_otherwise_does_not_join_embedded_engines(
+    bus, servers, model, described, version, why
+):
+    (model / "config.json").write_text(json.dumps({"architectures": ["Glm4MoeForCausalLM"]} | described))
+    servers[0].sglang = version
+    fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
+    embedded, claims = EmbeddedEngineConfig(routed_experts=True), EngineClaims(bus, ACTOR)
+    admin = EngineAdmin(bus, fleet, embedded, model, claims, actor=ACTOR, colocated=False)
+    serving = asyncio.create_task(admin.run(stop))
+    with pytest.raises(BusError, match=why):
+        await asked(bus, "join", servers[0].url)
+    assert not fleet.engines
+    stop.set()
+    await serving
+    await fleet.close()
+
+
 async def test_a_server_that_another_actor_uses_is_refused_by_that_actors_name(
     bus, connect, fleet, servers, tmp_path
 ):

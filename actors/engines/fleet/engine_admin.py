@@ -1,6 +1,7 @@
 """Engines that somebody else keeps alive: those that an actor begins with, and those that come and go."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,13 @@ def attached_builds(
     return {url.rstrip("/"): _build(config.attached_to(url), model, served) for url in config.attached}
 
 
+def config_of_joining(config: EngineConfig) -> SglangEngineConfig:
+    """Return the settings of servers that join engines with these."""
+    if isinstance(config, SglangEngineConfig):
+        return config
+    return SglangEngineConfig(routed_experts=config.routed_experts)
+
+
 def subject_of(bus: Bus, actor: str) -> str:
     """Return where an actor hears of engines; a host's name may have dots."""
     return bus.subject("rpc", "engines", actor.replace(".", "_"))
@@ -63,7 +71,7 @@ class EngineAdmin:
         """Why no engine may join or leave; empty where it may."""
         self._bus = bus
         self._fleet = fleet
-        self._config = config if isinstance(config, SglangEngineConfig) else SglangEngineConfig()
+        self._config = config_of_joining(config)
         self._model = model
         self._claims = claims
         self._actor = actor
@@ -93,6 +101,8 @@ class EngineAdmin:
         return [Done()]
 
     async def _join(self, url: str) -> None:
+        from actors.engines.build import refuse_unfit_model
+
         if self._colocated:
             raise EngineError(
                 f"{url} cannot join: this actor shares its devices with the learner (colocation.enabled), "
@@ -107,7 +117,8 @@ class EngineAdmin:
         if url in self._fleet.engines:
             raise EngineError(f"{url} is one of this actor's engines already")
         config = self._config.attached_to(url)
-        await _look_at(url, config, self._shared.own)
+        await asyncio.to_thread(refuse_unfit_model, config, self._model)
+        await _look_at(url, config, self._model, self._shared.own)
         await self._claims.claim(url)
         builds = {url: _build(config, self._model, self._shared.own)}
         try:
@@ -136,9 +147,10 @@ def _build(config: SglangEngineConfig, model: Path, served: ServedAdapters | Non
     return partial(asyncio.to_thread, build)
 
 
-async def _look_at(url: str, config: SglangEngineConfig, served: ServedAdapters | None) -> None:
-    """Raise EngineError unless an SGLang server answers there, and ConfigError where it cannot have these
-    adapters or does not say what engines with these settings are asked."""
+async def _look_at(url: str, config: SglangEngineConfig, model: Path, served: ServedAdapters | None) -> None:
+    """Raise EngineError unless an SGLang server answers there, and ConfigError where it would go on with
+    older weights of the model, cannot have these adapters or does not say what engines with these settings
+    are asked."""
     from actors.engines.sglang.adapters import refuse_unfit
     from actors.engines.sglang.client import SglangClient
 
@@ -150,6 +162,7 @@ async def _look_at(url: str, config: SglangEngineConfig, served: ServedAdapters 
         raise EngineError(f"{url} did not answer within {LOOK_S:g} s") from error
     finally:
         await client.close()
+    facts.refuse_model(str(json.loads((model / "config.json").read_text()).get("model_type", "")), url)
     facts.refuse_silence(config, url, of_experts=config.routed_experts)
     if served is not None:
         refuse_unfit(url, facts, served)

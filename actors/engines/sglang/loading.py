@@ -17,7 +17,6 @@ from actors.engines.sglang.tensor_files import State
 from actors.engines.sglang.weights import HeldWeights, buckets
 from bus.errors import BusError, ConfigError, EngineError, StorageError, WeightsKeptError
 from bus.waiting import bounded, left_s
-from storage.images.reader import FAMILIES
 
 Load = Callable[[bool, float], Awaitable[int]]
 """Has the server take weights, and drop what it cached if told so; returns their version.
@@ -47,10 +46,7 @@ class Loading:
         """Raise `ConfigError` for a server that weights cannot get into as configured."""
         if self.held.quantised:
             refuse_quantised(config, self.held.source)
-        if self.held.model_type in FAMILIES:
-            self._facts.refuse_old_images(self._client.url)
-        if self.held.model_type == "glm4_moe":
-            self._facts.refuse_kept_routers(self._client.url)
+        self._facts.refuse_model(self.held.model_type, self._client.url)
         if self._facts.speculation == "NGRAM" and not self._facts.update_sessions:
             raise ConfigError(
                 f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "

@@ -10,6 +10,7 @@ import structlog
 from actors.engines.config import MASK_TOKENS, SglangEngineConfig, tells_kept
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError
+from storage.images.reader import FAMILIES
 
 log = structlog.get_logger()
 SEES_BYTES = (0, 5, 23)
@@ -70,20 +71,18 @@ class ServerFacts:
         if not self.reports_spans and pause != "drain":
             log.warning("sglang_reports_no_versions_per_token", version=self.version, pause="interrupt")
 
-    def refuse_old_images(self, url: str) -> None:
-        """Raise `ConfigError` for a server that would show images as its vision tower saw them before, among
-        other tokens than the prompt's."""
-        if self._numbers < SEES_BYTES:
+    def refuse_model(self, model_type: str, url: str) -> None:
+        """Raise `ConfigError` where the server at `url` would compute a model of this type by older weights:
+        show images as its vision tower saw them before, among other tokens than the prompt's, or route tokens
+        of GLM-4.5 as before."""
+        if model_type in FAMILIES and self._numbers < SEES_BYTES:
             raise ConfigError(
                 f"the model sees images, and the server at {url} is SGLang {self.version}, which keeps what "
                 "its vision tower made of one over updates of weights, and turns prompts with images into "
                 "text and into tokens again: use 0.5.23 or later"
             )
-
-    def refuse_kept_routers(self, url: str) -> None:
-        """Raise `ConfigError` for a server that would route tokens of GLM-4.5 by older weights."""
         first, end = KEEP_ROUTERS
-        if first <= self._numbers < end:
+        if model_type == "glm4_moe" and first <= self._numbers < end:
             raise ConfigError(
                 f"the server at {url} is SGLang {self.version}, which goes on choosing experts of GLM-4.5 "
                 "(glm4_moe) by the weights of its first pass after updates: use 0.5.19 or later"

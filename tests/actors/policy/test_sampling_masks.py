@@ -4,6 +4,7 @@ import pytest
 
 from actors.config import SamplingConfig
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
+from actors.engines.fleet.engine_admin import config_of_joining
 from actors.policy.sampling_masks import refuse_untold_masks, told_by
 from bus.errors import ConfigError
 
@@ -25,7 +26,9 @@ def test_a_server_that_runs_already_is_to_have_that_setting_wherever_it_is():
     for url in ("http://a:1", "http://c:3"):
         assert running.attached_to(url).settings == {"sampling_mask_max_tokens": 4096}
     own = told_by(SglangEngineConfig(server={"dtype": "bfloat16"}), CUT)
-    assert own.attached_to("http://c:3").settings == {"sampling_mask_max_tokens": 4096}
+    embedded = told_by(config_of_joining(EmbeddedEngineConfig()), CUT)
+    for config in (own, embedded):
+        assert config.attached_to("http://c:3").settings == {"sampling_mask_max_tokens": 4096}
 
 
 @pytest.mark.parametrize(
