@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import structlog
 
@@ -14,9 +14,11 @@ from bus.errors import ConfigError
 log = structlog.get_logger()
 NAME = re.compile(r"hf:/+(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?(?P<rest>(/.*)?)")
 SNAPSHOT = re.compile(
-    r".*/datasets--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<below>(.*/)?)[^/]+"
+    r".*/datasets--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<inside>.+)"
 )
 """Path of a file of a data set in the cache of the hub's library."""
+MOST_PATTERNS = 256
+"""Patterns of one download: the hub's library compares each with each file of the data set."""
 PATTERNS = ("*.parquet", "*.jsonl", "*.arrow")
 """Files that hold rows."""
 
@@ -51,18 +53,30 @@ def fetch_images(file: Path, *, named: Callable[[], Iterable[Path]] = tuple) -> 
     if found is None or Path(found.string).exists():
         return
     others = filter(None, map(_in_snapshot, named()))
-    here = {_pattern(other) for other in others if other["commit"] == found["commit"]}
-    _fetch_all(f"{found['owner']}/{found['name']}", found["commit"], tuple(sorted({_pattern(found), *here})))
+    here = [other["inside"] for other in others if other["commit"] == found["commit"]]
+    patterns = image_patterns([found["inside"], *here])
+    _fetch_all(f"{found['owner']}/{found['name']}", found["commit"], patterns)
 
 
 def _in_snapshot(file: Path) -> re.Match[str] | None:
     return SNAPSHOT.fullmatch(os.path.normpath(file))  # files of a snapshot are links, its directories none
 
 
-def _pattern(found: re.Match[str]) -> str:
-    """Return the pattern of an image and all files of its kind beside it or below."""
-    file = Path(found.string)
-    return glob.escape(found["below"]) + (f"*{file.suffix}" if file.suffix else glob.escape(file.name))
+def image_patterns(files: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns of images, by their paths in a data set, and of all files of their kind beside them or
+    below; of directories above where those would be more than `MOST_PATTERNS`."""
+    paths = [PurePosixPath(file) for file in files]
+    found = {
+        (path.parent, f"*{glob.escape(path.suffix)}" if path.suffix else glob.escape(path.name))
+        for path in paths
+    }
+    if len(found) > MOST_PATTERNS:
+        found = {(parent, kind if kind.startswith("*") else "*") for parent, kind in found}
+    while len(found) > MOST_PATTERNS and (depth := max(len(parent.parts) for parent, _ in found)):
+        found = {(one.parent if len(one.parts) == depth else one, kind) for one, kind in found}
+    return tuple(
+        sorted(f"{glob.escape(str(parent))}/{kind}" if parent.parts else kind for parent, kind in found)
+    )
 
 
 @cache

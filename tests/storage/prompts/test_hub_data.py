@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from contextlib import closing, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from storage.prompts.hub_data import image_patterns
 from tests.hub_server import COMMIT, NEWER, Repo, serving
 from tests.pictures import image_part, picture
 
@@ -145,6 +147,18 @@ def test_images_in_many_directories_are_one_question_to_the_hub(tmp_path: Path):
     questions = [path for path in hub.asked if path.startswith("/api/datasets/") and COMMIT in path]
     assert len(questions) == 1, "rows are looked for by the name of a branch"
     assert not any("shapes/4/" in path for path in hub.asked), "no row names it"
+
+
+def test_images_of_very_many_directories_are_few_patterns_that_match_them_all():
+    assert image_patterns(["a/x.png", "a/y.png", "b[1]/z.png", "c/plain", "top.jpg"]) == (
+        "*.jpg", "a/*.png", "b[[]1]/*.png", "c/plain",
+    )  # fmt: skip
+    files = [f"shapes/{n}/{name}" for n in range(1000) for name in ("a.png", "b.jpg", str(n))]
+    found = image_patterns([*files, "maps/1/m.png"])
+    assert set(found) == {"shapes/*.png", "shapes/*.jpg", "shapes/*", "maps/*.png"}
+    assert all(any(fnmatchcase(file, pattern) for pattern in found) for file in files)
+    at_the_top = image_patterns(str(n) for n in range(1000))
+    assert at_the_top == ("*",)
 
 
 def test_an_image_that_the_hub_does_not_have_is_refused_with_its_row(tmp_path: Path):
