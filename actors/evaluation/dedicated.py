@@ -44,8 +44,9 @@ def own_servers(actors: ActorsConfig) -> SglangEngineConfig:
     if not actors.evaluation.urls:
         return own
     update = "disk" if rolling.attached and rolling.update == "disk" else "tensor"
+    # without settings of a server, since nobody asks these what sampling kept
     return own.attached_to("").model_copy(
-        update={"url": None, "urls": actors.evaluation.urls, "update": update}
+        update={"url": None, "urls": actors.evaluation.urls, "update": update, "server": {}}
     )
 
 

@@ -37,7 +37,9 @@ def opponent_engine(name: str, opponent: OpponentConfig, engine: EngineConfig) -
             f"actors.engine attaches to {', '.join(engine.attached)}, which have the policy's weights: name "
             f"another server as actors.opponents.{name}.url, or set actors.opponents.{name}.engine=embedded"
         )
-    own = engine if opponent.url is None else engine.attached_to(opponent.url)
+    own = engine
+    if opponent.url is not None:  # without settings of a server, since nobody asks it what sampling kept
+        own = engine.attached_to(opponent.url).model_copy(update={"server": {}})
     update = own.update if own.update != "group" else ("tensor" if own.attached else "disk")
     return own.model_copy(update={"update": update, "routed_experts": False, "adapter": "merged"})
 

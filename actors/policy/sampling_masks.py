@@ -2,6 +2,7 @@
 
 from actors.config import SamplingConfig
 from actors.engines.config import MASK_TOKENS, EngineConfig, SglangEngineConfig, tells_kept
+from bus.config import MOST_KEPT
 from bus.errors import ConfigError
 
 LARGEST_TOLD = 4096
@@ -16,6 +17,11 @@ def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
         raise ConfigError(
             "sampling.keep_masks=true with actors.engine.disaggregation: a pair was not tried with it: leave "
             "out one of them; without keep_masks see the warning sampling_is_off_policy"
+        )
+    if int(str(most := engine.settings.get(MASK_TOKENS, LARGEST_TOLD))) < MOST_KEPT:
+        raise ConfigError(
+            f"sampling.keep_masks=true with actors.engine.server.{MASK_TOKENS}={most}: SGLang ends requests "
+            f"of which it keeps more tokens, and {MOST_KEPT} may be kept: leave it out"
         )
     drafts = str(engine.settings.get("speculative_algorithm") or "")
     if not tells_kept(drafts):

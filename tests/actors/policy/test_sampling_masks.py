@@ -2,9 +2,12 @@
 
 import pytest
 
-from actors.config import SamplingConfig
+from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_admin import config_of_joining
+from actors.evaluation.dedicated import own_servers
+from actors.opponents.config import OpponentConfig
+from actors.opponents.opponents import opponent_engine
 from actors.policy.sampling_masks import refuse_untold_masks, told_by
 from bus.errors import ConfigError
 
@@ -31,11 +34,22 @@ def test_a_server_that_runs_already_is_to_have_that_setting_wherever_it_is():
         assert config.attached_to("http://c:3").settings == {"sampling_mask_max_tokens": 4096}
 
 
+def test_running_servers_of_opponents_and_held_out_prompts_need_not_have_it():
+    engine = SglangEngineConfig(server={"sampling_mask_max_tokens": 2000})
+    actors = ActorsConfig.model_validate({"engine": engine, "evaluation": {"urls": ["http://a:1"]}})
+    opponent = opponent_engine("old", OpponentConfig(version=0, url="http://b:2"), engine)
+    assert own_servers(actors).settings == opponent.settings == {}
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"disaggregation": {"enabled": True}}, "a pair was not tried"),
         ({"server": {"speculative_algorithm": "EAGLE"}}, "'EAGLE': SGLang does not tell"),
+        (
+            {"server": {"sampling-mask-max-tokens": 64}},
+            r"server\.sampling_mask_max_tokens=64: .*leave it out",
+        ),
     ],
 )
 def test_servers_that_do_not_tell_what_they_kept_are_refused(settings, why):
