@@ -21,8 +21,8 @@ from bus.errors import BusError
 from bus.messages import RunRecord
 from bus.requests import Done, StoredRequest
 from bus.server import NatsServer
-from tests.bus.test_connection import suspend
 from tests.conftest import Connect
+from tests.processes import suspend
 
 TIMEOUT_S = 10.0
 
