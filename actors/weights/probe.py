@@ -99,11 +99,13 @@ class ProbeCheck:
         self.nats, before, self.alarms = {}, self.alarms, {}
         for name, scored in found.items():
             parts = _parts(newest.probe, scored.logprobs)
-            apart = (
+            reasons = [
                 self._compared(name, scored.policy_version, part, said, newest.incarnation)
                 for part, said in parts.items()
-            )
-            if alarm := "; ".join(filter(None, apart)) or (kernels and f"{name}: {kernels}"):
+            ]
+            if kernels:
+                reasons.append(f"{name} has {kernels}: install the same versions for both")
+            if alarm := "; ".join(filter(None, reasons)):
                 self.alarms[name] = alarm
                 if name not in before:
                     log.error("engine_differs_from_learner", engine=name, reason=alarm)

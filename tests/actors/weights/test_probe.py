@@ -143,4 +143,12 @@ async def test_a_learner_that_comes_back_with_other_kernels_than_the_engines_is_
     assert check.alarms == {}
     check.loaded(manifest(0, model, kernels=kernels | {"sglang": "0.5.23"}))
     await check.check()
-    assert check.alarms["left"] == "left: sglang 0.5.17 at the server and 0.5.23 at the learner"
+    others = (
+        "left has sglang 0.5.17 at the server and 0.5.23 at the learner: install the same versions for both"
+    )
+    assert check.alarms["left"] == others
+    check.loaded(manifest(0, moved(0.1), kernels=kernels | {"sglang": "0.5.23"}))
+    await check.check()
+    log_probs, _, versions = check.alarms["left"].partition("; ")
+    assert "left differs from the learner by" in log_probs
+    assert versions == others, "which may be why"
