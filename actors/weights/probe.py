@@ -123,7 +123,7 @@ class ProbeCheck:
         if version not in nats:
             return ""  # it had another learner's weights, or a version that came since
         own = nats[version]
-        self.nats[name] = max(own, self.nats.get(name, 0.0))
+        self.nats[name] = float(np.maximum(own, self.nats.get(name, 0.0)))  # NaN, if one of them is
         nearest = min(nats, key=lambda of: nats[of])
         does, place = WORDS[part]
         if own > SAME_NATS and nats[nearest] < CLOSER * own:

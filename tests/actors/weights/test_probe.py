@@ -9,6 +9,7 @@ import torch
 from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.engine_life import Scored
 from actors.engines.fleet.fleet import Fleet
 from actors.weights.probe import ProbeCheck
 from bus.errors import SchemaError
@@ -131,6 +132,23 @@ async def test_in_exact_arithmetic_any_difference_is_an_alarm(fleet):
     check.loaded(manifest(0, model, probe=replace(same, logprobs=(last, *same.logprobs[1:]))))
     await check.check()
     assert "on the probe of version 0, model.numerics=exact allows none" in check.alarms["left"]
+
+
+class Broken:
+    """Engines of which one has NaN for text, and the learner's log-probs for what shows an image."""
+
+    async def score(self, sequences, images=()):
+        return {"left": Scored(0, [[float("nan")], [-1.0]])}
+
+
+async def test_an_engine_without_a_log_prob_for_text_has_no_difference_that_looks_small():
+    shown = PlacedImage("image", 1, 1, 1)
+    probe = Probe(token_ids=((1, 2), (1, 3, 2)), logprobs=((-1.0,), (-1.0,)), images=((), (shown,)))
+    check = ProbeCheck(Broken(), bound_nats=0.1)
+    check.loaded(manifest(0, moved(0.0), probe=probe))
+    await check.check()
+    assert np.isnan(check.nats["left"])
+    assert "left differs from the learner by nan nats" in check.alarms["left"]
 
 
 async def test_a_learner_that_comes_back_with_other_kernels_than_the_engines_is_an_alarm(fleet):
