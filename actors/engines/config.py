@@ -177,8 +177,9 @@ class SglangEngineConfig(Config):
         problems = (
             (
                 model_type not in SEEN_BY_SGLANG,
-                f"type=sglang: {model_type} is not known to see there what the learner sees, which "
-                f"{' and '.join(SEEN_BY_SGLANG)} does: set it to embedded",
+                f"type=sglang: {model_type} is not known to see at SGLang's servers what the learner sees, "
+                f"which {' and '.join(SEEN_BY_SGLANG)} does: set it to embedded, and leave out "
+                "actors.evaluation.servers and urls",
             ),
             (
                 self.disaggregation.enabled,

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from actors.engines.config import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_revision import pinned
@@ -24,6 +25,8 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         )
     if config.actors.engine.type == "sglang":
         problems += config.actors.engine.unfit_for_images(model_type)
+    elif config.actors.evaluation.has_own_servers:
+        problems += SglangEngineConfig().unfit_for_images(model_type)
     if config.model.numerics != "fast":
         problems.append(f"model.numerics={config.model.numerics} is for text models: set it to fast")
     if (problem := config.learner.unseeing_teachers) is not None:

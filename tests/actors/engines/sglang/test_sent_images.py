@@ -164,6 +164,6 @@ def test_settings_under_which_images_would_be_others_are_refused(directory, mode
 
 def test_a_family_of_which_sglang_reads_other_tokens_is_refused_there(tmp_path):
     directory = older_vision_directory(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"type=sglang: qwen2_5_vl is not known .* set it to embedded"):
+    with pytest.raises(ConfigError, match=r"type=sglang: qwen2_5_vl is not known .* set it to embedded, and"):
         refuse_unfit_model(SglangEngineConfig(), directory)
     refuse_unfit_model(EmbeddedEngineConfig(), directory)
