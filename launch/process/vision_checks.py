@@ -10,6 +10,9 @@ from launch.process.model_directory import described, model_on_disk
 from storage.disk.run_directory import RunDirectory
 from storage.images.reader import FAMILIES
 
+WITHOUT_ADAPTERS = ("qwen2_5_vl",)
+"""Families whose files have other names than transformers for all layers that could have an adapter."""
+
 
 def refuse_unfit_vision(config: RunConfig) -> None:
     """Raise `ConfigError` for settings under which a vision-language model would not be trained on images.
@@ -29,6 +32,11 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         problems += SglangEngineConfig().unfit_for_images(model_type)
     if config.model.numerics != "fast":
         problems.append(f"model.numerics={config.model.numerics} is for text models: set it to fast")
+    if model_type in WITHOUT_ADAPTERS and config.learner.lora.exists:
+        problems.append(
+            f"learner.lora.rank={config.learner.lora.rank}: files of a {model_type} know its layers by other "
+            "names than transformers, by which nobody would find adapters: set it to 0"
+        )
     if (problem := config.learner.unseeing_teachers) is not None:
         problems.append(problem)
     if problems:

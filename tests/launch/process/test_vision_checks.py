@@ -45,3 +45,10 @@ def test_sglang_does_not_evaluate_a_model_that_it_would_show_other_images(tmp_pa
         refuse_unfit_vision(vision_run(tmp_path, "qwen2_5_vl", actors=actors))
     refuse_unfit_vision(vision_run(tmp_path, "qwen2_5_vl"))
     refuse_unfit_vision(vision_run(tmp_path, "qwen3_vl", actors=actors))
+
+
+def test_adapters_of_a_family_whose_files_have_other_names_are_refused_before_anything_is_loaded(tmp_path):
+    adapters = {"lora": {"rank": 4}}
+    with pytest.raises(ConfigError, match=r"learner\.lora\.rank=4: files of a qwen2_5_vl .* set it to 0"):
+        refuse_unfit_vision(vision_run(tmp_path, "qwen2_5_vl", learner=adapters))
+    refuse_unfit_vision(vision_run(tmp_path, "qwen3_vl", learner=adapters))
