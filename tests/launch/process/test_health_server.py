@@ -1,11 +1,9 @@
 import asyncio
-import re
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,9 +16,7 @@ from bus.process_state import ProcessState
 from bus.server import NatsServer, free_port
 from bus.status import report_status
 from launch.config import MonitoringConfig
-from launch.local.local import MONITORED
 from launch.process.health_server import monitored
-from tests.e2e.commands import SMALL, Command, wait_for_step
 
 
 def get(url: str) -> tuple[int, str]:
@@ -138,49 +134,3 @@ async def test_a_taken_port_is_refused_by_the_name_of_its_setting():
         with pytest.raises(ConfigError, match=rf"monitoring\.port={port}: cannot listen at 127.0.0.1:{port}"):
             async with monitored(MonitoringConfig(port=port), ProcessState()):
                 pass
-
-
-@pytest.mark.slow
-@pytest.mark.nats
-@pytest.mark.timeout(300)
-def test_every_process_of_a_run_answers_probes_and_shows_its_numbers(tmp_path: Path):
-    logs = tmp_path / "runs/mine/logs"
-    steps = SMALL.index("--learner.steps") + 1
-    settings = (*SMALL[:steps], "100000", *SMALL[steps + 1 :])  # it goes on for as long as it is looked at
-    run = Command(tmp_path, "local", *settings, "--run", "mine", "--monitoring.port", "0")
-    try:
-        wait_for_step(run, tmp_path / "runs/mine", 1)
-        for part in MONITORED:
-            said = (logs / f"{part}.log").read_text()
-            [url] = re.findall(r"health_server_ready.*(http://127.0.0.1:\d+)", said)
-            assert get(f"{url}/healthz") == (200, "healthy\n")
-            ready, words = get(f"{url}/readyz")
-            assert (ready, words[:7]) == (200, "ready: "), (part, words)
-            text = get(f"{url}/metrics")[1]
-            found = numbers(text)
-            assert found["sluice_ready", ""] == 1
-            assert f'role="{part}"' in text
-            for name in EXPECTED[part]:
-                assert any(name == key for key, _ in found), (part, name, sorted(found))
-    finally:
-        run.stop(120)
-        run.kill()
-
-
-EXPECTED = {
-    "bus": ("sluice_bus_restarts_total", "process_open_fds"),
-    "storage": (
-        "sluice_storage_leases_issued_total", "sluice_storage_leases_rolling_out",
-        "sluice_storage_tasks_pending", "sluice_storage_retained_bytes",
-        "sluice_bus_messages_received_total",
-    ),
-    "actors": (
-        "sluice_actors_tokens_generated_total", "sluice_actors_policy_version",
-        "sluice_actors_engine_busy_seconds_total", "sluice_actors_trajectories_total",
-    ),
-    "learner": (
-        "sluice_learner_reward_mean", "sluice_learner_train_loss", "sluice_learner_policy_version",
-        "sluice_learner_staleness_mean_versions", "sluice_learner_trained_tokens_per_second",
-    ),
-}  # fmt: skip
-"""Metrics that each part must show."""
