@@ -1,4 +1,6 @@
-"""The sort preset with adapters of routed experts, from the command line to the export."""
+"""The sort preset with adapters of attention and routed experts, whose routing is replayed, to the export."""
+
+import json
 
 import pytest
 import torch
@@ -6,19 +8,21 @@ from safetensors.torch import load_file
 
 from tests.e2e.commands import records_of_run
 from tests.e2e.test_lora_run import SMALL
-from tests.e2e.test_router_replay_run import MODELS, written
+from tests.e2e.test_router_replay_run import MODELS, REPLAY, written
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 
-def test_the_sort_preset_trains_adapters_of_experts_and_its_engine_agrees(tmp_path):
+def test_the_sort_preset_trains_adapters_with_the_experts_of_its_engine_and_both_agree(tmp_path):
     path = written(MODELS["glm"], tmp_path / "model")
     records = records_of_run(
-        tmp_path, *SMALL, "--model.path", str(path), "--learner.lora.experts", within_s=300
+        tmp_path, *SMALL, *REPLAY, "--model.path", str(path), "--learner.lora.experts", within_s=300
     )
     directory = tmp_path / "runs/sort"
     losses = [each["train/loss"] for each in records if each.get("train/stage") == "warmup"]
     assert losses[-1] < losses[0] - 0.2  # nats
+    steps = [each for each in records if each.get("train/stage") == "rl"]
+    assert [0 <= each["policy/router_changed_fraction"] < 0.5 for each in steps] == [True] * 4
     mismatches = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
     assert mismatches
     assert max(mismatches) < 1e-4
@@ -27,7 +31,8 @@ def test_the_sort_preset_trains_adapters_of_experts_and_its_engine_agrees(tmp_pa
     assert all(each["weights/wire_bytes"] < 0.25 * each["weights/full_bytes"] for each in sent)
     base, merged = load_file(path / "model.safetensors"), load_file(directory / "export/model.safetensors")
     adapter = load_file(directory / "export/adapter/adapter_model.safetensors")
-    name = "model.layers.1.mlp.experts.3.down_proj"
-    a, b = (adapter[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
-    assert b.any()
-    assert torch.allclose(merged[f"{name}.weight"], base[f"{name}.weight"] + 2.0 * b @ a, atol=1e-6)
+    for name in ("model.layers.1.mlp.experts.3.down_proj", "model.layers.0.self_attn.k_proj"):
+        a, b = (adapter[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+        assert b.any()
+        assert torch.allclose(merged[f"{name}.weight"], base[f"{name}.weight"] + 2.0 * b @ a, atol=1e-6)
+    assert json.loads((directory / "export/adapter/adapter_config.json").read_text())["r"] == 4

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from tests.e2e.commands import Command, assert_whole
 
-pytestmark = [pytest.mark.nats, pytest.mark.slow]
-
+# By day test_lora_of_experts_run.py has adapters of attention, too.
+pytestmark = [pytest.mark.nats, pytest.mark.nightly]
 
 SMALL = (
     "--preset", "sort", "--learner.steps", "4", "--learner.lora.rank", "4", "--learner.lora.alpha", "8",

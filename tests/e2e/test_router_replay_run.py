@@ -22,12 +22,12 @@ from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
 from tests.e2e.commands import records_of_run
 
-pytestmark = [pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.nats, pytest.mark.nightly]
+REPLAY = ("--learner.router-replay", "engine", "--actors.engine.routed-experts")
 SMALL = (
     "--preset", "sort", "--warmup.steps", "40", "--warmup.batch-size", "16", "--learner.steps", "4",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
-    "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
-    "--learner.router-replay", "engine", "--actors.engine.routed-experts",
+    "--evaluation.every-versions", "0", "--learner.target-accuracy", "none", *REPLAY,
 )  # fmt: skip
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,
@@ -73,7 +73,6 @@ RUNS = (
     ("qwen2_moe", "megatron"), ("qwen3_moe", "megatron"), ("mixtral", "megatron"),
     ("qwen3_5_moe", "megatron"), ("qwen3_next", "fsdp"),
 )  # fmt: skip
-NOT_NIGHTLY = RUNS[:1]
 
 
 def written(config: PretrainedConfig, directory: Path) -> Path:
@@ -85,10 +84,7 @@ def written(config: PretrainedConfig, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("model", "backend"),
-    [pytest.param(*run, marks=() if run in NOT_NIGHTLY else pytest.mark.nightly) for run in RUNS],
-)
+@pytest.mark.parametrize(("model", "backend"), RUNS)
 def test_a_run_replays_the_routing_of_its_engines(tmp_path: Path, model: str, backend: str):
     path = written(MODELS[model], tmp_path / "model")
     records = records_of_run(tmp_path, *SMALL, "--model.path", str(path), "--learner.backend", backend)
