@@ -304,22 +304,6 @@ def test_a_model_that_cannot_work_is_refused(
     assert str(spoilt) in said
 
 
-@pytest.mark.slow
-@pytest.mark.nats
-def test_a_second_learner_is_refused_while_the_first_goes_on(
-    bus_url: str, storage: subprocess.Popen, model: Path, tmp_path: Path
-):
-    learner = ("learner", "--run", "stored", "--bus", bus_url, "--directory", tmp_path, "--model.path", model)
-    with launched(*learner, log=tmp_path / "log", until="learner_starting") as first:
-        recorded = tmp_path / "stored/learner.json"
-        wait_until(recorded.exists, "the settings of the learner that has the role")
-        before = recorded.read_text()
-        message = refused_process(*learner, "--learner.optimizer.lr", "0.5")
-        assert f"run 'stored' already has a learner: process {first.pid} on " in message
-        assert first.poll() is None
-        assert recorded.read_text() == before
-
-
 # --- whole runs ---
 
 SMALL = """

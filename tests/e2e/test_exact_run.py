@@ -17,7 +17,8 @@ from learner.data.packing import Sample
 from learner.scoring.logprobs import score
 from tests.e2e.commands import Command, assert_whole
 
-pytestmark = [pytest.mark.nats, pytest.mark.slow]
+# By day test_separate_commands.py has an asynchronous run in exact arithmetic.
+pytestmark = [pytest.mark.nats, pytest.mark.nightly]
 STEPS, TEMPERATURE = 6, 0.8
 SMALL = (
     "--preset", "sort", "--model.numerics", "exact", "--warmup.steps", "10",
@@ -46,7 +47,7 @@ def assert_engines_agreed(directory: Path) -> None:
     assert {each["engine/probe_nats"] for each in found} == {0.0}
 
 
-@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_synchronous_run_logs_a_mismatch_of_exactly_zero_at_each_step(tmp_path: Path, backend: str):
     records = run_for(tmp_path, STEPS, "--admission.max-staleness", "0", "--learner.backend", backend)
     directory = tmp_path / "runs/sort"
@@ -79,7 +80,6 @@ def replayed(trajectories: list[Trajectory], model: Path, version: int, snapshot
     return np.concatenate(parts)
 
 
-@pytest.mark.nightly
 def test_an_asynchronous_run_that_resumed_recorded_what_each_version_says_to_the_bit(tmp_path: Path):
     kept = [
         part for version in range(STEPS + 2) for part in ("--learner.publication.keep-versions", str(version))

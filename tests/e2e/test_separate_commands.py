@@ -1,19 +1,25 @@
-"""A run from eight commands in eight working directories that share nothing but the bus.
+"""A run in exact arithmetic, from commands in directories of their own that share nothing but a secured bus.
+
+Each process has the credentials of its role.
 
 Its shards are processes of their own, one of which is killed; its actors have two engines each, and some of
 them get the weights from others.
 """
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bus.credentials import load_credentials
+from bus.permissions import ROLES
 from bus.server import free_port
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
@@ -32,6 +38,8 @@ SETTINGS = (
     *with_steps(SMALL, STEPS), "--replay.shards", "4",
     "--actors.fleet.engines", "2", "--actors.mask-older-versions", "1",
     "--learner.publication.transport.type", "http", "--learner.publication.snapshot-every", "2",
+    "--model.numerics", "exact",
+    "--learner.entropy-coef", "0.1",  # so that every step moves the weights, whatever the rewards are
 )  # fmt: skip
 
 
@@ -39,31 +47,42 @@ SETTINGS = (
 def finished(tmp_path_factory: pytest.TempPathFactory):
     """The directories of a run that has ended; a shards process was killed on the way."""
     root = tmp_path_factory.mktemp("hosts")
-    port = free_port("127.0.0.1")
-    join = ("--bus", f"nats://127.0.0.1:{port}", "--run", RUN)
-    started = [Command(root / "bus", "bus", "--port", str(port))]
+    port, keys = free_port("127.0.0.1"), root / "keys"
+    bus = Command(root / "bus", "bus", "--port", str(port), "--secure", str(keys), "--run", RUN)
+    started = [bus]
 
-    def start(host: str, command: str, *arguments: str) -> Command:
+    def start(host: str, command: str, role: str, *arguments: str) -> Command:
+        join = ("--creds", str(keys / RUN / f"{role}.creds"), "--run", RUN)
         started.append(Command(root / host, command, *join, *arguments))
         return started[-1]
 
     try:
-        storage = start("storage", "storage", *SETTINGS, "--replay.here", "none")
-        first = start("first", "shards", "--shards", "0-1")
-        second = start("second", "shards", "--shards", "2-3", "--directory", "elsewhere")
-        learner = start("learner", "learner")
-        near = start("near", "actors", "--actors.weights.site", "near")
-        far = start("far", "actors", "--actors.weights.via", "near")
+        wait_until(lambda: "bus_ready" in bus.said(), "the bus", bus)
+        storage = start("storage", "storage", "storage", *SETTINGS, "--replay.here", "none")
+        first = start("first", "shards", "storage", "--shards", "0-1")
+        second = start("second", "shards", "storage", "--shards", "2-3", "--directory", "elsewhere")
+        learner = start("learner", "learner", "learner")
+        near = start("near", "actors", "actor", "--actors.weights.site", "near")
+        far = start("far", "actors", "actor", "--actors.weights.via", "near")
+        watching = start("watch", "watch", "watcher")
+        recorded = root / f"learner/runs/{RUN}/learner.json"
+        wait_until(recorded.exists, "the settings of the learner that has the role", learner)
+        shutil.copy(recorded, root / "before.json")
+        own = ("--directory", str(root / "learner/runs"), "--learner.optimizer.lr", "0.5")
+        rival = start("rival", "learner", "learner", *own)
         wait_until(lambda: _stored(root) >= 2 * GROUPS, "two steps' groups", learner, timeout_s=120)
         second.kill()
-        again = start("second", "shards", "--shards", "2-3", "--directory", "elsewhere")
+        again = start("second", "shards", "storage", "--shards", "2-3", "--directory", "elsewhere")
         wait_until(lambda: again.said().count("shards_ready") == 2, "the shards that were killed", again)
         wait_until(lambda: _stored(root) >= 4 * GROUPS, "four steps' groups", learner, timeout_s=120)
-        assert start("thief", "shards", "--shards", "3").wait(60) == 2
+        assert start("thief", "shards", "storage", "--shards", "3").wait(60) == 2
+        assert rival.wait(60) == 2, rival.said()
+        assert f"process {learner.process.pid} on " in rival.said()
         assert learner.wait(240) == 0, learner.said()
-        for actors in (near, far):
-            assert actors.wait(30) == 0, actors.said()  # they hear that the run is done
-        for service in (first, again, storage, started[0]):
+        for follower in (near, far, watching):
+            assert follower.wait(30) == 0, follower.said()  # they hear that the run is done
+        wait_until((root / f"storage/runs/{RUN}/summary.json").exists, "the summary", storage)
+        for service in (first, again, storage, bus):
             assert service.stop() == 0, service.said()
         yield root
     finally:
@@ -132,6 +151,50 @@ def test_second_writer_is_refused_with_the_first_ones_name(finished: Path):
     said = (finished / "thief/shards.out").read_text()
     assert f"launch: run '{RUN}' already has a shard-3: process " in said
     assert "Traceback" not in said
+
+
+def test_second_learner_is_refused_while_the_first_goes_on(finished: Path):
+    said = (finished / "rival/learner.out").read_text()
+    assert f"launch: run '{RUN}' already has a learner: process " in said
+    assert "Traceback" not in said
+    recorded = finished / f"learner/runs/{RUN}/learner.json"
+    assert recorded.read_text() == (finished / "before.json").read_text()
+
+
+def test_roles_suffice_for_all_that_a_run_does_and_for_who_watches_it(finished: Path):
+    run = finished / f"storage/runs/{RUN}"
+    assert f"done, step {STEPS} of {STEPS}" in (finished / "watch/watch.out").read_text()
+    rows = _lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if row.get("train/stage") == "rl"] == list(range(1, STEPS + 1))
+    assert len({row["event"] for row in rows}) == len(rows)
+    assert any(row["kind"] == "evaluation" for row in rows)
+    assert "engine/busy_s" in (run / "counters.jsonl").read_text()
+    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert (run / "curves.png").exists()
+    said = [path.read_text(errors="replace") for path in finished.glob("*/*.out")]
+    assert not [text for text in said if "permissions violation" in text.lower()], said
+
+
+def test_no_secret_key_is_written_elsewhere_than_in_its_file(finished: Path):
+    keys = finished / "keys"
+    seeds = [load_credentials(path).seed for path in keys.glob(f"{RUN}/*.creds")]
+    written = [path for path in finished.rglob("*") if path.is_file() and keys not in path.parents]
+    assert len(seeds) == len(ROLES)
+    assert [path for path in written if any(seed.encode() in path.read_bytes() for seed in seeds)] == []
+
+
+def test_the_log_probs_of_engines_are_exactly_those_of_the_learner(finished: Path):
+    run = finished / f"storage/runs/{RUN}"
+    steps = [row for row in _lines(run / "metrics.jsonl") if row.get("train/stage") == "rl"]
+    assert min(step["train/grad_norm"] for step in steps) > 0
+    mismatches = {step["policy/mismatch_nats"] for step in steps if "policy/mismatch_nats" in step}
+    assert mismatches == {0.0}
+    counted = _lines(run / "counters.jsonl")
+    assert {row["engine/probe_nats"] for row in counted if "engine/probe_nats" in row} == {0.0}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_held_out_accuracy_was_measured_for_the_first_the_warm_and_the_last_version(finished: Path):
