@@ -12,8 +12,11 @@ SGLANG_CPU := actors/engines/sglang/cpu
 SGLANG_STAMP := $(SGLANG)/.installed
 # Tests start many processes. Where compiled modules are not kept, each of them compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-IN_PARALLEL := --maxprocesses 8 --dist loadfile
+# In the order of tests/conftest.py, which puts the longest files first.
+IN_PARALLEL := --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PROCESSORS := $$(getconf _NPROCESSORS_ONLN)
+# Files with tests of a marker, so that others need not be collected. tests/conftest.py sees that files name it.
+files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 
 .PHONY: demo test test-slow test-nightly test-sglang check lint types imports docs install sglang clean
 
@@ -25,13 +28,13 @@ test: install
 	$(BIN)/pytest $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 1))
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --numprocesses $(PROCESSORS) --no-loadscope-reorder
+	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --numprocesses $(PROCESSORS) $(call files_of,slow)
 
 test-nightly: install sglang
-	$(BIN)/pytest -m nightly
+	$(BIN)/pytest -m nightly $(call files_of,nightly)
 
 test-sglang: install sglang
-	$(BIN)/pytest -m "sglang and not nightly" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "sglang and not nightly" --numprocesses 2 --dist loadfile $(call files_of,sglang)
 
 check: lint types imports
 

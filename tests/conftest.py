@@ -27,12 +27,27 @@ gc.unfreeze = lambda: (
 )  # what is imported stays frozen when a service that a test ran in this process ends
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
 RUN = "test"
+SUITES = ("slow", "nightly", "sglang")
+"""Markers that have a target of the Makefile each, which collects no other files."""
+LONGEST = {
+    "test_critic_checkpoint.py", "test_hub_model.py", "test_learner_group.py", "test_lora_backends.py",
+    "test_objectives.py", "test_parallelisms.py", "test_permissions.py", "test_prefetch.py", "test_ranks.py",
+    "test_replay_bench.py", "test_resume.py", "test_trainer.py",
+}  # fmt: skip
+"""Files that take the longest beside whole runs."""
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put whole runs first: with the longest tests last, one worker would wait for the other."""
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    """Put whole runs and the longest files first: with the longest last, one worker would wait for the other.
+
+    Files must name the markers of their tests, by which the Makefile finds the files to collect."""
+    for name in SUITES:
+        marked = {item.path for item in items if item.get_closest_marker(name)}
+        for path in sorted(marked):
+            if f"mark.{name}" not in path.read_text():
+                raise pytest.UsageError(f"{path} has tests of pytest.mark.{name}: it must name that marker")
+    items.sort(key=lambda item: ("e2e" not in item.path.parts, item.path.name not in LONGEST))
 
 
 def pytest_collection_finish() -> None:
