@@ -15,7 +15,7 @@ from tests.e2e.commands import GROUPS, LONG, SAMPLES, Command, assert_whole, par
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(900)]
 EVENTS = ("device_yielded", "device_taken_back", "device_held", "device_given_back")
-STEPS = 10
+STEPS = 6
 
 
 def run_of(steps: int) -> tuple[str, ...]:
