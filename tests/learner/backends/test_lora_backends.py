@@ -191,7 +191,7 @@ LAYOUTS = {
 
 NIGHTLY = (
     "dp2 plain", "dp2 overlapped", "tp2", "tp2 sp glm", "tp2 sp gemma", "tp2 sp some", "tp2 sp dora",
-    "tp2 sp some of one key-value head",
+    "tp2 sp some of one key-value head", "cp2 qwen3-next",
 )  # fmt: skip
 """Layouts of two ranks whose parts other layouts have too."""
 MARKS = {

@@ -214,6 +214,7 @@ NIGHTLY = (
     "cp2 short whole gpt-oss", "tp2 sp ep2 plain gpt-oss",
     "tp4 sp qwen3-next", "tp2 sp plain qwen3.5", "tp2 sp ep2 plain qwen3.5-moe", "tp2 sp etp2 qwen3.5-moe",
     "cp4 qwen3.5", "pp2 cp2 ep2 qwen3.5-moe", "tp2 cp2 ring qwen3.5", "pp2 cp2 short whole qwen3.5",
+    "cp2 ring plain qwen3.5", "tp2 sp cp2 short whole qwen3-next", "tp2 sp qwen3-next",
 )  # fmt: skip
 """Layouts whose parts, and parts of whose models, other layouts have too."""
 

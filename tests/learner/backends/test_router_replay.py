@@ -30,7 +30,8 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "tp2 sp ep2 recomputed": {"tensor": 2, "sequence": True, "expert": 2, "recompute": "full"},
 }
-DIVIDED = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("qwen3_next", "cp2 short whole")]
+DIVIDED = [("qwen3_moe", layout) for layout in LAYOUTS]
+DELTA_NET = ("qwen3_next", "cp2 short whole")
 
 
 def expected_steps(family, changes):
@@ -135,7 +136,9 @@ def test_a_pass_notes_where_it_sends_tokens(family, changes, share_prefixes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), DIVIDED)
+@pytest.mark.parametrize(
+    ("family", "layout"), [*DIVIDED, pytest.param(*DELTA_NET, marks=pytest.mark.nightly)]
+)
 def test_ranks_that_share_a_model_all_know_where_a_pass_sends_tokens(worlds, family, layout):
     shared = family == "qwen3_moe" and not {"pipeline", "context_min_tokens"} & LAYOUTS[layout].keys()
     for found in worlds.run(2, noted, family, {}, LAYOUTS[layout], shared):
@@ -143,7 +146,7 @@ def test_ranks_that_share_a_model_all_know_where_a_pass_sends_tokens(worlds, fam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), DIVIDED)
+@pytest.mark.parametrize(("family", "layout"), [*DIVIDED, DELTA_NET])
 def test_ranks_that_share_a_model_send_tokens_to_the_given_experts(worlds, family, layout):
     [(found, weights), *_] = worlds.run(2, train, family, {}, LAYOUTS[layout])
     assert_trained_like(found, weights, family, {})

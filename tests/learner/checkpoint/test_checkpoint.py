@@ -26,6 +26,10 @@ from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=5, weight_decay=0.1)
+SUITES = dict.fromkeys(
+    ("qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text"), pytest.mark.slow
+)
+"""Those of families with layers of a kind of their own; the others' runs are nightly."""
 
 
 def trainer_of(model, **settings):
@@ -73,7 +77,11 @@ def test_no_checkpoint_fails_because_the_one_before_it_is_gone(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "family", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "family",
+    [
+        name if name == "qwen3" else pytest.param(name, marks=SUITES.get(name, pytest.mark.nightly))
+        for name in FAMILIES
+    ],
 )
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.nightly])]

@@ -24,6 +24,9 @@ from tests.learner.mtp_reference import BEHIND_FAMILIES, FAMILIES, LAYER, Refere
 from tests.learner.tiny import TIS, random_samples
 
 TIED = ("qwen3_5_text",)
+OF_BOTH_KINDS = ("deepseek_v3", "qwen3_5_text")
+"""Families of both kinds of heads, one of which its weights' names alone tell."""
+OTHER_HEAD = pytest.param("qwen3_next", marks=pytest.mark.nightly)
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=4)
 MTP = MtpConfig(weight=0.3)
 BEGINS = (LAYER, "mtp.")
@@ -102,7 +105,11 @@ def test_a_directory_that_was_converted_trains_alike(tmp_path, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "distributed"), [*((family, True) for family in FAMILIES), ("qwen3_next", False)]
+    ("family", "distributed"),
+    [
+        *(pytest.param(f, True, marks=() if f in OF_BOTH_KINDS else pytest.mark.nightly) for f in FAMILIES),
+        ("qwen3_next", False),
+    ],
 )
 def test_a_checkpoint_becomes_a_directory_with_the_trained_head(tmp_path, family, distributed):
     directory_of(tmp_path / "hf", family)
@@ -126,7 +133,7 @@ def test_a_checkpoint_becomes_a_directory_with_the_trained_head(tmp_path, family
     ("family", "dtype"),
     [
         ("deepseek_v3", torch.float32),
-        ("deepseek_v3", torch.bfloat16),
+        pytest.param("deepseek_v3", torch.bfloat16, marks=pytest.mark.nightly),
         ("qwen3_next", torch.float32),
         ("qwen3_5_text", torch.bfloat16),
     ],
@@ -214,7 +221,7 @@ def test_each_version_has_the_head_as_it_is_then(family):
         ({"tensor": 2, "sequence": True, "expert": 2}, "deepseek_v3"),
         ({"context": 2}, "deepseek_v3"),
         ({"pipeline": 2}, "deepseek_v3"),
-        ({"tensor": 2, "sequence": True, "expert": 2}, "qwen3_next"),
+        pytest.param({"tensor": 2, "sequence": True, "expert": 2}, "qwen3_next", marks=pytest.mark.nightly),
         ({"pipeline": 2}, "qwen3_5_text"),
     ],
 )
@@ -232,7 +239,7 @@ def go_on(directory, layout, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", OTHER_HEAD])
 def test_another_layout_of_ranks_goes_on_with_the_head(worlds, tmp_path, family):
     trainer = trainer_of(family)
     step(trainer, 0)
@@ -256,7 +263,7 @@ def interrupted(root, parallel, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", OTHER_HEAD])
 def test_the_head_of_a_pipeline_goes_on_there_and_on_fewer_stages_and_not_on_more(worlds, tmp_path, family):
     (results, resumed, uninterrupted), _ = worlds.run(
         2, interrupted, tmp_path / "stages", {"pipeline": 2}, family
