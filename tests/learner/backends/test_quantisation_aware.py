@@ -136,7 +136,7 @@ def train(
     results, weights = [], []
     for step in range(STEPS):
         samples = random_samples(LENGTHS, seed=step)[rank::ranks]
-        result = trainer.train_step(pack(samples, 56), TIS, policy_version=3)
+        result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append((result.loss, result.grad_norm))
         weights.append(trainer.export())
     return results, weights
@@ -229,7 +229,7 @@ def trainer_of(backend: type[Backend], dtype: torch.dtype = torch.float32) -> Ba
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_a_resume_goes_on_to_the_bit(backend, dtype, tmp_path: Path):
     trainer, resumed = (trainer_of(backend, dtype) for _ in range(2))
-    batches = [pack(random_samples(LENGTHS, seed=step), 56) for step in range(2)]
+    batches = [pack(random_samples(LENGTHS, seed=step), 40) for step in range(2)]
     trainer.train_step(batches[0], TIS, policy_version=0)
     save_checkpoint(trainer, tmp_path, 1, {}, keep=1)
     load_checkpoint(resumed, latest(tmp_path))
@@ -243,7 +243,7 @@ def test_a_resume_goes_on_to_the_bit(backend, dtype, tmp_path: Path):
 def test_the_runs_own_frozen_policies_are_rounded_and_those_of_directories_are_not(backend, tmp_path: Path):
     model, trainer = tiny_model(**LARGE), trainer_of(backend)
     plain = backend(model.config, hf_state(model), OPTIMIZER)
-    batches = pack(random_samples(LENGTHS), 56)
+    batches = pack(random_samples(LENGTHS), 40)
     trainer.frozen.hold("reference")
     trainer.frozen.load("teacher", model.config, hf_state(model), tmp_path)
     scored = [trainer.logprobs(batches)[0]]
