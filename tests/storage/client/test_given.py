@@ -45,6 +45,23 @@ async def test_groups_of_a_step_are_told_once_it_was_given_them_and_asking_chang
         assert (storage.ledger.account(), storage.ledger.facts) == before
 
 
+async def given_before_and_after_a_restart(bus, tmp_path, counting, *siblings):
+    """What storage gives the first step of a group of these siblings and of two others, and again when it was
+    started anew."""
+    async with serving(bus, tmp_path, counting=counting) as storage:
+        learner = LearnerStandIn(bus)
+        await learner.resume(0)
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        await send(bus, *siblings)
+        await send_groups(bus, range(1, 3))
+        await until(lambda: len(storage.ledger.stored) == 3)
+        given = (await learner.ask(1)).groups
+    async with serving(bus, tmp_path, counting=counting):
+        assert (await ReplayReader(bus, "onlooker").given(1)).groups == given
+    return given
+
+
 async def test_where_the_learner_shares_prefixes_storage_counts_what_it_computes_also_after_a_restart(
     bus, tmp_path
 ):
@@ -53,19 +70,11 @@ async def test_where_the_learner_shares_prefixes_storage_counts_what_it_computes
     for n, sibling in enumerate((first, second)):
         object.__setattr__(sibling, "token_ids", np.append(prompt, np.arange(5, dtype=np.int32) + n))
     failed = replace(failed, end="environment_error")
-    async with serving(bus, tmp_path, counting=Counting(computed_tokens=True)) as storage:
-        learner = LearnerStandIn(bus)
-        await learner.resume(0)
-        await learner.publish(0)
-        await has(bus, "TASKS", 4)
-        await send(bus, first, second, failed)
-        await send_groups(bus, range(1, 3))
-        await until(lambda: len(storage.ledger.stored) == 3)
-        given = (await learner.ask(1)).groups
+    given = await given_before_and_after_a_restart(
+        bus, tmp_path, Counting(computed_tokens=True), first, second, failed
+    )
     assert (given[0].tokens, given[0].computed_tokens) == (90, 40 + 2 * 5)  # nothing of what is not trained
     assert given[1].tokens == given[1].computed_tokens == 16  # of random texts
-    async with serving(bus, tmp_path, counting=Counting(computed_tokens=True)):
-        assert (await ReplayReader(bus, "onlooker").given(1)).groups == given
 
 
 async def test_where_the_learner_balances_by_work_storage_counts_images_once_also_after_a_restart(
@@ -79,18 +88,10 @@ async def test_where_the_learner_balances_by_work_storage_counts_images_once_als
         for sibling, images in zip(siblings, shown, strict=True)
     )
     failed = replace(failed, end="environment_error")
-    async with serving(bus, tmp_path, counting=Counting(images=True)) as storage:
-        learner = LearnerStandIn(bus)
-        await learner.resume(0)
-        await learner.publish(0)
-        await has(bus, "TASKS", 4)
-        await send(bus, first, second, failed)
-        await send_groups(bus, range(1, 3))
-        await until(lambda: len(storage.ledger.stored) == 3)
-        given = (await learner.ask(1)).groups
+    given = await given_before_and_after_a_restart(
+        bus, tmp_path, Counting(images=True), first, second, failed
+    )
     assert [group.images for group in given] == [ImageCount(2, 6 + 6), ImageCount(0, 0)]
-    async with serving(bus, tmp_path, counting=Counting(images=True)):
-        assert (await ReplayReader(bus, "onlooker").given(1)).groups == given
 
 
 async def test_steps_are_looked_up_in_the_thread_that_changes_them(bus, tmp_path, monkeypatch):
