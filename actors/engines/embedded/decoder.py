@@ -12,17 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
-from actors.engines.embedded.fused_experts import (
-    fuse_experts,
-    under_model_names,
-    without_heads_behind,
-)
 from actors.engines.embedded.kv_cache import FULL_ATTENTION, Rows, SlotCache
 from actors.engines.embedded.masks import SLIDING, DecodeMasks
 from actors.engines.embedded.routing import ExpertRecorder
 from actors.engines.embedded.sampling import sample
 from actors.engines.embedded.vision import VisionPrefill
-from actors.weights.quantised import without_quantisation
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage, shown_tokens
 from storage.images.reader import ImageReader
@@ -356,46 +350,9 @@ def _prompt(request: GenerationRequest) -> Prompt:
     return tuple(request.token_ids), tuple((image.digest, image.start) for image in request.images)
 
 
-def prepare_weights(
-    model: PreTrainedModel, state: Mapping[str, Tensor], *, complete: bool
-) -> dict[str, Tensor]:
-    """Copy `state` to the model's dtype and device, so that a swap only sets pointers.
-
-    Args:
-        model: its parameters and persistent buffers give names and shapes; tied ones may be named either way.
-        state: HF names, as in model files; experts may be one tensor each or fused, weights in fp8.
-        complete: whether every tensor must be there.
-    Raises EngineError for names or shapes that are not the model's, and for missing tensors."""
-    held = model.state_dict(keep_vars=True)
-    state = without_heads_behind(without_quantisation(state), model.config.get_text_config())
-    state = fuse_experts(under_model_names(state, held), held, complete=complete)
-    if unknown := sorted(set(state) - set(held)):
-        raise EngineError(
-            f"the model has no tensors named {_some(unknown)}: these are another model's weights"
-        )
-    for name, tensor in state.items():
-        if tensor.shape != held[name].shape:
-            raise EngineError(
-                f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(held[name].shape)}"
-            )
-    given = {id(held[name]) for name in state}
-    if complete and (missing := [name for name, tensor in held.items() if id(tensor) not in given]):
-        raise EngineError(f"the first weights must be complete, these are missing: {_some(missing)}")
-    return {
-        name: tensor.detach().to(
-            held[name].device, held[name].dtype, copy=True, memory_format=torch.contiguous_format
-        )
-        for name, tensor in state.items()
-    }
-
-
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name by which the model's `forward` takes keys and values: transformers 5.24 renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(itertools.islice(names, 3)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _prompt_length(request: GenerationRequest) -> int:

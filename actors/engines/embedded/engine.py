@@ -22,8 +22,9 @@ from transformers.initialization import no_init_weights
 
 from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
 from actors.engines.config import EmbeddedEngineConfig
-from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
+from actors.engines.embedded.decoder import BatchedDecoder, Finished
 from actors.engines.embedded.exact_attention import EXACT
+from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage
 from bus.work_progress import long_work

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
+from actors.engines.embedded.decoder import BatchedDecoder
+from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
 from learner.backends.base import Backend

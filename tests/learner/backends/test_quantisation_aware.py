@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from actors.engines.embedded.decoder import prepare_weights
+from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.engines.embedded.decoder import prepare_weights
+from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.weights.follow import fetch_state
 from bus.messages import PolicyManifest
 from learner.backends.megatron.trainer import Trainer

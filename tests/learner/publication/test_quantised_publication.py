@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.engines.embedded.decoder import prepare_weights
+from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.weights.follow import PolicyFollower, fetch_model_files, fetch_state
 from actors.weights.received import Receiver
 from bus.errors import ConfigError, EngineError, StorageError

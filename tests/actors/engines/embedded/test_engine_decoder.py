@@ -13,8 +13,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from actors.engines.embedded.decoder import BatchedDecoder, cache_argument, prepare_weights
+from actors.engines.embedded.decoder import BatchedDecoder, cache_argument
 from actors.engines.embedded.exact_attention import EXACT
+from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError
 from tests.actors.tiny import CONTEXT, VOCAB, other_model, recomputed, request, tiny_model
 

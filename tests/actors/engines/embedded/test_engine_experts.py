@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.engines.embedded.decoder import prepare_weights
+from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError
 
 SIZES = {

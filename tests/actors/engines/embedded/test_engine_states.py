@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from actors.engines.embedded import decoder as decoding
-from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
+from actors.engines.embedded.decoder import BatchedDecoder
+from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.engines.pieces import joined, next_piece
 from bus.errors import EngineError
 from learner.backends.fsdp.recurrent_layers import RECURRENT

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from actors.engines.embedded.decoder import prepare_weights
+from actors.engines.embedded.prepared_weights import prepare_weights
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
-from actors.engines.embedded.decoder import prepare_weights
+from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_batches, refuse_optimizers
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
