@@ -15,7 +15,13 @@ from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.config_checks import check_together
-from launch.policies import PolicyConfig, refuse_other_bases, refuse_shared_engines, refuse_shared_master
+from launch.policies import (
+    PolicyConfig,
+    refuse_other_bases,
+    refuse_shared_engines,
+    refuse_shared_master,
+    with_lasting_transport,
+)
 from launch.settings_tree import file_keys, may_be_none, nearest, settings_at, with_lists
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
@@ -244,7 +250,7 @@ def of_policy(config: RunConfig, name: str) -> RunConfig:
         check_together(found)
     except ConfigError as error:
         raise ConfigError(f"policies.{name}: {error}") from error
-    return found
+    return with_lasting_transport(found)
 
 
 def validate(*layers: Layer) -> RunConfig:

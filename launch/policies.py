@@ -23,7 +23,7 @@ from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.settings_tree import nearest
 from learner.config.parallel import WorldConfig
-from storage.weights.transport_config import HttpTransport
+from storage.weights.transport_config import AutoTransport, BusTransport, HttpTransport
 
 if TYPE_CHECKING:
     from launch.config import RunConfig
@@ -114,6 +114,15 @@ def refuse_policies(config: "RunConfig") -> None:
         _refuse_unplayed(config)
 
 
+def with_lasting_transport(config: "RunConfig") -> "RunConfig":
+    """Return the settings of a further policy whose weights outlive its learner: `auto` means the bus."""
+    if not isinstance(config.learner.publication.transport, AutoTransport):
+        return config
+    publication = config.learner.publication.model_copy(update={"transport": BusTransport()})
+    learner = config.learner.model_copy(update={"publication": publication})
+    return config.model_copy(update={"learner": learner})
+
+
 def _refuse_transport(config: "RunConfig") -> None:
     """Refuse weights that a learner itself serves: a further policy plays on when its learner is done."""
     if isinstance(config.learner.publication.transport, HttpTransport):
@@ -121,7 +130,7 @@ def _refuse_transport(config: "RunConfig") -> None:
             "learner.publication.transport.type=http: the learner of a further policy ends when it is done, "
             "perhaps before the run, and actors that start after that could not fetch its weights: set "
             f"policies.{config.trains}.learner.publication.transport.type=files, with a directory that all "
-            "hosts mount, or bus for a model of up to half a gigabyte"
+            "hosts mount, or bus for weights of up to a fourth of bus.streams.weights_mib"
         )
 
 

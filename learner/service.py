@@ -23,7 +23,7 @@ from learner.checkpoint.commit import read_extra
 from learner.checkpoint.newest import newest_whole
 from learner.initial import prepare
 from learner.progress import Progress
-from learner.publication.dtypes import exact_dtypes
+from learner.publication.dtypes import exact_dtypes, published_bytes
 from learner.restore import restore_backend
 from learner.scoring.served_teachers import refuse_other_teachers
 from learner.settings import LearnerSettings
@@ -34,6 +34,7 @@ from learner.world.process_group import world_rank, world_size
 from learner.world.rank import Rank, in_thread
 from learner.world.world import World
 from storage.client.reader import ReplayReader
+from storage.weights.blob_stores import blob_store, chosen_transport
 
 log = structlog.get_logger()
 
@@ -65,9 +66,13 @@ async def run(
             async with hold_role(bus, "learner", incarnation) as renewing:
                 begin()
                 built = await building()
+                transport = await chosen_transport(
+                    bus, settings.learner.publication.transport, built.weights_bytes
+                )
+                store = blob_store(bus, transport, settings.export.parent / "weights")
                 learner = Learner(
                     bus, settings, built.world, built.progress,
-                    reader=reader, incarnation=incarnation, stop=stop,
+                    reader=reader, store=store, incarnation=incarnation, stop=stop,
                 )  # fmt: skip
                 await guarded(_lead(built.world, learner, stop), renewing)
         await in_thread(thread, close_world)  # not after a failure: it would wait for ranks that are gone
@@ -99,6 +104,8 @@ class Built:
 
     world: World
     progress: Progress
+    weights_bytes: int
+    """Size of the published weights before any quantisation."""
 
 
 def build(
@@ -122,8 +129,10 @@ def build(
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel, verified=True)
     published, trained = getattr(torch, settings.learner.publish_dtype), getattr(torch, settings.model.dtype)
+    exact = exact_dtypes(initial.state, published, trained)
     rank = Rank(
         backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread,
-        exact_dtypes=exact_dtypes(initial.state, published, trained), images=initial.images,
+        exact_dtypes=exact, images=initial.images,
     )  # fmt: skip
-    return Built(World(channel, rank, settings), progress)
+    size = published_bytes(initial.state, published, exact)
+    return Built(World(channel, rank, settings), progress, size)

@@ -33,7 +33,7 @@ from learner.settings import LearnerSettings, shared_kernels
 from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
-from storage.weights.blob_stores import blob_store
+from storage.weights.blob_stores import BlobStore
 
 WAITING = "waiting for the batch"
 LAST_WORDS_S = 5.0
@@ -45,7 +45,7 @@ class Learner:
 
     def __init__(
         self, bus: Bus, settings: LearnerSettings, world: World, progress: Progress, *,
-        reader: ReplayReader, incarnation: str, stop: asyncio.Event,
+        reader: ReplayReader, store: BlobStore, incarnation: str, stop: asyncio.Event,
     ) -> None:  # fmt: skip
         self.progress = progress
         self._bus = bus
@@ -56,7 +56,6 @@ class Learner:
         self._reader = reader
         self._doing, self._waits = "starting", {"batch": "", "devices": ""}
         publication = settings.learner.publication
-        store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         kept = settings.export.parent / "kept-versions"
         self._weights = WeightPublisher(
             bus, store, publication,

@@ -45,7 +45,7 @@ from learner.publication.broadcast import Broadcaster
 from learner.publication.publisher import WeightPublisher, publishing_threads
 from learner.world.process_group import device
 from storage.weights.blob_sources import BlobSource, blob_source
-from storage.weights.blob_stores import BlobStore, blob_store
+from storage.weights.blob_stores import BlobStore, blob_store, chosen_transport
 
 log = structlog.get_logger()
 RUN = "bench"
@@ -171,7 +171,9 @@ async def _bench(
         _serving(model, config.actors.engine, directory, served) as engine,
     ):
         learning = await preparing
-        store = blob_store(bus, publication.transport, directory / "weights")
+        size = weights(workload.model) * getattr(torch, config.learner.publish_dtype).itemsize
+        transport = await chosen_transport(bus, publication.transport, size)
+        store = blob_store(bus, transport, directory / "weights")
         publisher = WeightPublisher(bus, store, publication, incarnation="bench", base=learning.adapter_base)
         await publisher.start(model)
         broadcaster = Broadcaster(

@@ -22,6 +22,7 @@ from launch.process.model_directory import (
     refuse_other_angles,
 )
 from launch.process.vision_checks import refuse_unfit_vision
+from launch.process.weights_transport import transport_remark
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
@@ -55,8 +56,8 @@ def _of_each_policy(config: RunConfig) -> list[RunConfig]:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuse a model directory, its context, head or angles, and demonstrations that cannot be what they are
-    to be."""
+    """Refuse a model directory, its context, head or angles, a transport for its weights, and demonstrations
+    that cannot be what they are to be."""
     where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
     if config.model.path is not None:
         run = RunDirectory(config.directory, config.run)
@@ -65,6 +66,7 @@ def _check_model(config: RunConfig) -> None:
     refuse_headless_model(config)
     refuse_other_angles(config)
     refuse_unfit_vision(config)
+    transport_remark(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)
 
@@ -82,7 +84,13 @@ async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: boo
         refuse_bad_plugins(one.learner)
     with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
         prompts = await check_start(config, RunDirectory(Path(scratch), config.run))
-        return await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
+        found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
+        return "\n".join([found, *transport_remarks(config)])
+
+
+def transport_remarks(config: RunConfig) -> list[str]:
+    """Say for each policy how its weights travel, as `transport_remark` does."""
+    return list(filter(None, map(transport_remark, _of_each_policy(config))))
 
 
 async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bus.config import Config
-from storage.weights.transport_config import BusTransport, TransportConfig
+from storage.weights.transport_config import AutoTransport, TransportConfig
 
 
 class PublicationConfig(Config):
@@ -45,5 +45,5 @@ class PublicationConfig(Config):
     the engine pauses, so that they need not cross PCIe during the pause. Training has so much less: grant
     what its largest step leaves free. More than the published weights (and a few MB) is never taken."""
 
-    transport: TransportConfig = BusTransport()
+    transport: TransportConfig = AutoTransport()
     """Transport of the bytes; announcements go over the bus."""

@@ -1,6 +1,7 @@
-"""Tells which weights are published in a dtype of their own."""
+"""Tells which weights are published in a dtype of their own, and how large all of them are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 
 import torch
 
@@ -24,6 +25,17 @@ def exact_dtypes(state: State, published: torch.dtype, trained: torch.dtype) -> 
     specs = dict(_specs(state))
     most = main_dtype(specs.values())
     return {name: trained for name, spec in specs.items() if spec.dtype.itemsize > most.itemsize}
+
+
+def published_bytes(state: State, published: torch.dtype, exact: Mapping[str, torch.dtype]) -> int:
+    """Return the size of the published weights before any quantisation.
+
+    Args:
+        state: weights of the initial model, of which only shapes are read.
+        published: `learner.publish_dtype`.
+        exact: weights with another dtype, as `exact_dtypes` returns them.
+    """
+    return sum(prod(spec.shape) * exact.get(name, published).itemsize for name, spec in _specs(state))
 
 
 def _specs(state: State) -> Iterator[tuple[str, Spec]]:

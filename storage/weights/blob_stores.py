@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import nats.errors
+import structlog
 from nats.js.errors import NotFoundError
 
 from bus.blobs import delete_blob, put_blob, stream_with
@@ -17,10 +18,16 @@ from bus.publish import Publisher
 from storage.disk.atomic_files import Content, size_of
 from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_http import HttpBlobs
-from storage.weights.transport_config import FilesTransport, HttpTransport, TransportConfig
+from storage.weights.transport_config import (
+    AutoTransport,
+    ChosenTransport,
+    FilesTransport,
+    HttpTransport,
+    TransportConfig,
+    fits_stream,
+)
 
-SHARE = 4
-"""One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
+log = structlog.get_logger()
 
 
 class BlobStore(Protocol):
@@ -86,15 +93,38 @@ class BusBlobs:
     async def _refuse_too_large(self, size: int) -> None:
         if size < 64 << 20:
             return
-        limit = (await self._bus.js.stream_info(self._stream)).config.max_bytes or 0
-        if 0 < limit < SHARE * size:
+        limit = await _stream_bytes(self._bus)
+        if not fits_stream(size, limit):
             raise ConfigError(
                 f"{size} bytes of weights are too much for the {limit} bytes of {self._stream}, which keeps "
-                "several versions: set learner.publication.transport.type to http or files"
+                "several versions: set learner.publication.transport.type to auto, http or files"
             )
 
 
-def blob_store(bus: Bus, config: TransportConfig, directory: Path) -> BlobStore:
+async def _stream_bytes(bus: Bus) -> int:
+    """Return how many bytes the stream WEIGHTS holds; 0 means any number."""
+    name = bus.topology.stream("WEIGHTS")
+
+    async def look() -> int:
+        try:
+            return max((await bus.js.stream_info(name)).config.max_bytes or 0, 0)
+        except nats.errors.Error as error:
+            raise BusError(f"cannot look at {name}: {error}") from error
+
+    return await bus.patiently(look, f"looking at {name}")
+
+
+async def chosen_transport(bus: Bus, config: TransportConfig, size_bytes: int) -> ChosenTransport:
+    """Return the transport for weights of `size_bytes`: the configured one, or what `auto` chooses."""
+    if not isinstance(config, AutoTransport):
+        return config
+    limit = await _stream_bytes(bus)
+    chosen = config.chosen(size_bytes, limit)
+    log.info("transport_chosen", type=chosen.type, weights_bytes=size_bytes, stream_bytes=limit)
+    return chosen
+
+
+def blob_store(bus: Bus, config: ChosenTransport, directory: Path) -> BlobStore:
     """Return the configured store; `directory` is the run's own, for files that the learner serves."""
     if isinstance(config, FilesTransport):
         return FileBlobs(config.directory / bus.topology.run)

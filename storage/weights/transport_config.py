@@ -9,7 +9,7 @@ from bus.config import Config
 
 
 class BusTransport(Config):
-    """Chunks on the run's WEIGHTS stream, which need nothing else, for models up to half a gigabyte."""
+    """Chunks on the run's WEIGHTS stream, which need nothing else, for models up to a fourth of its bytes."""
 
     type: Literal["bus"] = "bus"
     """Name of the transport."""
@@ -39,17 +39,50 @@ class ServerConfig(Config):
     bus."""
 
 
-class HttpTransport(ServerConfig):
-    """The learner serves files, in ranges, to actors that can reach it or a relay."""
-
-    type: Literal["http"] = "http"
-    """Name of the transport."""
+class LearnerServer(ServerConfig):
+    """HTTP server of the learner."""
 
     serve_from: Path | None = None
     """Directory of the files that the learner serves; without it they are in the run's directory."""
 
 
-TransportConfig = Annotated[BusTransport | HttpTransport | FilesTransport, Field(discriminator="type")]
+class HttpTransport(LearnerServer):
+    """The learner serves files, in ranges, to actors that can reach it or a relay."""
+
+    type: Literal["http"] = "http"
+    """Name of the transport."""
+
+
+class AutoTransport(LearnerServer):
+    """The bus for a model that leaves room for several versions on the stream WEIGHTS, else HTTP.
+
+    The learner chooses by the size of the published weights when it starts. The other settings are those of
+    HTTP."""
+
+    type: Literal["auto"] = "auto"
+    """Name of the transport."""
+
+    def chosen(self, size_bytes: int, stream_bytes: int) -> BusTransport | HttpTransport:
+        """Return the transport for weights of `size_bytes`, where the stream WEIGHTS holds `stream_bytes`; 0
+        means any number of bytes."""
+        if fits_stream(size_bytes, stream_bytes):
+            return BusTransport()
+        return HttpTransport(**self.model_dump(exclude={"type"}))
+
+
+SHARE = 4
+"""One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
+
+
+def fits_stream(size_bytes: int, stream_bytes: int) -> bool:
+    """Return whether the stream WEIGHTS of `stream_bytes` (0: unlimited) has room for blobs of this size."""
+    return not 0 < stream_bytes < SHARE * size_bytes
+
+
+ChosenTransport = BusTransport | HttpTransport | FilesTransport
+TransportConfig = Annotated[
+    AutoTransport | BusTransport | HttpTransport | FilesTransport, Field(discriminator="type")
+]
 
 
 class RelayConfig(ServerConfig):

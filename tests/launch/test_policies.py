@@ -154,6 +154,12 @@ def test_weights_of_a_further_policy_are_not_served_by_its_learner_which_may_be_
     )
 
 
+def test_a_further_policys_weights_are_not_left_to_a_choice_that_may_be_http():
+    config = resolve(PANEL, policies(second={"agents": ["selector"]}))
+    assert config.learner.publication.transport.type == "auto"
+    assert of_policy(config, "second").learner.publication.transport.type == "bus"
+
+
 def test_each_policy_has_a_directory_of_events_and_a_meeting_place_of_its_own():
     second = policies(second={"agents": ["selector"]})
     config = resolve(PANEL, second, {"metrics": {"tensorboard": True, "tensorboard_directory": "/events"}})

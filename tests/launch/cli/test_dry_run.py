@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bus.errors import BusAwayError, ConfigError
 from bus.server import NatsServer, free_port
@@ -100,6 +102,26 @@ async def test_what_a_start_refuses_a_dry_run_refuses(layer: dict, message: str,
     with pytest.raises(ConfigError, match=message):
         await rehearse_local(config, STOP, own_bus=True)
     assert everything(tmp_path) == before
+
+
+def model_of(directory: Path, elements: int) -> Path:
+    """Make a model directory with one tensor of so many elements."""
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
+    save_file({"w": np.zeros(elements, np.float16)}, directory / "model.safetensors")
+    return directory
+
+
+async def test_weights_that_the_bus_has_no_room_for_go_by_http_or_are_refused(tmp_path: Path):
+    small_stream = {"bus": {"streams": {"weights_mib": 16}}}
+    fits, too_large = (model_of(tmp_path / str(n), n) for n in ((4 << 20) // 2, (4 << 20) // 2 + 1))
+    for model, way in ((fits, "4 MB and goes by bus."), (too_large, "4 MB and goes by http, from")):
+        config = resolve({**small(tmp_path), **small_stream, "model": {"path": model, "dtype": "bfloat16"}})
+        assert way in await rehearse_local(config, STOP, own_bus=True)
+    named = {"learner": {"publication": {"transport": {"type": "bus"}}}}
+    config = resolve({**small(tmp_path), **small_stream, **named, "model": {"path": too_large}})
+    with pytest.raises(ConfigError, match=r"=bus: 4 MiB of weights .* fourth of bus.streams.weights_mib=16"):
+        await rehearse_local(config, STOP, own_bus=True)
 
 
 async def test_another_users_run_may_be_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

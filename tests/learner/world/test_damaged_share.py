@@ -25,6 +25,7 @@ from learner.world.rank import Rank
 from learner.world.world import World, divided
 from storage.client.reader import ReplayReader
 from storage.store.segments import FILE
+from storage.weights.blob_stores import BusBlobs
 from tests.learner import worlds as of_ranks
 from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import hf_state, tiny_model
@@ -57,7 +58,10 @@ async def _learn(url: str, directory: Path) -> int:
                 await world.follow()
                 return 1
             progress = Progress(stage="rl")
-            learner = Learner(bus, settings, world, progress, reader=reader, incarnation="a", stop=stop)
+            learner = Learner(
+                bus, settings, world, progress,
+                reader=reader, store=BusBlobs(bus), incarnation="a", stop=stop,
+            )  # fmt: skip
             async with world.led(stop):
                 await learner.run()
             return progress.step

@@ -32,6 +32,7 @@ from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
 from storage.evaluation_config import EvaluationConfig
 from storage.store.segments import FILE
+from storage.weights.blob_stores import BusBlobs
 from tests.factories import make_trajectory
 from tests.learner.tiny import tiny_config
 from tests.storage.conftest import quick  # noqa: F401 - a fixture
@@ -85,7 +86,10 @@ def learning(
         rank = Rank(trainer, own, reader=reader, demonstrations=None, thread=thread)
         world = World(Channel(stop), rank, own)
         progress = Progress(stage="rl")
-        yield Learner(bus, own, world, progress, reader=reader, incarnation="a", stop=stop), trainer, reader
+        learner = Learner(
+            bus, own, world, progress, reader=reader, store=BusBlobs(bus), incarnation="a", stop=stop
+        )
+        yield learner, trainer, reader
 
 
 async def test_bodies_of_the_next_step_are_fetched_while_this_one_trains(bus: Bus, tmp_path: Path):

@@ -16,12 +16,19 @@ from pydantic import ValidationError
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.server import free_port
+from bus.topology import MIB
 from storage.weights import blob_files, blob_http
 from storage.weights.blob_files import FileBlobs, file_name, read_file
 from storage.weights.blob_http import HttpBlobs
 from storage.weights.blob_sources import Blobs, Relay, blob_source
-from storage.weights.blob_stores import blob_store
-from storage.weights.transport_config import BusTransport, FilesTransport, HttpTransport, RelayConfig
+from storage.weights.blob_stores import blob_store, chosen_transport
+from storage.weights.transport_config import (
+    AutoTransport,
+    BusTransport,
+    FilesTransport,
+    HttpTransport,
+    RelayConfig,
+)
 from tests.storage.serving import refusing_disk
 
 pytestmark = pytest.mark.nats
@@ -372,3 +379,24 @@ async def test_a_relays_port_that_is_taken_is_named(bus, origin):
 def test_a_host_is_not_its_own_source():
     with pytest.raises(ValidationError, match="would wait for each other"):
         RelayConfig(site="a", via="a")
+
+
+async def test_auto_takes_the_bus_up_to_a_fourth_of_the_stream_and_http_beyond(bus):
+    found = AutoTransport(port=7000, serve_from=Path("fast"))
+    fourth = 2048 * MIB // 4
+    assert await chosen_transport(bus, found, fourth) == BusTransport()
+    assert await chosen_transport(bus, found, fourth + 1) == HttpTransport(port=7000, serve_from=Path("fast"))
+
+
+async def test_auto_goes_by_the_bytes_that_an_operator_has_given_the_stream(bus):
+    stream = bus.topology.stream("WEIGHTS")
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.update_stream(config.evolve(max_bytes=400))
+    assert await chosen_transport(bus, AutoTransport(), 101) == HttpTransport()
+    await bus.js.update_stream(config.evolve(max_bytes=-1))
+    assert await chosen_transport(bus, AutoTransport(), 1 << 50) == BusTransport()
+
+
+async def test_what_is_named_is_never_chosen_otherwise(bus, tmp_path):
+    for named in (BusTransport(), http(), FilesTransport(directory=tmp_path)):
+        assert await chosen_transport(bus, named, 1 << 50) == named
