@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ class LocalReader:
                 where = await self._locate(shard, lease_ids)
                 if not self._host or where.host != self._host:
                     return None
-                found = await asyncio.to_thread(self._read_mapped, where, set(lease_ids))
+                found = await asyncio.to_thread(self._read_mapped, where, list(lease_ids))
             except BusError as error:  # the request over the bus will say why
                 log.debug("shard_does_not_locate", shard=shard, reason=str(error))
                 return None
@@ -79,7 +80,7 @@ class LocalReader:
             self._complaints[shard] = reason
             log.warning("replay_not_mapped", shard=shard, reason=reason)
 
-    def _read_mapped(self, where: Located, leases: set[int]) -> list[Trajectory]:
+    def _read_mapped(self, where: Located, leases: Sequence[int]) -> list[Trajectory]:
         """Read from the files. Raises `StorageError` when they cannot be read or differ from the answer."""
         directory = Path(where.directory)
         if directory_identity(directory) != (where.device, where.inode):
@@ -92,9 +93,10 @@ class LocalReader:
                 segment = self._segment(directory, name)
                 for at in np.flatnonzero(where.segment_of == number).tolist():
                     found[at] = segment.trajectory(rows[at], copied=True, known=known)
-        if {t.lease_id for t in found.values()} != leases:
+        ordered = [found[at] for at in range(len(rows))]
+        if not are_groups(ordered, leases):
             raise StorageError(f"{directory} holds other groups than its shard says")
-        return [found[at] for at in range(len(rows))]
+        return ordered
 
     def _segment(self, directory: Path, name: str) -> Segment:
         path = directory / name
@@ -111,3 +113,10 @@ class LocalReader:
             return Segment(path)
 
         return self._mapped.get(version, checked)
+
+
+def are_groups(found: Sequence[Trajectory], leases: Sequence[int]) -> bool:
+    """Return whether these are trajectories of groups of these leases in their order, each sample once."""
+    groups = [(lease, [t.sample for t in group]) for lease, group in groupby(found, key=lambda t: t.lease_id)]
+    in_order = all(samples == sorted(set(samples)) for _, samples in groups)
+    return in_order and [lease for lease, _ in groups] == list(leases)

@@ -29,7 +29,7 @@ from bus.requests import (
 )
 from bus.trajectory import Trajectory, TrajectoryBatch
 from bus.waiting import is_away
-from storage.client.local_reader import LocalReader
+from storage.client.local_reader import LocalReader, are_groups
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
@@ -166,7 +166,10 @@ class ReplayReader:
             TrajectoryBatch,
             timeout_s=ANSWER_TIMEOUT_S,
         )
-        return [trajectory for batch in batches for trajectory in batch.whole]
+        found = [trajectory for batch in batches for trajectory in batch.whole]
+        if not are_groups(found, lease_ids):
+            raise BusError(f"shard {shard} was asked for groups {lease_ids} and answers others")
+        return found
 
 
 def _size_bytes(trajectory: Trajectory) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bus.errors import LostDataError
 from bus.trajectory import Trajectory
 from storage.store.complete_groups import CompleteGroups
 from storage.store.forgotten import Torn, complete_leases, find_rows, refuse_missing
@@ -92,7 +93,11 @@ class StoreContents:
     def read_rows(self, rows: Sequence[int]) -> list[Trajectory]:
         """Return the trajectories in these rows, with rewards that came later. `reading` is held.
 
-        They are read in the order in which they lie, so that each segment is opened once."""
+        They are read in the order in which they lie, so that each segment is opened once. Raises
+        `LostDataError` where a row holds another trajectory than the index says: its segment has been put
+        under another number."""
+        with self.mutex:
+            keys = {row: self.index.key_of(row) for row in rows}
         found: dict[int, Trajectory] = {}
         known: KnownImages = {}
         held = range(0)  # rows of the segment that the last one lay in, where the next one mostly lies
@@ -100,6 +105,12 @@ class StoreContents:
             if row not in held:
                 segment, held = self.layout.segment_of(row)
             trajectory = segment.trajectory(row - held.start, known=known)
+            key = keys[row]
+            if key is not None and key != (trajectory.lease_id, trajectory.sample):
+                raise LostDataError(
+                    f"{segment.path} holds {trajectory.trajectory_id} in row {row - held.start}, where the "
+                    f"index has sample {key[1]} of lease {key[0]}: restore the segment of that name"
+                )
             found[row] = self._rewarded(trajectory) if trajectory.reward_due else trajectory
         return [found[row] for row in rows]
 

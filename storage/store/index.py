@@ -8,6 +8,7 @@ Groups that are settled are forgotten (storage/store/settled.py).
 import io
 import zipfile
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +222,13 @@ class RowIndex:
         found = list(self._chain(self._last.get(lease_id, -1)))
         found.sort(key=self._samples.__getitem__)
         return [self._rows[at] for at in found]
+
+    def key_of(self, row: int) -> tuple[int, int] | None:
+        """Return lease and sample of the trajectory in a row; None where its group is forgotten."""
+        at = bisect_left(self._rows, row)
+        if at == len(self._rows) or self._rows[at] != row:
+            return None
+        return self._leases[at], self._samples[at]
 
     def tokens(self, lease_id: int) -> int:
         """Return the number of tokens of all stored samples of a group."""

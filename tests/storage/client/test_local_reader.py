@@ -1,6 +1,7 @@
 """Reading a shard's own files on its host; whatever is wrong with them, the bus brings the same."""
 
 import asyncio
+import shutil
 import threading
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -9,11 +10,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus import answers
-from bus.codec import decode, encode
+from bus.codec import Message, decode, encode
 from bus.errors import BusError, UnreadableGroupsError
-from bus.requests import GroupRef, Located, LocateRequest
-from bus.trajectory import Trajectory
-from storage.client import addresses, local_reader
+from bus.requests import Done, GroupRef, Located, LocateRequest, ReadRequest
+from bus.trajectory import Trajectory, TrajectoryBatch
+from storage.client import addresses, local_reader, reader
 from storage.client.local_reader import LocalReader
 from storage.client.reader import ReplayReader
 from storage.store import layout
@@ -247,3 +248,27 @@ async def test_thousands_of_steps_leave_no_file_open(bus, store, monkeypatch, tm
 def test_directory_identity_of_what_is_missing_is_an_error(tmp_path: Path):
     with pytest.raises(addresses.StorageError, match="cannot be read here"):
         addresses.directory_identity(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("answered", [[2], [0, 0], [2, 0], [0]], ids=str)
+async def test_groups_that_nobody_asked_for_are_not_trained_on(bus, store, monkeypatch, answered):
+    async def other_groups(request: ReadRequest) -> list[Message]:
+        found = [trajectory for lease_id in answered for trajectory in group(lease_id)]
+        return [TrajectoryBatch.of(found), Done()]
+
+    monkeypatch.setattr(reader, "REFUSAL_LIMIT_S", 0.0)
+    await bus.serve(bus.subject("rpc", "read", 0), ReadRequest, other_groups)
+    with pytest.raises(BusError, match=r"shard 0 was asked for groups \[0, 2\] and answers others"):
+        await ReplayReader(bus, "a", read="bus").fetch(refs(0, 2))
+
+
+async def test_a_segment_put_under_another_number_is_neither_mapped_nor_sent(bus, store):
+    names = [store.directory / entry.name for entry in store.entries]
+    store.close()
+    for one, other in ((0, 5), (3, 1)):
+        shutil.copyfile(names[one] / FILE, names[other] / FILE)
+    with closing(ReplayStore.open(store.directory)) as reopened:
+        async with fetching(bus, reopened) as reader:
+            assert await fetched(reader, 0, 6) == as_bytes(map(group, (0, 6)))
+            with pytest.raises(UnreadableGroupsError, match="segment_00000005 holds g00000000"):
+                await reader.fetch(refs(10))

@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from zarr.storage import ZipStore
 
 from bus.codec import encode
-from bus.errors import SchemaError, StorageError
+from bus.errors import LostDataError, SchemaError, StorageError
 from bus.messages import group_name
 from bus.trajectory import Parent, Trajectory, Turn
 from storage.store import layout, zipped
@@ -447,3 +448,17 @@ def test_nothing_but_other_reads_waits_for_a_read_that_waits_for_the_disk(tmp_pa
             release.set()
         assert [t.lease_id for t in read.result(60)] == [0] * len(group(0))
     store.close()
+
+
+def test_a_segment_restored_under_another_number_is_never_read_as_that_one(tmp_path):
+    with closing(ReplayStore.open(tmp_path)) as store:
+        for lease_id in range(3):
+            store.append(group(lease_id))
+    segments = segments_of(tmp_path)
+    shutil.copyfile(segments[2] / FILE, segments[0] / FILE)  # as many trajectories, of another lease
+    for writable in (True, False):
+        with closing(ReplayStore.open(tmp_path, writable=writable)) as store:
+            for ask in (lambda s: s.read([0]), lambda s: s.trajectories_of(0)):
+                with pytest.raises(LostDataError, match=r"segment_00000000 holds g00000002\.0 .* of lease 0"):
+                    ask(store)
+            assert as_bytes(store.read([1, 2])) == as_bytes([*group(1), *group(2)])
