@@ -16,16 +16,15 @@ from launch.config import RunConfig
 from launch.settings_sources import leaves
 from launch.settings_tree import nearest, settings_at
 from launch.watch.history import History
+from launch.watch.latest_step import latest_history, latest_step
 from storage.disk import checkpoints
 from storage.disk.atomic_files import read_json
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directories import is_run, run_directories, written_s
 from storage.disk.run_directory import PROGRESS_REMEDY
-from storage.metrics.records import latest_records, read_records
+from storage.metrics.records import read_records
 
 T = TypeVar("T")
-TAIL_BYTES = 1 << 20
-"""Bytes at the end of metrics.jsonl in which a list of runs looks for the latest step and evaluation."""
 LOCKS = ("lock", "replay/*/.lock")
 """Files that the processes of a run hold open on the host of its directory."""
 UNSET = "no default"
@@ -178,21 +177,19 @@ def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
 def _read(path: Path, pids: list[int]) -> RecordedRun:
     starts = starts_of(path)
     progress = _json(path / "progress.json", PROGRESS, PROGRESS_REMEDY) or _Progress()
-    history = History(latest_records(path / "metrics.jsonl", TAIL_BYTES))
-    last = history.last
-    step = max(progress.step, last.step if last is not None else 0)
-    stage = progress.stage or ("rl" if last is not None else "starting")
+    history = latest_history(path / "metrics.jsonl")
+    latest = latest_step(progress.model_dump(mode="json"), history)
     return RecordedRun(
         run=path.name,
-        state="running" if pids else "done" if stage == "done" else _state_without_processes(path),
+        state="running" if pids else "done" if latest.stage == "done" else _state_without_processes(path),
         directory=str(path),
         started=starts[0].started.timestamp() if starts else None,
         starts=len(starts),
         written=written_s(path),
-        stage=stage,
-        step=step,
+        stage=latest.stage,
+        step=latest.step,
         steps=_steps(settings_of(path).get("learner.steps")),
-        policy_version=max(progress.policy_version, last.policy_version if last is not None else 0),
+        policy_version=latest.policy_version,
         reward=_finite(history.recent_reward()),
         accuracy=_accuracy(history, progress),
         pids=pids,

@@ -7,6 +7,8 @@ import structlog
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from launch.watch.history import History
+from launch.watch.latest_step import latest_history, latest_step
 from storage.disk.run_directories import run_directories, written_s
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, last_record
@@ -38,21 +40,23 @@ def run_facts(root: Path, name: str) -> dict[str, Json]:
     summary, progress = _read(path / "summary.json"), _read(path / "progress.json")
     config, starts = _read(path / "config.json"), _read(path / "provenance.json")
     start = starts[0] if isinstance(starts, list) and starts and isinstance(starts[0], dict) else {}
-    row = _last_row(run)
+    history = _history(run)
+    latest = latest_step(progress if isinstance(progress, dict) else {}, history)
+    known = isinstance(progress, dict) or history.last is not None
     return {
         "run": name,
         "here": run.exists,
-        "stage": _get(progress, "stage"),
-        "step": _get(progress, "step"),
+        "stage": latest.stage if known else None,
+        "step": latest.step if known else None,
         "steps": _get(_get(config, "learner"), "steps"),
-        "policy_version": _get(progress, "policy_version"),
+        "policy_version": latest.policy_version if known else None,
         "started": start.get("started"),
         "host": start.get("host"),
         "commit": start.get("git_commit"),
         "command": start.get("argv"),
         "packages": start.get("packages"),
         "used_s": written_s(path) if run.exists else None,
-        "last_time_s": row.get("time_s"),
+        "last_time_s": _last_row(run).get("time_s"),
         "heldout": _get(summary, "heldout_accuracy_end") or _last_evaluation(progress),
         "max_staleness": _get(_get(config, "admission"), "max_staleness"),
         "target_accuracy": _get(_get(config, "learner"), "target_accuracy"),
@@ -66,6 +70,14 @@ def _last_row(run: RunDirectory) -> Record:
     except OSError as error:  # a file that is somebody else's must not hide the other runs
         log.debug("metrics_not_read", run=run.name, reason=str(error))
         return {}
+
+
+def _history(run: RunDirectory) -> History:
+    try:
+        return latest_history(run.metrics) if run.exists else History()
+    except OSError as error:
+        log.debug("metrics_not_read", run=run.name, reason=str(error))
+        return History()
 
 
 def _last_evaluation(progress: Json) -> Json:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import launch
 from bus.errors import ConfigError
 from launch.cli import main as cli
 from launch.config import resolve
@@ -18,6 +19,7 @@ from launch.operations.recorded_runs import (
     settings_of,
 )
 from launch.operations.run_tables import comparison, whole_run
+from launch.watch.dashboard.run_list import run_facts
 from storage.disk.file_users import processes_holding
 from storage.disk.run_directories import run_directories
 from storage.disk.run_directory import RunDirectory
@@ -63,6 +65,20 @@ def printed(capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.M
     return printed
 
 
+def test_every_screen_tells_the_same_step_of_a_run_that_trained_on_after_its_checkpoint(tmp_path, printed):
+    path = record(tmp_path, "ahead", rewards=[0.5] * 15)
+    (path / "progress.json").write_text(json.dumps({"stage": "rl", "step": 10, "policy_version": 11}))
+    facts = run_facts(tmp_path, "ahead")
+    [listed] = json.loads(printed("list", "--json"))
+    shown = json.loads(printed("show", "--run", "ahead", "--json"))
+    told = [facts, listed, shown, launch.attach("ahead", directory=tmp_path).status().to_json()]
+    assert [(one["stage"], one["step"], one["policy_version"]) for one in told] == [("rl", 15, 16)] * 4
+    (path / "metrics.jsonl").unlink()  # such as on another host
+    assert (run_facts(tmp_path, "ahead")["step"], recorded_runs([path])[0].step) == (10, 10)
+    (path / "progress.json").unlink()
+    assert (run_facts(tmp_path, "ahead")["step"], recorded_runs([path])[0].step) == (None, 0)
+
+
 def test_a_list_tells_how_far_each_run_is(tmp_path: Path, printed):
     record(tmp_path, "long", rewards=[0.0] * 5 + [0.5] * 10, learner={"steps": 40})
     record(tmp_path, "ended", rewards=[0.25], stage="done")
@@ -82,7 +98,7 @@ def test_a_list_tells_how_far_each_run_is(tmp_path: Path, printed):
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = record(tmp_path, "long", rewards=[float(step) for step in range(400)])
-    monkeypatch.setattr("launch.operations.recorded_runs.TAIL_BYTES", 8192)
+    monkeypatch.setattr("launch.watch.latest_step.TAIL_BYTES", 8192)
     [run] = recorded_runs([path])
     assert (run.step, run.reward) == (400, 394.5)
 
