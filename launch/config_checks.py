@@ -61,9 +61,10 @@ def check_together(config: "RunConfig") -> None:
             "actors.engine.routed_experts=true, or router_replay to none"
         )
     check_numerics(config)
+    _check_publish_dtype(config)
     _check_adapters(config)
     _check_quantisation(config)
-    if config.learner.fp8_matmul and config.model.dtype != "bfloat16":
+    if config.learner.fp8_matmul and config.model.dtype == "float32":
         raise ConfigError(
             f"learner.fp8_matmul=true with model.dtype={config.model.dtype}: products in fp8 are rounded to "
             "bfloat16; set model.dtype=bfloat16, or fp8_matmul to false"
@@ -135,6 +136,15 @@ TAKEN_ONCE = {
     "int4": "packs the codes of linear layers for its kernels",
 }
 """Formats of which SGLang takes one version, and what it does to that."""
+
+
+def _check_publish_dtype(config: "RunConfig") -> None:
+    """Refuse what the learner would refuse where the dtype does not depend on its host."""
+    if (config.model.dtype, config.learner.publish_dtype) == ("float32", "bfloat16"):
+        raise ConfigError(
+            "learner.publish_dtype=bfloat16 is coarser than model.dtype=float32: engines would have other "
+            "weights than the learner. Leave learner.publish_dtype out"
+        )
 
 
 def _check_quantisation(config: "RunConfig") -> None:

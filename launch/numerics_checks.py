@@ -31,7 +31,7 @@ def engine_of(config: "RunConfig") -> EngineConfig:
 
 
 def _inexact(config: "RunConfig") -> Iterator[str]:
-    if config.model.dtype != "float32":
+    if config.model.dtype == "bfloat16":
         yield f"model.dtype={config.model.dtype}: set it to float32"
     if problem := inexact(config.actors.engine):
         yield problem
@@ -44,7 +44,7 @@ def _inexact(config: "RunConfig") -> Iterator[str]:
 
 
 def _of_learner(learner: "LearnerConfig") -> Iterator[str]:
-    if learner.publish_dtype != "float32":
+    if learner.publish_dtype == "bfloat16":
         yield f"learner.publish_dtype={learner.publish_dtype}: engines would get rounded weights; set float32"
     if learner.publication.quantisation != "none" and not learner.quantisation_aware:
         yield (
@@ -64,7 +64,7 @@ def _unlike_sglang(config: "RunConfig") -> Iterator[str]:
         ("model.dtype", config.model.dtype),
         ("learner.publish_dtype", learner.publish_dtype),
     ):
-        if dtype != "bfloat16":
+        if dtype == "float32":
             yield f"{name}={dtype}: set it to bfloat16"
     yield from unlike_learner(config.actors.engine)
     if sampling.temperature != 1.0:

@@ -49,7 +49,7 @@ def restore_backend(
     refuse_optimizers(settings.model, optimizers, initial.hf_config, settings.learner.backend)
     refuse_router_replay(settings.learner, initial.hf_config)
     refuse_quantisation(settings.learner, initial.state)
-    rounding = rounding_of(settings.learner, settings.model, initial.state)
+    rounding = rounding_of(settings.learner, settings.model)
     # a run without a warm-up begins in this stage too, but takes no step in it
     stage = settings.warmup if progress.stage == "warmup" and settings.warmup.steps else settings.learner
     backend = build_backend(

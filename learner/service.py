@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-import torch
 
 from bus.connection import Bus
 from bus.process_tuning import few_collections
@@ -23,7 +22,7 @@ from learner.checkpoint.commit import read_extra
 from learner.checkpoint.newest import newest_whole
 from learner.initial import prepare
 from learner.progress import Progress
-from learner.publication.dtypes import exact_dtypes, published_bytes
+from learner.publication.dtypes import published_bytes, published_dtype
 from learner.restore import restore_backend
 from learner.scoring.served_teachers import refuse_other_teachers
 from learner.settings import LearnerSettings
@@ -128,11 +127,9 @@ def build(
     latest = newest_whole(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel, verified=True)
-    published, trained = getattr(torch, settings.learner.publish_dtype), getattr(torch, settings.model.dtype)
-    exact = exact_dtypes(initial.state, published, trained)
     rank = Rank(
         backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread,
-        exact_dtypes=exact, images=initial.images,
+        images=initial.images,
     )  # fmt: skip
-    size = published_bytes(initial.state, published, exact)
+    size = published_bytes(initial.state, published_dtype(settings.learner, settings.model))
     return Built(World(channel, rank, settings), progress, size)

@@ -27,6 +27,7 @@ from learner.metrics import StepReporter, batch_values, read_values, step_values
 from learner.next_batch import NextBatch
 from learner.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
+from learner.publication.dtypes import published_dtype
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
 from learner.settings import LearnerSettings, shared_kernels
@@ -122,7 +123,8 @@ class Learner:
         if self._settings.learner.target_accuracy and self._heldout.prompts is None:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
         await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)
-        await self._weights.start(self._settings.model_directory)
+        published = published_dtype(self._settings.learner, self._settings.model)
+        await self._weights.start(self._settings.model_directory, dtype=str(published).removeprefix("torch."))
         await self._broadcaster.start()
         await self._reader.resumed(self.progress.step)
         await self._publish()

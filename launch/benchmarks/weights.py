@@ -171,7 +171,7 @@ async def _bench(
         _serving(model, config.actors.engine, directory, served) as engine,
     ):
         learning = await preparing
-        size = weights(workload.model) * getattr(torch, config.learner.publish_dtype).itemsize
+        size = int(weights(workload.model)) * torch.bfloat16.itemsize
         transport = await chosen_transport(bus, publication.transport, size)
         store = blob_store(bus, transport, directory / "weights")
         publisher = WeightPublisher(bus, store, publication, incarnation="bench", base=learning.adapter_base)

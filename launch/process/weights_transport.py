@@ -14,7 +14,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.weights.transport_config import AutoTransport, BusTransport, HttpTransport, fits_stream
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of an element by `learner.publish_dtype`."""
+"""Bytes of an element by dtype."""
 
 
 def transport_remark(config: RunConfig) -> str:
@@ -27,7 +27,7 @@ def transport_remark(config: RunConfig) -> str:
         return ""
     model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
     try:
-        size = elements(model) * ITEM_BYTES[config.learner.publish_dtype]
+        size = elements(model) * _item_bytes(config)
     except (OSError, ValueError):
         return ""
     if isinstance(transport, BusTransport) and not fits_stream(size, stream_bytes):
@@ -40,6 +40,16 @@ def transport_remark(config: RunConfig) -> str:
     reached = ", from the learner's host" if isinstance(chosen, HttpTransport) else ""
     whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
     return f"A snapshot of the weights{whose} has {size / 1e6:,.0f} MB and goes by {chosen.type}{reached}."
+
+
+def _item_bytes(config: RunConfig) -> int:
+    """Return the bytes of a published element, as far as they do not depend on the learner's host."""
+    dtype = config.learner.publish_dtype
+    if dtype == "auto":
+        dtype = config.model.dtype
+    if dtype == "auto" and config.model.numerics == "exact":
+        dtype = "float32"
+    return ITEM_BYTES.get(dtype, ITEM_BYTES["bfloat16"])
 
 
 def _remedy(config: RunConfig) -> str:

@@ -34,10 +34,10 @@ from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.model_directories.lazy_weights import State, spec_of
-from learner.publication.dtypes import exact_dtypes
+from learner.publication.dtypes import compute_dtype, published_dtype
 from learner.world.process_group import init_process_group
 from storage.images.reader import ImageReader
-from storage.weights.quantisation import FORMATS, is_quantised, refuse_unsuitable
+from storage.weights.quantisation import FORMATS, refuse_unsuitable
 
 
 def _fsdp() -> Callable[..., Backend]:
@@ -77,7 +77,7 @@ def close_world() -> None:
 
 def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` for batches that no backend of this model can train on, on this machine."""
-    if batch.share_prefixes and model.dtype == "float32" and torch.cuda.is_available():
+    if batch.share_prefixes and compute_dtype(model) == torch.float32 and torch.cuda.is_available():
         raise ConfigError(
             "learner.batch.share_prefixes=true has no attention kernel for model.dtype=float32 on a GPU: set "
             "model.dtype=bfloat16, or share_prefixes=false"
@@ -90,7 +90,11 @@ def refuse_batches(model: ModelConfig, batch: BatchConfig, hf_config: Pretrained
 
 def refuse_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise `ConfigError` for attention over context ranks that has no kernel on this machine."""
-    if parallel.context_attention == "ring" and model.dtype == "float32" and torch.cuda.is_available():
+    if (
+        parallel.context_attention == "ring"
+        and compute_dtype(model) == torch.float32
+        and torch.cuda.is_available()
+    ):
         raise ConfigError(
             "learner.parallel.context_attention=ring has no attention kernel for model.dtype=float32 on a "
             "GPU: set model.dtype=bfloat16, or context_attention=gather"
@@ -167,7 +171,7 @@ def build_backend(  # noqa: PLR0913  # what every backend is given, and the imag
         hf_config,
         state,
         optimizer,
-        dtype=getattr(torch, model.dtype),
+        dtype=compute_dtype(model),
         parallel=parallel,
         trainable=_trainable(model),
         critic=critic,
@@ -181,22 +185,11 @@ def _trainable(model: ModelConfig) -> TrainableWeights:
     return TrainableWeights(model.freeze, model.train_only)
 
 
-def rounding_of(learner: LearnerConfig, model: ModelConfig, state: State) -> Rounding | None:
-    """Return how the weights are rounded that the learner computes with; None where they are not.
-
-    Raises `ConfigError` where one of `state`, the initial weights, is quantised from another type than the
-    others."""
+def rounding_of(learner: LearnerConfig, model: ModelConfig) -> Rounding | None:
+    """Return how the weights are rounded that the learner computes with; None where they are not."""
     if not learner.quantisation_aware:
         return None
-    published = getattr(torch, learner.publish_dtype)
-    for name, dtype in exact_dtypes(state, published, getattr(torch, model.dtype)).items():
-        if is_quantised(name, spec_of(state, name).shape):
-            raise ConfigError(
-                f"learner.quantisation_aware=true: {name} has a wider type than most weights of the model "
-                f"and is quantised from {dtype}, the others from {published}: set "
-                f"learner.publish_dtype={model.dtype}, which quantises all of them alike"
-            )
-    return Rounding(FORMATS[learner.publication.quantisation], published)
+    return Rounding(FORMATS[learner.publication.quantisation], published_dtype(learner, model))
 
 
 def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> State | None:

@@ -149,10 +149,9 @@ class LearnerConfig(Config):
     """Sets how trajectories come from their shards: `auto` maps the files of those on the same host and asks
     the others over the bus, `bus` asks all."""
 
-    publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the published weights, in which the engines compute. Weights that the model itself has in a
-    wider type than most of its weights, such as a router in float32, are published as the learner has them.
-    """
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the published weights, in which SGLang computes. `auto` is `model.dtype`: engines have the
+    weights that the learner computes with. A coarser type is refused."""
 
     router_replay: Literal["none", "engine", "learner"] = "none"
     """Sets who chooses the experts of a token where the model is a mixture of experts. `none`: the learner's

@@ -66,8 +66,9 @@ class ModelConfig(Config):
     scratch: ScratchModel = ScratchModel()
     """Sizes of the scratch model."""
 
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the learner's parameters and activations; the optimizer's main weights are float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the learner's parameters and activations; the optimizer's main weights are float32. `auto` is
+    what `model.numerics` needs, else bfloat16 on a GPU and float32 on a CPU, which is slow in bfloat16."""
 
     numerics: Literal["fast", "exact", "sglang"] = "fast"
     """Arithmetic of learner and engines. With `exact` both compute the log-prob of a token to the same bit,

@@ -1,47 +1,53 @@
-"""Tells which weights are published in a dtype of their own, and how large all of them are."""
+"""Tells in which dtype the learner computes and publishes, and how large the published weights are."""
 
-from collections.abc import Iterator, Mapping
 from math import prod
 
 import torch
 
 from bus.errors import ConfigError
-from learner.model_directories.lazy_weights import Spec, State, main_dtype, spec_of
+from learner.config.learner import LearnerConfig
+from learner.config.model import ModelConfig
+from learner.model_directories.lazy_weights import State, spec_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Dtypes by their names in settings."""
 
 
-def exact_dtypes(state: State, published: torch.dtype, trained: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the weights that are published in another dtype than `published`, each with its own.
-
-    A model that has some weights in a wider dtype than most, such as a router in float32 among bfloat16,
-    needs them exact: these are published in `trained`, the learner's dtype, which rounds nothing.
-
-    Args:
-        state: weights of the initial model, of which only the dtypes are read.
-        published: `learner.publish_dtype`.
-        trained: dtype of the learner's weights, `model.dtype`.
-    """
-    if trained.itemsize <= published.itemsize:  # it has nothing that is more exact
-        return {}
-    specs = dict(_specs(state))
-    most = main_dtype(specs.values())
-    return {name: trained for name, spec in specs.items() if spec.dtype.itemsize > most.itemsize}
+def compute_dtype(model: ModelConfig) -> torch.dtype:
+    """Return the dtype of the learner's parameters and activations on this host."""
+    if model.dtype != "auto":
+        return DTYPES[model.dtype]
+    if model.numerics != "fast":
+        return torch.float32 if model.numerics == "exact" else torch.bfloat16
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
-def published_bytes(state: State, published: torch.dtype, exact: Mapping[str, torch.dtype]) -> int:
-    """Return the size of the published weights before any quantisation.
+def published_dtype(learner: LearnerConfig, model: ModelConfig) -> torch.dtype:
+    """Return the dtype of most published weights.
 
-    Args:
-        state: weights of the initial model, of which only shapes are read.
-        published: `learner.publish_dtype`.
-        exact: weights with another dtype, as `exact_dtypes` returns them.
-    """
-    return sum(prod(spec.shape) * exact.get(name, published).itemsize for name, spec in _specs(state))
+    Raises `ConfigError` for one that is coarser than that of the learner: engines would sample from other
+    weights than the learner computes with, and small updates would reach them late or never."""
+    trained = compute_dtype(model)
+    if learner.publish_dtype == "auto":
+        return trained
+    published = DTYPES[learner.publish_dtype]
+    if published.itemsize < trained.itemsize:
+        raise ConfigError(
+            f"learner.publish_dtype={learner.publish_dtype} is coarser than the learner's "
+            f"model.dtype={str(trained).removeprefix('torch.')}: engines would have other weights than the "
+            "learner. Leave learner.publish_dtype out, or set model.dtype too"
+        )
+    return published
 
 
-def _specs(state: State) -> Iterator[tuple[str, Spec]]:
-    for name in state:
-        try:
-            found = spec_of(state, name)
-        except ConfigError:  # integers, say: no weight, for the model would not have been loaded
-            continue
-        yield name, found
+def published_bytes(state: State, published: torch.dtype) -> int:
+    """Return the size in bytes of all weights of `state` in the dtype `published`; only their shapes are
+    read."""
+    return sum(_elements(state, name) for name in state) * published.itemsize
+
+
+def _elements(state: State, name: str) -> int:
+    try:
+        return prod(spec_of(state, name).shape)
+    except ConfigError:  # integers, say: no weight, for the model would not have been loaded
+        return 0

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor, Weights
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
 """Name of each torch dtype in safetensors."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NONE_EXACT: Mapping[str, torch.dtype] = MappingProxyType({})
 SHORT_BYTES = 512 << 20
 """Size up to which a CPU copies in the calling thread: waking another takes a tenth as long or more."""
 
@@ -48,13 +46,13 @@ class HostCopy:
     run beside the training that follows: `Copied.done` says when the weights may change again.
     """
 
-    def __init__(self, dtype: torch.dtype, exact: Mapping[str, torch.dtype] = NONE_EXACT) -> None:
-        """Copy weights as `dtype`, except those that `exact` gives a dtype of their own by name."""
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Copy weights as `dtype`, except adapters that have one of their own."""
         self.seconds = 0.0
         """Duration of the latest `take`."""
         self.tensors: int | None = None
         """Number of weights of the latest `take`."""
-        self._dtype, self._exact = dtype, exact
+        self._dtype = dtype
         self._sets: list[_Buffers | None] = [None, None]
         self._turn = 0
         self._beside: torch.cuda.Stream | None = None
@@ -67,9 +65,7 @@ class HostCopy:
         self.tensors = len(weights.shapes)
         buffers = self._sets[self._turn]
         if buffers is None or buffers.shapes != weights.shapes:
-            buffers = self._sets[self._turn] = _Buffers(
-                weights.shapes, self._dtype, {**self._exact, **weights.exact}
-            )
+            buffers = self._sets[self._turn] = _Buffers(weights.shapes, self._dtype, weights.exact)
         on_gpu = device().type == "cuda"
         with self._beside_training() if on_gpu else nullcontext():
             buffers.fill(weights)
@@ -85,8 +81,7 @@ class HostCopy:
 
     def as_published(self, adapters: Adapters) -> Weights:
         """Return the frozen weights of adapters in the dtypes to publish. It is called on any thread."""
-        exact = {**self._exact, **adapters.exact}
-        base = adapters.base
+        exact, base = adapters.exact, adapters.base
         tensors = {name: base[name].to(exact.get(name, self._dtype)).contiguous() for name in sorted(base)}
         return Weights.of(0, host_tensors(tensors))
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from pydantic import JsonValue
@@ -28,7 +27,8 @@ from learner.model_directories.adapter_directory import SUBDIRECTORY, write_adap
 from learner.model_directories.model_directory import stream_hf_directory
 from learner.progress import kept_steps
 from learner.publication.announcement import AdapterBase
-from learner.publication.host_copy import NONE_EXACT, Copied, HostCopy, copy_weights
+from learner.publication.dtypes import published_dtype
+from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
 from learner.scoring.recorded_logprobs import recorded_logprobs
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
@@ -56,11 +56,9 @@ class Rank:
     def __init__(
         self, backend: Backend, settings: LearnerSettings, *,
         reader: ReplayReader, demonstrations: Demonstrations | None, thread: Executor,
-        exact_dtypes: Mapping[str, torch.dtype] = NONE_EXACT, images: ImageReader | None = None,
+        images: ImageReader | None = None,
     ) -> None:  # fmt: skip
-        """Take over the backend, of whose weights `exact_dtypes` are published in dtypes of their own.
-
-        `images` are those of a vision-language model."""
+        """Take over the backend. `images` are those of a vision-language model."""
         self.hf_config = backend.hf_config
         self.recorded: Mapping[str, NDArray[np.float32]] = {}
         """Log-probs of a few trajectories of the latest step (learner/scoring/recorded_logprobs.py)."""
@@ -71,7 +69,7 @@ class Rank:
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
-        self._host = HostCopy(getattr(torch, settings.learner.publish_dtype), exact_dtypes)
+        self._host = HostCopy(published_dtype(settings.learner, settings.model))
         self._saving: PendingCheckpoint | None = None
         self._saved_step: int | None = None
         """Step of the checkpoint begun last, unless the backend has changed since."""

@@ -29,10 +29,26 @@ def unbundle(files: ModelFiles, directory: Path) -> None:
 
 def with_quantisation(files: ModelFiles, quantisation: Mapping[str, Json]) -> ModelFiles:
     """Return the files with a config.json by which engines load quantised weights."""
-    place = files.names.index(CONFIG)
-    config = {**json.loads(files.contents[place]), QUANTISATION: dict(quantisation)}
+    return _with_config(files, {**_config(files), QUANTISATION: dict(quantisation)})
+
+
+def with_dtype(files: ModelFiles, dtype: str) -> ModelFiles:
+    """Return the files with a config.json by which servers compute in `dtype`, such as "float32"."""
+    found = {key: value for key, value in _config(files).items() if key != "torch_dtype"} | {"dtype": dtype}
+    text = found.get("text_config")
+    if isinstance(text, dict):
+        found["text_config"] = {k: v for k, v in text.items() if k != "torch_dtype"} | {"dtype": dtype}
+    return _with_config(files, found)
+
+
+def _config(files: ModelFiles) -> dict[str, Json]:
+    found: dict[str, Json] = json.loads(files.contents[files.names.index(CONFIG)])
+    return found
+
+
+def _with_config(files: ModelFiles, config: Mapping[str, Json]) -> ModelFiles:
     contents = list(files.contents)
-    contents[place] = (json.dumps(config, indent=2) + "\n").encode()
+    contents[files.names.index(CONFIG)] = (json.dumps(config, indent=2) + "\n").encode()
     return ModelFiles(names=files.names, contents=tuple(contents))
 
 

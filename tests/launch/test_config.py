@@ -241,7 +241,7 @@ def test_a_configuration_is_frozen():
         ({"learner": 3}, "learner is a table of settings, not a value (got 3)"),
         (
             {"model": {"dtype": "float8"}},
-            "model.dtype: should be 'float32' or 'bfloat16' (got 'float8')",
+            "model.dtype: should be 'auto', 'float32' or 'bfloat16' (got 'float8')",
         ),
     ],
 )

@@ -13,14 +13,13 @@ from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
 from learner.backends.base import Backend
-from learner.backends.factory import refuse_quantisation, rounding_of
+from learner.backends.factory import refuse_quantisation
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import Part, RoundedWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.learner import LearnerConfig
-from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
@@ -254,19 +253,6 @@ def test_the_runs_own_frozen_policies_are_rounded_and_those_of_directories_are_n
     assert torch.equal(reference, live)
     assert torch.equal(teacher, plain.logprobs(batches)[0].nan_to_num())
     assert (teacher - live).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate.weight"])
-def test_a_layer_in_a_wider_type_than_the_others_is_refused_by_name(name):
-    state = {f"{n}.weight": torch.zeros(4, 4, dtype=torch.bfloat16) for n in range(3)}
-    state[name] = torch.zeros(4, 4)
-    learner = LearnerConfig(quantisation_aware=True, publication={"quantisation": "fp8_block"})
-    if name.endswith("gate.weight"):  # a router, which is not quantised
-        assert rounding_of(learner, ModelConfig(dtype="float32"), state).published == torch.bfloat16
-        return
-    assert rounding_of(learner, ModelConfig(dtype="bfloat16"), state) is not None
-    with pytest.raises(ConfigError, match=rf"{name} has a wider type .* set learner.publish_dtype=float32"):
-        rounding_of(learner, ModelConfig(dtype="float32"), state)
 
 
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])

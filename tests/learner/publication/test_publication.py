@@ -378,7 +378,7 @@ async def test_a_model_too_large_for_the_stream_names_the_other_transports(bus):
     stream = bus.topology.stream("WEIGHTS")
     config = (await bus.js.stream_info(stream)).config
     await bus.js.update_stream(config.evolve(max_bytes=100 << 20))
-    with pytest.raises(ConfigError, match=r"transport\.type to http or files"):
+    with pytest.raises(ConfigError, match=r"transport\.type to auto, http or files"):
         await BusBlobs(bus).put([bytes(64 << 20)], "one", 0)
 
 
