@@ -101,7 +101,7 @@ class GroupRef(Message, tag="group_ref"):
     lease_id: int
     shard: int
     weight: float = 1.0
-    """Importance weight of its advantages in this step, at most 1."""
+    """Weight of its loss in this step, above 0: the importance weight of how groups are drawn."""
     tokens: int = 0
     """Tokens of all its trajectories, to balance groups before they are fetched; 0 if nobody counted."""
     computed_tokens: int = 0

@@ -116,12 +116,13 @@ class _Preferring(_Sampling):
     """Base of the strategies that draw some groups more often than others."""
 
     importance_exponent: float = Field(0.5, ge=0, le=1)
-    """Exponent of the weight of a drawn group's loss, (its chance * groups)^-exponent; 1 undoes the
-    preference."""
+    """Exponent of the weight that a drawn group has in the loss, which is proportional to (its chance of
+    being in the step)^-exponent: 1 undoes the preference, 0 leaves it as it is."""
 
 
 class FreshnessSampler(_Preferring):
-    """Draws groups in proportion to (1 + staleness)^-exponent: fresh ones more often."""
+    """Draws fresh groups more often: each one's chance of being in a step is proportional to
+    (1 + staleness)^-exponent, and at most 1."""
 
     type: Literal["freshness"] = "freshness"
     """Name of the strategy."""
@@ -131,7 +132,8 @@ class FreshnessSampler(_Preferring):
 
 
 class PrioritySampler(_Preferring):
-    """Draws groups in proportion to |advantage|^a * (1 + staleness)^-f: fresh ones that teach more."""
+    """Draws fresh groups that teach more: each one's chance of being in a step is proportional to
+    |advantage|^a * (1 + staleness)^-f, and at most 1."""
 
     type: Literal["priority"] = "priority"
     """Name of the strategy."""

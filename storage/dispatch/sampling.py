@@ -12,6 +12,10 @@ from storage.config import FifoSampler, FreshnessSampler, PrioritySampler, Sampl
 
 SPREAD_FLOOR = 1e-3
 """Added to a group's mean |advantage|, so that one whose siblings scored alike is rare, not impossible."""
+LOWEST_LOG_WEIGHT = -30.0
+"""No group is less likely than the likeliest by a larger factor than the exponential of this."""
+CERTAIN = 1 - 1e-9
+"""A group with this chance or more is taken."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -166,7 +170,8 @@ def at_random(
     sampler: UniformSampler | FreshnessSampler | PrioritySampler, index: Index,
     rolling_out: Iterable[Candidate], question: Question,
 ) -> Choice:  # fmt: skip
-    """Distinct groups drawn by their weights, once every group at its deadline had its chance to be there."""
+    """Return different groups drawn by their weights, once every group at its deadline had its chance to be
+    there."""
     staleness = question.max_staleness
     out = [c for c in rolling_out if c.policy_version + staleness >= question.train_version]
     due = [c for c in out if c.policy_version + staleness == question.train_version]
@@ -175,9 +180,10 @@ def at_random(
     if due:
         return _wait_for(min(due), staleness, blockers=due)
     weights = strategy_weights(sampler, index, question.train_version)
-    chosen = draw(weights, question.groups, seed=question.seed, step=question.step)
+    chances = inclusion_chances(weights, question.groups)
+    chosen = draw(chances, seed=question.seed, step=question.step)
     exponent = 0.0 if isinstance(sampler, UniformSampler) else sampler.importance_exponent
-    corrections = importance_weights(weights, chosen, exponent) if exponent else np.empty(0)
+    corrections = importance_weights(chances, exponent)[chosen] if exponent else np.empty(0)
     return Choice(
         leases=tuple(index.lease_ids[chosen].tolist()),
         weights=tuple(corrections.tolist()),
@@ -187,35 +193,72 @@ def at_random(
 def strategy_weights(
     sampler: UniformSampler | FreshnessSampler | PrioritySampler, index: Index, train_version: int
 ) -> NDArray[np.float64]:
-    """[N], what each group's chance of being drawn is proportional to."""
-    weights = np.ones(len(index))
+    """Return what each group's chance of being drawn is proportional to, [N]; the largest is 1."""
+    logs = np.zeros(len(index))
     if not isinstance(sampler, UniformSampler):
         lag = np.maximum(0, train_version - index.versions)  # a dead learner's groups may be ahead of ours
-        weights /= (1.0 + lag) ** sampler.exponent if isinstance(sampler, FreshnessSampler) else (
-            (1.0 + lag) ** sampler.freshness_exponent
-        )  # fmt: skip
+        preference = sampler.exponent if isinstance(sampler, FreshnessSampler) else sampler.freshness_exponent
+        logs -= preference * np.log1p(lag)
     if isinstance(sampler, PrioritySampler):
-        weights *= (index.spreads + SPREAD_FLOOR) ** sampler.advantage_exponent
-    return weights
+        logs += sampler.advantage_exponent * np.log(index.spreads + SPREAD_FLOOR)
+    return np.asarray(np.exp(np.maximum(logs - logs.max(), LOWEST_LOG_WEIGHT)), np.float64)
 
 
-def draw(weights: NDArray[np.float64], count: int, *, seed: int, step: int) -> NDArray[np.int64]:
-    """Return the positions of `count` different groups, each next one drawn in proportion to its weight.
+def inclusion_chances(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """Return the chance of each of N groups to be among the `count` different ones of a step, [N].
 
-    By exponential clocks (Efraimidis & Spirakis 2006); numpy keeps raw bits the same across its versions.
-    """
-    bits = np.random.PCG64([seed, step]).random_raw(len(weights))
+    Chances are proportional to the weights and add up to `count`. Where that would be more than 1, the group
+    is certain, and the others share what is left (Hájek 1981)."""
+    chances = np.zeros(len(weights))
+    while True:
+        others = chances < 1.0
+        left = count - int(np.count_nonzero(~others))
+        chances[others] = left * weights[others] / weights[others].sum()
+        certain = others & (chances >= CERTAIN)
+        if not certain.any():
+            return chances
+        chances[certain] = 1.0
+
+
+def draw(chances: NDArray[np.float64], *, seed: int, step: int) -> NDArray[np.int64]:
+    """Return the positions of different groups, each of which is drawn with its chance exactly, ascending.
+
+    The chances add up to the number of groups. The draw is systematic in a random order (Madow 1949): the
+    chances are laid end to end, and marks one apart, the first at random below 1, each draw the group they
+    fall on. numpy keeps raw bits the same across its versions."""
+    bits = np.random.PCG64([seed, step]).random_raw(len(chances) + 1)
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
-    return np.argsort(-np.log(uniform) / weights, kind="stable")[:count].astype(np.int64)
+    return systematic(chances, np.argsort(uniform[:-1], kind="stable"), float(uniform[-1]))
 
 
-def importance_weights(
-    weights: NDArray[np.float64], chosen: NDArray[np.int64], exponent: float
-) -> NDArray[np.float64]:
-    """(p_i * N)^-exponent of the chosen, over the largest of them (arXiv:1511.05952, section 3.4)."""
-    probabilities = weights / weights.sum()
-    corrections = (probabilities[chosen] * len(weights)) ** -exponent
-    return np.asarray(corrections / corrections.max(), np.float64)
+def systematic(chances: NDArray[np.float64], order: NDArray[np.intp], first_mark: float) -> NDArray[np.int64]:
+    """Return the positions that marks at `first_mark`, `first_mark` + 1 and so on fall on, ascending.
+
+    Args:
+        chances: [N] in (0, 1], whose sum is a whole number.
+        order: [N], the positions in the order in which their chances are laid end to end.
+        first_mark: between 0 and 1.
+    """
+    certain = np.flatnonzero(chances == 1.0).astype(np.int64)
+    order = order[chances[order] < 1.0]
+    ends = np.cumsum(chances[order])
+    marks = first_mark + np.arange(round(float(chances[order].sum())))
+    if not len(marks):
+        return certain
+    ends *= len(marks) / ends[-1]
+    ends[-1] = np.inf  # no mark lies behind the last group, whatever was rounded
+    return np.sort(np.concatenate((certain, order[np.searchsorted(ends, marks)]))).astype(np.int64)
+
+
+def importance_weights(chances: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
+    """Return the weight of each of N groups if it is drawn, [N]: in proportion to its chance^-exponent.
+
+    The expected sum of a step's weights is the number of its groups. So with an exponent of 1 the weight is
+    (mean chance) / chance, and the expected weighted loss of a step is the mean loss of all N groups
+    (Horvitz & Thompson 1952); with an exponent of 0 each weight is 1.
+    """
+    corrections = np.where(chances > 0, chances, 1.0) ** -exponent
+    return np.asarray(corrections * (chances.sum() / (chances * corrections).sum()), np.float64)
 
 
 def expired(stored: Iterable[Candidate], *, train_version: int, max_staleness: int) -> list[int]:
