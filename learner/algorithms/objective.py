@@ -200,7 +200,8 @@ class Objective:
 
 
 def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums]:
-    """Compute the loss that `objective` names of each token, weighed as its aggregation wants it.
+    """Compute the loss that `objective` names of each token, with all its terms, times what its aggregation
+    weighs the token by and the importance weight of its group.
 
     Returns the losses [N], with gradient, whose sum over all micro-batches and ranks is to be divided by the
     sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log. What is counted by
@@ -229,7 +230,8 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
         losses, sums = losses + divergence, sums | found
     if objective.entropy_coef > 0:
         losses = losses - objective.entropy_coef * tokens.entropy
-    losses = torch.where(kept, losses, 0.0) * tokens.streams["loss_weights"]
+    losses = torch.where(kept, losses, 0.0)
+    losses = losses * tokens.streams["loss_weights"] * tokens.streams["group_weights"]
     for name in objective.selected:  # NaN where nothing was picked from: such a step must not train
         losses = losses + 0.0 * tokens.streams[name]
     return losses, _summed(sums, tokens.streams["advantages"])

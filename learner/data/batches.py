@@ -85,25 +85,25 @@ def make_step_batch(
     advantages: Sequence[Sequence[float | NDArray[np.floating]]], *,
     policy_version: int, weights: Sequence[float] = (), baselines: Mapping[str, float] = NO_BASELINES,
 ) -> StepBatch:  # fmt: skip
-    """Give samples their advantages times their group's weight (1 by default), and count.
+    """Give samples their advantages and the weight of their group (1 by default), and count.
 
     Args:
         groups: those of this rank.
         samples: of their trained trajectories, in that order.
         advantages: of every trajectory of the groups, one or [L].
         policy_version: of the learner.
-        weights: of the groups.
+        weights: importance weights of the groups' losses.
         baselines: kept for the next step.
     """
-    weighed = [
-        weight * np.asarray(found, np.float64)
+    trained = [
+        (np.asarray(found, np.float64), weight)
         for group, of_group, weight in zip(groups, advantages, weights or [1.0] * len(groups), strict=True)
         for trajectory, found in zip(group, of_group, strict=True)
         if trajectory.is_trained
     ]
     samples = [
-        sample.with_streams(advantages=found.astype(np.float32) if found.ndim else float(found))
-        for sample, found in zip(samples, weighed, strict=True)
+        _with_advantages(sample, found, weight)
+        for sample, (found, weight) in zip(samples, trained, strict=True)
     ]
     everything = [trajectory for group in groups for trajectory in group]
     trajectories = [trajectory for trajectory in everything if trajectory.is_trained]
@@ -125,6 +125,14 @@ def make_step_batch(
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
         baselines=baselines,
     )
+
+
+def _with_advantages(sample: Sample, advantages: NDArray[np.float64], weight: float) -> Sample:
+    """Return the sample with its advantages and with the weight of its group, if that is not 1.
+
+    A weight of 1 is no stream, so that the digest of such a batch is that of one without weights."""
+    found = advantages.astype(np.float32) if advantages.ndim else float(advantages)
+    return sample.with_streams(advantages=found, **({} if weight == 1.0 else {"group_weights": weight}))
 
 
 def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None) -> Sample:

@@ -43,6 +43,9 @@ STREAMS = {
     "sampled_untrained": Stream(dtype=torch.bool, recorded=False),  # an engine sampled it; it is not trained
     "advantages": Stream(),
     "loss_weights": Stream(fill=1.0),  # the token's share of the loss (learner/algorithms/aggregation.py)
+    "group_weights": Stream(
+        fill=1.0
+    ),  # of the group's loss, since some groups are drawn more often than others
     "proximal_logprobs": Stream(fill=np.nan, recorded=False),  # nats, under the policy before the step
     "reference_logprobs": Stream(fill=np.nan, recorded=False),  # nats, under the frozen reference policy
     "picked_by_covariance": Stream(fill=np.nan, recorded=False),  # 1 or 0 (learner/algorithms/selection.py)

@@ -180,6 +180,7 @@ def test_correction_and_loss():
             "behaviour_logprobs": behaviour,
             "advantages": torch.tensor([1.0, 2.0, 4.0]),
             "loss_weights": torch.ones(3),
+            "group_weights": torch.ones(3),
         },
     )
     losses, sums = token_losses(Objective(loss=learner.loss), tokens)

@@ -49,6 +49,7 @@ def sample_of(
             "advantages": rng.normal(0, 1, length).astype(np.float32),
             "temperatures": rng.choice(temperatures, length).astype(np.float32),
             "loss_weights": float(rng.uniform(0.5, 2.0)),
+            "group_weights": 0.5 + prompt / 2,
         },
         group=prompt,
     )

@@ -153,7 +153,7 @@ def _loss_step(
     learned = ~torch.isnan(targets)  # of a turn only its first token
     targets, old = (torch.where(learned, kept, 0.0) for kept in (targets, old))
     losses, found = value_loss(values, old, targets, value_clip=config.value_clip)
-    loss = config.loss_coef * torch.where(learned, losses, 0.0).sum()
+    loss = config.loss_coef * (torch.where(learned, losses, 0.0) * batch.of_trained("group_weights")).sum()
     count = learned.sum(dtype=torch.int)
     errors = torch.where(learned, targets.double() - values.detach().double(), 0.0)
     return loss, count, {

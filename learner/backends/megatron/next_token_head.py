@@ -141,6 +141,7 @@ class TrainedHead:
         counted = following >= 0
         found = head_loss(
             rows.detach(), weight.detach(), following - first_label, counted,
+            batch.of_trained("group_weights"),
             group=model.pg_collection.tp,
             chunk_size=chunk_rows(model.output_layer.output_size_per_partition),
         )  # fmt: skip

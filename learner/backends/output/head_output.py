@@ -21,14 +21,14 @@ class HeadLoss(NamedTuple):
     gradient: Tensor
     """[N, H], that of the summed loss in what the head returns; partial under tensor parallelism."""
     loss: Tensor
-    """float32 [], sum of the cross entropies in nats."""
+    """float32 [], sum of the cross entropies in nats, times the weights."""
     correct: Tensor
     """int64 [], number of tokens that are the likeliest."""
 
 
 @torch.no_grad()
 def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, counted: Tensor, *,
+    hidden: Tensor, weight: Tensor, labels: Tensor, counted: Tensor, loss_weights: Tensor, *,
     group: dist.ProcessGroup | None = None, chunk_size: int,
 ) -> HeadLoss:  # fmt: skip
     """Return loss and gradient at once, since the output layer is the policy's and has no gradient here.
@@ -38,6 +38,7 @@ def head_loss(
         weight: [v, H], this rank's part of it.
         labels: int64 [N], counted from the first row of this rank's part.
         counted: bool [N], which rows count.
+        loss_weights: float32 [N], what the losses of rows are multiplied by.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         chunk_size: rows of logits alive at a time.
     """
@@ -54,8 +55,8 @@ def head_loss(
         largest, label, total, weighted = sums_over_ranks(largest, label, total, weighted, group)
         log_total = total.log()
         found = RowStatistics(label - largest - log_total, log_total - weighted / total, largest + log_total)
-        loss -= torch.where(counted[rows], found.logprobs, 0.0).sum()
+        slope = torch.where(counted[rows], -loss_weights[rows], 0.0)
+        loss += (slope * torch.where(counted[rows], found.logprobs, 0.0)).sum()
         correct += (counted[rows] & (label >= largest)).sum()
-        slope = -counted[rows].float()
         torch.mm(whole_gradient(logits, column, here, found, slope, None, scale), weight, out=gradient[rows])
     return HeadLoss(gradient, loss, correct)

@@ -69,6 +69,8 @@ LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
 """Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
 STEPS = 4
+WEIGHTS = (1.0, 0.25, 1.75)
+"""Importance weights of the groups that samples are of, which weigh all terms of their loss."""
 BATCH = BatchConfig(tokens_per_micro_batch=56, logprob_tokens_per_micro_batch=64)
 
 
@@ -248,7 +250,10 @@ def of_update(number: int, learner: LearnerConfig) -> list[int]:
 
 def samples_of(step: int, objective: str = "") -> list[Sample]:
     samples = random_samples(LENGTHS, seed=step, versions=(1, 3), temperatures=TEMPERATURE)
-    samples = [replace(sample, source=source_of(n)) for n, sample in enumerate(samples)]
+    samples = [
+        replace(sample.with_streams(group_weights=WEIGHTS[n % 3]), source=source_of(n))
+        for n, sample in enumerate(samples)
+    ]
     if not objective.startswith("kept sets"):
         return samples
     return [replace(sample, kept=kept_sets_of(sample, step)) for sample in samples[:-1]] + samples[-1:]
@@ -293,7 +298,8 @@ def expected(objective: str) -> tuple[list[tuple[float, float, float]], dict[str
             for i in of_update(n, learner):
                 mask = torch.from_numpy(samples[i].loss_mask[1:])
                 of_sample = {tag: values[i] for tag, values in frozen.items()}
-                total += token_losses(learner, picked[i], logprobs[i], old[i], of_sample)[mask].sum()
+                losses = token_losses(learner, picked[i], logprobs[i], old[i], of_sample)
+                total += WEIGHTS[i % 3] * losses[mask].sum()
                 k3 += estimated("k3", logprobs[i][0].detach() - frozen["reference"][i][0])[mask].sum().item()
                 count += int(mask.sum())
             optimizer.zero_grad()

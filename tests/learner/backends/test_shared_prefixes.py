@@ -137,7 +137,7 @@ def test_steps_are_those_of_transformers_and_torch():
 
 
 def without_weight(sample: Sample) -> Sample:
-    return sample.with_streams(loss_weights=1.0)
+    return sample.with_streams(loss_weights=1.0, group_weights=1.0)
 
 
 @pytest.mark.parametrize("policy", [None, "reference"])

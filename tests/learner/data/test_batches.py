@@ -43,7 +43,7 @@ def test_advantages_are_relative_to_the_own_group():
     assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
 
 
-def test_importance_weight_of_a_group_multiplies_its_advantages():
+def test_importance_weight_of_a_group_goes_with_its_tokens_and_not_into_its_advantages():
     rewards = (0.0, 1.0)
     groups = [
         [with_reward(make_trajectory(lease, n, group_size=2), reward) for n, reward in enumerate(rewards)]
@@ -52,7 +52,10 @@ def test_importance_weight_of_a_group_multiplies_its_advantages():
     batch = step_batch(groups, GRPOAdvantage(std_floor=0.0), weights=[1.0, 0.25])
     [micro_batch] = pack(batch.samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
-    assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
+    assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
+    assert micro_batch.streams["group_weights"][first_token].tolist() == [1.0, 1.0, 0.25, 0.25]
+    unweighed = step_batch(groups, GRPOAdvantage(std_floor=0.0), weights=[1.0, 1.0])
+    assert unweighed.digest == step_batch(groups, GRPOAdvantage(std_floor=0.0)).digest != batch.digest
 
 
 def test_only_what_is_trained_is_in_the_batch_and_the_rest_is_counted():
@@ -94,7 +97,7 @@ def batch_by(function):
 def test_a_function_of_the_users_own_gives_each_token_its_advantage():
     batch = batch_by("by_position")
     [micro_batch] = pack(batch.samples, 16384)
-    of_labels = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 0.0]  # position t carries what concerns token t + 1
+    of_labels = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]  # position t carries what concerns token t + 1
     assert micro_batch.streams["advantages"].tolist() == of_labels * 2
     assert batch.digest != batch_of([[make_trajectory(0, n, group_size=2) for n in range(2)]]).digest
 
