@@ -25,6 +25,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.decoded_size import MemoryLimit, is_walked
 from bus.errors import SchemaError
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -57,13 +58,19 @@ class Message:
     __slots__ = ()
     tag: ClassVar[str] = ""
     version: ClassVar[int] = 1
+    memory: ClassVar[MemoryLimit] = MemoryLimit()
+    """Limit on the memory of the values of one such message."""
 
-    def __init_subclass__(cls, *, tag: str | None = None, version: int | None = None) -> None:
+    def __init_subclass__(
+        cls, *, tag: str | None = None, version: int | None = None, memory: MemoryLimit | None = None
+    ) -> None:
         """Keep the tag when `dataclass(slots=True)` builds the class a second time without it."""
         if tag is not None:
             cls.tag = tag
         if version is not None:
             cls.version = version
+        if memory is not None:
+            cls.memory = memory
 
     def check(self) -> None:
         """Raise `SchemaError` when the fields, each right by itself, do not fit together."""
@@ -98,8 +105,10 @@ def decode(data: bytes, *expected: type[M]) -> M:
 
     Raises `SchemaError` for bytes that are not such a message: the reason names the field.
     """
+    walked = is_walked(data, _memory_limit(data, expected))
     try:
-        _check_counts(data)
+        if not walked:
+            _check_counts(data)
         content = msgpack.unpackb(data, raw=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     except (ValueError, msgpack.UnpackException) as error:
         raise SchemaError(f"{len(data)} bytes are not MessagePack: {error}") from error
@@ -115,8 +124,16 @@ def decode(data: bytes, *expected: type[M]) -> M:
     )
 
 
+def _memory_limit(data: bytes, expected: tuple[type[M], ...]) -> MemoryLimit:
+    """Return the limit of the class whose tag `data` begins with; a message of no such class is refused."""
+    of_class = (cls.memory for cls in expected if data.startswith(b"\x93" + msgpack.packb(cls.tag)))
+    return next(of_class, MemoryLimit())
+
+
 def _check_counts(data: bytes) -> None:
-    """Refuse oversized lists before they are built: msgpack allocates memory by the declared length alone."""
+    """Refuse oversized lists before they are built: msgpack allocates memory by the declared length alone.
+
+    It takes a copy of `data`, so it serves short messages only."""
     walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))  # 0 would mean no limit
     walker.feed(data)
     walker.skip()

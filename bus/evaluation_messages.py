@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from bus.codec import Message
+from bus.decoded_size import MemoryLimit
 from bus.errors import SchemaError
 from bus.messages import BlobRef, PolicyManifest, Prompt
 
@@ -40,8 +41,8 @@ class EvaluationTask(Message, tag="evaluation_task"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptSet(Message, tag="prompt_set"):
-    """Prompts that travel together: the held-out set."""
+class PromptSet(Message, tag="prompt_set", memory=MemoryLimit(expansion=32, most_bytes=1 << 36)):
+    """Prompts that travel together: the held-out set, or the data of a run."""
 
     prompts: tuple[Prompt, ...]
 

@@ -18,6 +18,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from bus.codec import Message, decode, encode
+from bus.decoded_size import MemoryLimit
 from bus.errors import SchemaError, StorageError
 from storage.disk.atomic_files import Data
 from storage.weights.tensors import ITEM_BYTES, WORD, Words, part_count, place_of
@@ -77,7 +78,7 @@ class TensorChange(Message, tag="tensor_change"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeltaHeader(Message, tag="weight_delta"):
+class DeltaHeader(Message, tag="weight_delta", memory=MemoryLimit(most_bytes=1 << 32)):
     """Base and result of a delta."""
 
     base_version: int
