@@ -9,8 +9,8 @@ from launch.process.log_settings import configure_logging
 
 convert = App(
     name="convert",
-    help="Convert models between Hugging Face directories, checkpoints, fp8 and int4. Each command reads and "
-    "writes tensor by tensor, so that a model may be larger than memory.",
+    help="Convert models between Hugging Face directories, checkpoints, GGUF, fp8 and int4. Each command "
+    "but gguf reads and writes tensor by tensor, so that a model may be larger than memory.",
     help_format="plaintext",
 )
 ModelDirectory = Annotated[
@@ -68,6 +68,27 @@ def fsdp_to_hf(source: Path, target: Target, *, model: Path | None = None) -> No
 
     configure_logging()
     print(fsdp_to_hf(source, target, model))  # noqa: T201 - the user's terminal
+
+
+@convert.command(usage="Usage: launch convert gguf FILE TARGET [OPTIONS]")
+def gguf(file: Path, target: Target, *, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
+    """Write the model of a GGUF file, with its tokenizer and chat template, as a Hugging Face directory.
+
+    All weights are in memory at once. Needs the packages gguf and accelerate.
+
+    Parameters
+    ----------
+    file
+        GGUF file of an architecture that transformers reads, quantised or not.
+    dtype
+        Type of the weights in the directory.
+    """
+    import torch
+
+    from learner.model_directories.gguf_file import convert_gguf
+
+    configure_logging()
+    print(convert_gguf(file, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert quantise SOURCE TARGET [OPTIONS]")

