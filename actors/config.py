@@ -157,6 +157,11 @@ class ActorsConfig(Config):
     """Policy versions that a token may lag the newest token of its trajectory and still be trained on. Older
     tokens are masked, and recorded as such. `None` trains on all; the correction weighs them."""
 
+    mask_older_kv: bool = False
+    """Whether tokens are left out of training that were sampled over keys and values of older weights than
+    their own: those of a generation that an update interrupted and that went on with what it had computed.
+    Otherwise the correction weighs them, like all tokens, by the log-probs that they were drawn with."""
+
     probe_bound_nats: float = Field(0.1, gt=0)
     """Mean difference a token between an engine and the learner, on the probe of a version that both have,
     above which the actor gives an alarm. In bfloat16 it is a few hundredths, in float32 below 1e-4."""

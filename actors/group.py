@@ -14,6 +14,7 @@ from bus.agent_rewards import AgentReward
 from bus.codec import Json, decode, encode
 from bus.errors import SchemaError
 from bus.messages import Lease, trajectory_name
+from bus.older_kv import older_kv_bytes
 from bus.policy_names import DEFAULT_POLICY
 from bus.requests import GroupStatus
 from bus.trajectory import (
@@ -282,6 +283,7 @@ class Group:
             kept_counts=b"" if part.kept is None else part.kept.counts.tobytes(),
             kept_tokens=b"" if part.kept is None else part.kept.token_ids.tobytes(),
             images=part.images,
+            older_kv=older_kv_bytes(part.kv_versions, part.policy_versions),
         )
 
 

@@ -39,6 +39,7 @@ from actors.opponents.opponents import Opponents
 from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
 from actors.policy.policy import Policy
 from actors.policy.sampling_masks import told_by
+from actors.policy.version_masking import Masking
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
@@ -192,7 +193,7 @@ def _actor(
     )  # fmt: skip
     policy = Policy(
         engine, tokenizer, sampled,
-        mask_older_versions=settings.actors.mask_older_versions,
+        masking=Masking(settings.actors.mask_older_versions, settings.actors.mask_older_kv),
         routed_experts=settings.actors.engine.routed_experts,
         tool_calls=settings.actors.tool_calls,
         opponents=opponents,

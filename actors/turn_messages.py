@@ -7,6 +7,7 @@ import numpy as np
 from actors.engines.base import Generation
 from actors.policy.rollout_turns import SampledTurn
 from bus.messages import Lease
+from bus.older_kv import kv_versions_from, older_kv_bytes
 from bus.trajectory import KeptTurn
 
 
@@ -32,6 +33,7 @@ def turn_message(turn: SampledTurn, lease: Lease, rollout: int, actor: str) -> K
         expert_bytes=1 if routed is None else routed.itemsize,
         kept_counts=b"" if sampled.kept is None else sampled.kept.counts.tobytes(),
         kept_tokens=b"" if sampled.kept is None else sampled.kept.token_ids.tobytes(),
+        older_kv=older_kv_bytes(sampled.kv_versions, sampled.policy_versions),
     )
 
 
@@ -48,6 +50,7 @@ def turns_by_rollout(messages: Iterable[KeptTurn]) -> dict[int, list[SampledTurn
             message.finish_reason,
             routed.reshape(shape) if len(routed) else None,
             message.kept_sets,
+            kv_versions_from(message.older_kv, message.policy_versions),
         )
         turn = SampledTurn(message.number, message.context, generation, message.trained)
         found.setdefault(message.rollout, []).append(turn)

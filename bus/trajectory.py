@@ -22,6 +22,7 @@ from bus.images import (
 )
 from bus.kept_sets import KeptSets, check_kept_sets
 from bus.logprob_bounds import extremes, refuse_impossible
+from bus.older_kv import check_older_kv, kv_versions_from
 from bus.policy_names import DEFAULT_POLICY
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -141,6 +142,9 @@ class Trajectory(Message, tag="trajectory", version=2):
     """Token ids of the kept sets, int32, one set after the other."""
     images: tuple[PlacedImage, ...] = ()
     """Images among its tokens, in order; the tokens that stand for them are never trained."""
+    older_kv: bytes = b""
+    """Runs of tokens that were sampled over keys and values of older weights (`bus/older_kv.py`); empty where
+    each token's own weights computed all of them."""
 
     def check(self) -> None:
         """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
@@ -163,6 +167,7 @@ class Trajectory(Message, tag="trajectory", version=2):
         check_kept_sets(self.trajectory_id, self.token_ids, self.kept_counts, self.kept_tokens)
         self._check_experts()
         check_images(self.trajectory_id, self.images, mask)
+        check_older_kv(self.trajectory_id, self.older_kv, self.policy_versions)
 
     def _check_experts(self) -> None:
         layers, per_token = self.moe_layers, self.experts_per_token
@@ -263,6 +268,12 @@ class Trajectory(Message, tag="trajectory", version=2):
         return KeptSets.from_bytes(self.kept_counts, self.kept_tokens) if self.kept_counts else None
 
     @property
+    def kv_versions(self) -> NDArray[np.int32] | None:
+        """int32 [L], the oldest version of the keys and values behind each token; None where each token's own
+        weights computed all of them."""
+        return kv_versions_from(self.older_kv, self.policy_versions)
+
+    @property
     def oldest_version(self) -> int:
         """Return the version of the oldest token of the mask, which defines the trajectory's staleness.
 
@@ -319,6 +330,8 @@ class KeptTurn(Message, tag="kept_turn"):
     kept_counts: bytes = b""
     """Kept sets of the N tokens, as those of a trajectory."""
     kept_tokens: bytes = b""
+    older_kv: bytes = b""
+    """Runs of the N tokens that were sampled over keys and values of older weights, as a trajectory's."""
 
     def check(self) -> None:
         """Refuse unequal lengths, and tokens, log-probs and versions that cannot be."""
@@ -331,6 +344,7 @@ class KeptTurn(Message, tag="kept_turn"):
             raise SchemaError(f"{self.name}: a token id or a version is negative")
         refuse_impossible(self.behaviour_logprobs, self.name, self.actor)
         check_kept_sets(self.name, self.token_ids, self.kept_counts, self.kept_tokens)
+        check_older_kv(self.name, self.older_kv, self.policy_versions)
         row = self.moe_layers * self.experts_per_token * self.expert_bytes
         if (
             min(self.moe_layers, self.experts_per_token) < 0

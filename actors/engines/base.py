@@ -1,7 +1,7 @@
 """Protocol of inference engines, in process or over HTTP."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -93,6 +93,15 @@ class Generation:
     engine cannot tell: who goes on with these tokens asks from the same one on."""
     kept: KeptSets | None = None
     """Kept sets of the N tokens; None where nothing was cut off, or they were not asked for."""
+    kv_versions: np.ndarray | None = None
+    """int32 [N], the oldest version whose weights may have computed keys or values behind each token; None
+    where each token's own version computed all of them (`bus/older_kv.py`)."""
+
+    def over_kv_of(self, version: int) -> "Generation":
+        """Return the generation of an engine that kept keys and values which `version` began to compute."""
+        if (self.policy_versions == version).all():
+            return self
+        return replace(self, kv_versions=np.full(len(self.token_ids), version, np.int32))
 
 
 NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")

@@ -7,6 +7,7 @@ import numpy as np
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from bus.kept_sets import KeptSets
+from bus.older_kv import joined_kv_versions
 
 
 def next_piece(request: GenerationRequest, begun: Generation, tokens: int) -> GenerationRequest:
@@ -35,6 +36,7 @@ def joined(parts: Sequence[Generation]) -> Generation:
         finish_reason=parts[-1].finish_reason,
         routed_experts=np.concatenate(routed) if routed else None,
         kept=_joined_kept_sets(parts),
+        kv_versions=joined_kv_versions([(part.kv_versions, part.policy_versions) for part in parts]),
     )
 
 

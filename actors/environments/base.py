@@ -116,6 +116,9 @@ class AgentTrajectory:
     """Kept sets of the L tokens, where sampling cut tokens off and told which it kept."""
     images: tuple[PlacedImage, ...] = ()
     """Images among the tokens, in order, with their bytes."""
+    kv_versions: np.ndarray | None = None
+    """int32 [L], the oldest version of the keys and values behind each token, as `Generation` has it; equal
+    to `policy_versions` where the token's own weights computed all of them, None where they always did."""
 
     @property
     def is_trained(self) -> bool:

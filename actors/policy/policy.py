@@ -23,7 +23,7 @@ from actors.policy.messages import Completion, Tool, ToolCall
 from actors.policy.rollout_turns import SampledTurn, TurnsByRollout, context_of, trained_turn
 from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
-from actors.policy.version_masking import without_older_versions
+from actors.policy.version_masking import TRAIN_ALL, Masking
 from bus.images import PlacedImage
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End
@@ -42,7 +42,7 @@ class Policy:
     `sampling` of its own (`dataclasses.replace(policy.sampling, temperature=0.5)`) and say that it is not
     `trainable`, as that of a frozen opponent or a judge. Greedy turns (temperature 0) are recorded, but not
     trained: log-probs of a choice are not those of a distribution that was sampled.
-    With `mask_older_versions`, tokens that lag the trajectory's newest version by more are not trained on.
+    `masking` says which tokens of older versions are not trained on.
     `opponents` are frozen policies by name, with engines of their own: a call for the policy of such a name
     goes there, and is not trained. With `routed_experts` the engine is asked where it sent the tokens, once
     for each token. `tool_calls` is how the model writes tool calls, "auto" what the chat template shows.
@@ -50,7 +50,7 @@ class Policy:
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, *,
-        mask_older_versions: int | None = None, routed_experts: bool = False, tool_calls: str = "auto",
+        masking: Masking = TRAIN_ALL, routed_experts: bool = False, tool_calls: str = "auto",
         opponents: Mapping[str, Engine] = MappingProxyType({}), images: ImageChat | None = None,
     ) -> None:  # fmt: skip
         self.sampling = sampling
@@ -62,7 +62,7 @@ class Policy:
         """Policies that are trained beside this one, with engines of their own, and which agents they are."""
         self.unscaled: Set[str] = frozenset()
         """Policies, by name, whose engines tell log-probs at temperature 1 alone."""
-        self._max_lag = mask_older_versions
+        self._masking = masking
         self._routed_experts = routed_experts
         self._engine = engine
         self._opponents = opponents
@@ -199,7 +199,7 @@ class Policy:
             end: why the episode has no more turns; by default each trajectory's last turn says it.
             reward_components: parts of the reward by name, for the record.
         """
-        recorded = [
+        recorded = (
             strand.trajectory(
                 reward[strand.agent] if isinstance(reward, Mapping) else reward,
                 turn_rewards=self._turn_rewards,
@@ -208,10 +208,8 @@ class Policy:
                 end=end,
             )
             for strand in self._strands
-        ]
-        if self._max_lag is None:
-            return tuple(recorded)
-        return tuple(without_older_versions(trajectory, self._max_lag) for trajectory in recorded)
+        )
+        return tuple(map(self._masking.applied, recorded))
 
     def _call(self, agent: str, policy: str, sampling: Sampling | None, trainable: bool) -> Call:
         if policy == DEFAULT_POLICY:

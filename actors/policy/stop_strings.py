@@ -71,4 +71,5 @@ def _cut(generation: Generation, tokens: int, prompt: int, experts_from: int | N
         "stop",
         routed,
         None if generation.kept is None else generation.kept.first(tokens),
+        None if generation.kv_versions is None else generation.kv_versions[:tokens],
     )

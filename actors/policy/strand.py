@@ -112,6 +112,7 @@ class Strand:
             metadata=dict(self.conversation.departures) if self.conversation else {},
             routed_experts=self._experts(),
             kept=self._kept(),
+            kv_versions=self._kv_versions(versions),
             images=self.images,
         )
 
@@ -124,6 +125,16 @@ class Strand:
             parts += [KeptSets.none(start - end), generation.kept or KeptSets.none(len(generation.token_ids))]
             end = start + len(generation.token_ids)
         return KeptSets.joined(parts)
+
+    def _kv_versions(self, policy_versions: np.ndarray) -> np.ndarray | None:
+        """Return the oldest versions of keys and values of all tokens; None where no engine kept older ones.
+
+        `policy_versions` are those of all tokens."""
+        found = policy_versions.copy()
+        for start, _, generation in self.sampled:
+            if generation.kv_versions is not None:
+                found[start : start + len(generation.token_ids)] = generation.kv_versions
+        return None if (found == policy_versions).all() else found
 
     def _experts(self) -> np.ndarray | None:
         """Return the experts of all tokens but the last, or None if an engine ended without them."""

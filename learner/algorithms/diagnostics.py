@@ -40,7 +40,9 @@ def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     distance = log_ratio.abs()
     staleness = (tokens.policy_version - tokens.streams["policy_versions"]).clamp(min=0)
-    fresh = tokens.streams["policy_versions"] == tokens.policy_version
+    equal = tokens.streams["policy_versions"] == tokens.policy_version
+    older_kv = tokens.streams["over_older_kv"]
+    fresh = equal & ~older_kv
     sums = {
         "tokens": torch.ones_like(ratio),
         "ratio": ratio,
@@ -53,8 +55,12 @@ def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
         "fresh": fresh,
         "fresh_distance": torch.where(fresh, distance, 0.0),
         "fresh_equal": fresh & (log_ratio == 0.0),
-        "stale": ~fresh,
-        "stale_distance": torch.where(fresh, 0.0, distance),
+        "stale": ~equal,
+        "stale_distance": torch.where(equal, 0.0, distance),
+        "equal_over_older_kv": equal & older_kv,
+        "equal_over_older_kv_distance": torch.where(equal & older_kv, distance, 0.0),
+        **_split("older_kv", older_kv, ratio, log_ratio),
+        **_split("own_kv", ~older_kv, ratio, log_ratio),
     }
     return {
         **{name: values.sum(dtype=torch.float64) for name, values in sums.items()},
@@ -62,6 +68,18 @@ def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
         **_histogram("weight", ratio, WEIGHT_EDGES),
         **_histogram("staleness", staleness, STALENESS_EDGES),
     }
+
+
+def _split(name: str, among: Tensor, ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
+    """Return what the sums of some of the N tokens are made of, [N] each; `among` says which, bool [N]."""
+    values = {
+        "tokens": torch.ones_like(ratio),
+        "ratio": ratio,
+        "ratio_squared": ratio.square(),
+        "k1": -log_ratio,
+        "k3": ratio - 1 - log_ratio,
+    }
+    return {f"{name}_{what}": torch.where(among, value, 0.0) for what, value in values.items()}
 
 
 def _histogram(name: str, values: Tensor, edges: Sequence[float]) -> dict[str, Tensor]:
@@ -90,11 +108,14 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
     KL(behaviour || current) (joschu.net/blog/kl-approx.html), `chi_square` is the mean of (w - 1)^2.
     `importance_ratio_p99` and `_max` are read from a histogram: the first is interpolated within a bin, the
     second is the upper edge of the last bin that holds a token. `mismatch_nats` is the mean |log ratio| of
-    tokens sampled by equal weights, which is an error of the engine or the trainer; `drift_nats` is that of
-    tokens from other versions. `bit_equal_fraction` is the share of tokens sampled by equal weights whose
-    log ratio is exactly 0. `stale_tokens_0`, `_1`, `_2`, `_4` and so on are shares of the tokens whose
-    staleness is at most that many versions and above the bound before; `ratio_tokens_0.5`, `_0.8` and so on
-    are the same of their importance ratio.
+    tokens sampled by equal weights over keys and values of these weights, which is an error of the engine or
+    the trainer; `mismatch_older_kv_nats` is that of tokens sampled by equal weights over keys and values of
+    older ones, and `drift_nats` that of tokens from other versions. `bit_equal_fraction` is the share of the
+    tokens of `mismatch_nats` whose log ratio is exactly 0. `older_kv_fraction` is the share of tokens over
+    keys and values of older weights than their own; where there are any, the names that end with `_older_kv`
+    and `_own_kv` are figures of these tokens and of all others. `stale_tokens_0`, `_1`, `_2`, `_4` and so on
+    are shares of the tokens whose staleness is at most that many versions and above the bound before;
+    `ratio_tokens_0.5`, `_0.8` and so on are the same of their importance ratio.
     """
     means = {
         "importance_ratio": (sums["ratio"], sums["tokens"]),
@@ -104,6 +125,8 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
         "k3_nats": (sums["k3"], sums["tokens"]),
         "stale_fraction": (sums["stale"], sums["tokens"]),
         "mismatch_nats": (sums["fresh_distance"], sums["fresh"]),
+        "mismatch_older_kv_nats": (sums["equal_over_older_kv_distance"], sums["equal_over_older_kv"]),
+        "older_kv_fraction": (sums["older_kv_tokens"], sums["tokens"]),
         "bit_equal_fraction": (sums["fresh_equal"], sums["fresh"]),
         "drift_nats": (sums["stale_distance"], sums["stale"]),
         **{
@@ -121,8 +144,20 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
             for i, name in enumerate((*WEIGHT_EDGES, "more"))
         },
     }
+    if sums["older_kv_tokens"] > 0:
+        means |= _split_means("older_kv", sums) | _split_means("own_kv", sums)
     found = {name: total / count for name, (total, count) in means.items() if count > 0}
     return found | _largest_ratios([sums[_bin("ratio", i)] for i in range(len(RATIO_EDGES) + 1)])
+
+
+def _split_means(name: str, sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return numerators and denominators of the figures of the tokens that `_split` took apart."""
+    of = {what: sums[f"{name}_{what}"] for what in ("tokens", "ratio", "ratio_squared", "k1", "k3")}
+    return {
+        f"ess_fraction_{name}": (of["ratio"] ** 2, of["tokens"] * of["ratio_squared"]),
+        f"k1_nats_{name}": (of["k1"], of["tokens"]),
+        f"k3_nats_{name}": (of["k3"], of["tokens"]),
+    }
 
 
 def _largest_ratios(counts: Sequence[float]) -> dict[str, float]:

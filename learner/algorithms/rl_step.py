@@ -119,7 +119,7 @@ def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
     return [[sample for sample in samples if sample.update_slot % updates == n] for n in range(updates)]
 
 
-OF_EQUAL_WEIGHTS = ("mismatch_nats", "bit_equal_fraction")
+OF_EQUAL_WEIGHTS = ("mismatch_nats", "mismatch_older_kv_nats", "bit_equal_fraction")
 """Figures that compare tokens with the very weights that sampled them, which only the first update has: the
 others have drifted from them by the updates before."""
 

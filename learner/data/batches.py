@@ -143,6 +143,7 @@ def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None)
             "behaviour_logprobs": trajectory.behaviour_logprobs,
             "policy_versions": trajectory.policy_versions,
             "temperatures": _temperatures(trajectory),
+            **_over_older_kv(trajectory),
             **_sampled_untrained(trajectory),
         },
         update_slot=trajectory.lease_id + trajectory.sample,
@@ -163,6 +164,13 @@ def _cut_off_tokens(trajectory: Trajectory) -> int:
         for turn in trajectory.turns
         if turn.is_cut_off
     )
+
+
+def _over_older_kv(trajectory: Trajectory) -> dict[str, NDArray[np.bool_]]:
+    """Return the stream of tokens that were sampled over keys and values of older weights; none without
+    any."""
+    kv_versions = trajectory.kv_versions
+    return {} if kv_versions is None else {"over_older_kv": kv_versions != trajectory.policy_versions}
 
 
 def _sampled_untrained(trajectory: Trajectory) -> dict[str, NDArray[np.bool_]]:

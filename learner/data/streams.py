@@ -40,6 +40,9 @@ STREAMS = {
     "behaviour_logprobs": Stream(),  # nats, under the weights that sampled the token
     "policy_versions": Stream(dtype=torch.int32),  # the weights that sampled the token
     "temperatures": Stream(fill=1.0),  # divided the logits when the token was sampled
+    "over_older_kv": Stream(
+        dtype=torch.bool, recorded=False
+    ),  # keys and values of other weights were behind it
     "sampled_untrained": Stream(dtype=torch.bool, recorded=False),  # an engine sampled it; it is not trained
     "advantages": Stream(),
     "loss_weights": Stream(fill=1.0),  # the token's share of the loss (learner/algorithms/aggregation.py)

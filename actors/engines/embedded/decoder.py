@@ -19,6 +19,7 @@ from actors.engines.embedded.sampling import sample
 from actors.engines.embedded.vision import VisionPrefill
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage, shown_tokens
+from bus.trajectory import FinishReason
 from storage.images.reader import ImageReader
 from storage.numerics.exact_model import ExactFunctions, make_exact
 from storage.numerics.softmax import log_softmax
@@ -139,16 +140,14 @@ class BatchedDecoder:
                 return [(request, NOTHING)]
         for row, request in enumerate(self._rows.requests):
             if request.request_id == request_id:
-                partial = self._rows.generation(row, "abort")
+                partial = self._generation(row, "abort")
                 self._remove(np.array([row]))
                 return [(request, partial)]
         return []
 
     def interrupted(self) -> Finished:
         """Return all requests that are here, each with its tokens so far."""
-        rows = [
-            (request, self._rows.generation(row, "abort")) for row, request in enumerate(self._rows.requests)
-        ]
+        rows = [(request, self._generation(row, "abort")) for row, request in enumerate(self._rows.requests)]
         return [*rows, *((request, NOTHING) for request in self._waiting)]
 
     @torch.inference_mode()
@@ -223,7 +222,7 @@ class BatchedDecoder:
         for together in self._passes(self._next_admission()):
             first = len(self._rows)
             logits, routed = self._prefill(together)
-            self._rows.add(together)
+            self._rows.add(together, self.policy_version)
             self._rows.record_experts(first, routed)
             finished += self._sample(logits, first)
         if len(self._rows):
@@ -329,12 +328,16 @@ class BatchedDecoder:
         self.tokens_generated += len(values)
         rows, stopped = self._rows.finished()
         finished = [
-            (self._rows.requests[row], self._rows.generation(row, "stop" if stop else "length"))
+            (self._rows.requests[row], self._generation(row, "stop" if stop else "length"))
             for row, stop in zip(rows, stopped, strict=True)
         ]
         if finished:
             self._remove(rows)
         return finished
+
+    def _generation(self, row: int, reason: FinishReason) -> Generation:
+        """Return what was sampled in a row so far; in exact arithmetic an update computes its keys again."""
+        return self._rows.generation(row, reason, keeps_kv=self._exact is None)
 
     def _remove(self, rows: np.ndarray) -> None:
         targets, sources = self._rows.remove(rows)

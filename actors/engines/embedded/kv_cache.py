@@ -32,6 +32,7 @@ ROW = np.dtype(
         ("min_p", np.float32),
         ("keep_masks", np.bool_),
         ("stops", np.int64),  # index into the table of stop sets
+        ("version", np.int32),  # of the weights that computed its oldest keys and values
     ]
 )
 
@@ -201,13 +202,15 @@ class Rows:
         a shorter row they mean nothing."""
         return self._tokens[first:end, :length].astype(np.int64)
 
-    def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Append rows that hold their prompts."""
+    def add(self, requests: Sequence[GenerationRequest], version: int) -> None:
+        """Append rows that hold their prompts, whose keys and values are of this version."""
         first = len(self)
         self.requests.extend(requests)
         self._kept.extend([] for _ in requests)
         self._experts.extend([] for _ in requests)
-        self._rows = np.append(self._rows, np.array([self._row(request) for request in requests], ROW))
+        self._rows = np.append(
+            self._rows, np.array([self._row(request, version) for request in requests], ROW)
+        )
         self._reserve(len(self), int(self.lengths.max()) + 1)
         for row, request in enumerate(requests, first):
             self._tokens[row, : len(request.token_ids)] = request.token_ids
@@ -241,10 +244,10 @@ class Rows:
         rows = np.flatnonzero(stopped | (self.lengths >= self._rows["limit"]))
         return rows, stopped[rows]
 
-    def generation(self, row: int, reason: FinishReason) -> Generation:
-        """Return what was sampled in a row so far."""
+    def generation(self, row: int, reason: FinishReason, *, keeps_kv: bool) -> Generation:
+        """Return what was sampled in a row so far; `keeps_kv` where updates leave keys and values alone."""
         span = slice(int(self._rows["prompt"][row]), int(self.lengths[row]))
-        return Generation(
+        found = Generation(
             token_ids=self._tokens[row, span].copy(),
             logprobs=self._logprobs[row, span].copy(),
             policy_versions=self._versions[row, span].copy(),
@@ -252,6 +255,7 @@ class Rows:
             routed_experts=np.concatenate(self._experts[row]) if self._experts[row] else None,
             kept=KeptSets.of(self._kept[row]) if self._kept[row] else None,
         )
+        return found.over_kv_of(int(self._rows["version"][row])) if keeps_kv else found
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Drop rows (ascending), filling the holes from the end; return the moves as (targets, sources)."""
@@ -269,12 +273,12 @@ class Rows:
         self._rows = self._rows[:left]
         return targets, sources
 
-    def _row(self, request: GenerationRequest) -> tuple[int | float | bool, ...]:
+    def _row(self, request: GenerationRequest, version: int) -> tuple[int | float | bool, ...]:
         sampling, prompt = request.sampling, len(request.token_ids)
         limit = prompt + sampling.max_new_tokens
         stops = self._stop_set(sampling.stop_token_ids)
         cut = sampling.top_p, sampling.top_k, sampling.min_p, sampling.keep_masks
-        return prompt, prompt, limit, rope_delta(request.images), sampling.temperature, *cut, stops
+        return prompt, prompt, limit, rope_delta(request.images), sampling.temperature, *cut, stops, version
 
     def _stop_set(self, token_ids: tuple[int, ...]) -> int:
         """Return the index of a set of stop tokens in the table, which pads with -1."""

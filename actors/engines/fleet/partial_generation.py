@@ -23,6 +23,8 @@ def left_of(request: GenerationRequest, error: EngineError) -> Generation:
 def sound(request: GenerationRequest, generation: Generation) -> Generation:
     """Raise EngineError for a generation that is none."""
     lengths = [len(generation.token_ids), len(generation.logprobs), len(generation.policy_versions)]
+    if generation.kv_versions is not None:
+        lengths.append(len(generation.kv_versions))
     if len(set(lengths)) > 1 or lengths[0] > request.sampling.max_new_tokens:
         raise EngineError(
             f"{request.request_id}: {lengths} tokens, log-probs and versions, where "

@@ -160,7 +160,7 @@ class Adapters:
 
     async def _unload(self, old: LoadedAdapter, end_s: float) -> None:
         """Unload one, after the requests that have it were ended."""
-        await self._requests.interrupt(left_s(end_s), adapter=old)
+        await self._requests.interrupt(left_s(end_s), only=lambda request: request.adapter is old)
         if old.name in await self._client.adapters():
             await self._unload_called(old.name, end_s)
         self._loaded.remove(old)

@@ -195,6 +195,11 @@ class Streamed:
         return bool(self._meta.get("finish_reason"))
 
     @property
+    def begun(self) -> bool:
+        """Return whether the server has handed out a token, which it does with the first one at once."""
+        return bool(self._token_ids)
+
+    @property
     def meta(self) -> Mapping[str, Any]:
         """Return what the server said last of the request."""
         return self._meta

@@ -140,6 +140,7 @@ class SglangEngine:
             )
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         self._facts.refuse_silence(self._config, self.url, of_experts=self._routing is not None)
+        self._facts.refuse_stored_prefixes(self._config.pause, self.url)
         self._facts.warn_of_silence_of_versions(self._config.pause)
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watching_ended)
@@ -277,6 +278,7 @@ class SglangEngine:
         flight.adapter = policy.adapter
         version = flight.adapter.policy_version if flight.adapter else policy.version
         flight.streamed = Streamed(request, version) if self._streams else None
+        flight.kv_version = None if self._config.pause == "retract" else version
         flight.sent = asyncio.create_task(
             self._connected().generate(
                 request, rid=flight.rid, salt=policy.salt, timeout_s=timeout_s, routing=self._routing,

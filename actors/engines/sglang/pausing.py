@@ -16,13 +16,21 @@ async def load_paused(
 ) -> tuple[int, float]:  # fmt: skip
     """Run `load` while nothing is generated; return the version that it loads, and the seconds it took.
 
+    Afterwards no request without a token is at the server that could find prefixes of older weights: those
+    that waited were ended, and are sent again, or with `retract` the server has dropped all prefixes. A
+    server that does not stream hides which requests wait: tokens of all that it has count as sampled over
+    older keys and values.
+
     No request may be sent meanwhile. Raises `EngineError`, as `load` does."""
     end_s = time.monotonic() + config.update_timeout_s  # of all that follows together
     interrupts = config.adapter == "loaded"  # frozen weights change: requests are of one version each
     if config.pause == "drain" and not interrupts:
         await in_progress.drained(config.update_timeout_s)
-    begun = time.perf_counter()
     mode = config.pause if config.pause != "drain" and facts.reports_spans and not interrupts else None
+    if mode == "in_place" and facts.role == "null":  # a pair hands its prompts over, or ends them
+        # A request that waits is of the salt of the version before, whose prefixes it would find.
+        await in_progress.interrupt(left_s(end_s), only=lambda request: request.may_wait)
+    begun = time.perf_counter()
     if mode is None:
         await in_progress.interrupt(left_s(end_s))  # no answer may span the update
     else:

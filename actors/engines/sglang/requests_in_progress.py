@@ -46,6 +46,8 @@ class RequestInProgress:
     """What draws its tokens, at a server that adds adapters itself."""
     interrupted: bool = False
     """Whether it was ended, with all others, for the sake of new weights."""
+    kv_version: int | None = None
+    """Version that the server had when the request was sent, where it keeps keys and values over updates."""
     failure: str = ""
 
     async def admitted(self, serving: asyncio.Event) -> None:
@@ -64,8 +66,16 @@ class RequestInProgress:
         return self.adapter.name if self.adapter else ""
 
     def answer(self, generation: Generation) -> Generation:
-        """Return what the server drew, with its policy versions. Raises `OtherWeightsError`."""
-        return self.adapter.drew(generation) if self.adapter else generation
+        """Return what the server drew, with its policy versions and those of its keys and values. Raises
+        `OtherWeightsError`."""
+        if self.adapter:
+            return self.adapter.drew(generation)
+        return generation if self.kv_version is None else generation.over_kv_of(self.kv_version)
+
+    @property
+    def may_wait(self) -> bool:
+        """Return whether the server may not have begun with it, as far as it says anything of that."""
+        return self.streamed is not None and not self.streamed.begun
 
     def lacks_adapter(self, error: RequestRefusedError) -> bool:
         """Return whether it was refused for want of its adapter, which such an answer names."""
@@ -181,22 +191,22 @@ class RequestsInProgress:
             if flight.streamed is not None:
                 flight.streamed.weights_change()
 
-    async def interrupt(self, timeout_s: float, *, adapter: LoadedAdapter | None = None) -> None:
-        """Have the server end all, or those that have an adapter, and hand out what it has drawn.
+    async def interrupt(
+        self, timeout_s: float, *, only: Callable[[RequestInProgress], bool] | None = None
+    ) -> None:
+        """Have the server end all, or `only` some, and hand out what it has drawn.
 
         Raises `EngineError` as `drained` does."""
         begun = time.monotonic()
         while under_way := {
             flight: flight.sent
             for flight in self
-            if flight.sent is not None
-            and not flight.sent.done()
-            and (adapter is None or flight.adapter is adapter)
+            if flight.sent is not None and not flight.sent.done() and (only is None or only(flight))
         }:
             waited_s = time.monotonic() - begun
             if waited_s > timeout_s:
                 raise EngineError(f"{len(under_way)} requests did not end within {timeout_s:g} s of an abort")
-            if adapter is None or waited_s > ABORT_ALL_AFTER_S:
+            if only is None or waited_s > ABORT_ALL_AFTER_S:
                 await self.abort_all()
             else:
                 for flight in under_way:

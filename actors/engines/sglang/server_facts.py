@@ -16,6 +16,11 @@ log = structlog.get_logger()
 SEES_BYTES = (0, 5, 23)
 """Version from which it knows images by the bytes that it was sent, not by the patches it makes of them, and
 takes the tokens of a prompt with images as they are: earlier ones decode and encode them again."""
+STORES_BY_SALT = (0, 5, 23)
+"""First version that tells prefixes of different salts apart in storage below the host's memory (SGLang's
+pull request 38577); earlier ones know them there by their tokens alone."""
+STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
+"""Settings by which a server keeps prefixes in such storage, which no flush empties."""
 KEEP_ROUTERS = (0, 5, 10), (0, 5, 19)
 """First version that chooses the experts of GLM-4.5 by the weights of its first pass for ever, and the first
 later one that does not."""
@@ -87,6 +92,28 @@ class ServerFacts:
                 f"the server at {url} is SGLang {self.version}, which goes on choosing experts of GLM-4.5 "
                 "(glm4_moe) by the weights of its first pass after updates: use 0.5.19 or later"
             )
+
+    def refuse_stored_prefixes(self, pause: str, url: str) -> None:
+        """Raise `ConfigError` where the server at `url` may find keys and values of older weights in storage.
+
+        `pause` is what an update does to requests: with `retract` they go on under the salt they have."""
+        for server in self.settings:
+            storage = next((name for name in STORAGES if server.get(name)), "")
+            if not storage:
+                continue
+            if self._numbers < STORES_BY_SALT or storage == "enable_flexkv":
+                raise ConfigError(
+                    f"the server at {url} is SGLang {self.version} with {storage}, which may find stored "
+                    "prefixes by their tokens alone, whatever weights computed them: use "
+                    f"hicache_storage_backend with 0.5.23 or later, or leave {storage} out "
+                    "(enable_hierarchical_cache alone keeps prefixes of each version apart)"
+                )
+            if pause == "retract":
+                raise ConfigError(
+                    f"actors.engine.pause=retract: the server at {url} has {storage}, where requests that go "
+                    "on after an update find what older weights computed for them: set pause=in_place or "
+                    "pause=drain"
+                )
 
     @property
     def _numbers(self) -> tuple[int, ...]:

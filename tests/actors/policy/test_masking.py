@@ -8,7 +8,7 @@ from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import AgentTrajectory, Episode
 from actors.group import Group
 from actors.policy.policy import Policy
-from actors.policy.version_masking import without_older_versions
+from actors.policy.version_masking import Masking, without_older_kv, without_older_versions
 from bus.trajectory import Turn
 from tests.factories import make_lease
 
@@ -56,7 +56,7 @@ class TwoVersions(ScriptedEngine):
 async def test_a_policy_masks_as_configured_and_the_message_says_so(tokenizer):
     engine = TwoVersions(lambda _: tokenizer.encode("abc<|end|>"))
     for max_lag, mask in [(None, [True] * 4), (0, [False, False, True, True])]:
-        policy = Policy(engine, tokenizer, Sampling(), mask_older_versions=max_lag)
+        policy = Policy(engine, tokenizer, Sampling(), masking=Masking(max_lag))
         await policy.fresh("r").generate([10, 11])
         rollout = policy.fresh("r")
         await rollout.generate([10, 11])
