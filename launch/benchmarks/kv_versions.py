@@ -194,7 +194,6 @@ async def _whole(engine: SglangEngine, request: GenerationRequest) -> Generation
     return joined(pieces)
 
 
-@torch.inference_mode()
 def compared(load: Load, answers: Sequence[Answer], *, adapted: bool) -> dict[str, float]:
     """Compare the log-probs of answers with those of the weights that each token names.
 
@@ -230,6 +229,7 @@ def _is_fresh(generation: Generation) -> np.ndarray:
     return fresh
 
 
+@torch.inference_mode()
 def _logprobs(model: Qwen3ForCausalLM, answer: Answer) -> np.ndarray:
     """Return the log-probs of an answer's tokens, [N] nats, from one pass over all of its tokens."""
     tokens = torch.tensor([[*answer.prompt, *answer.generation.token_ids.tolist()]])

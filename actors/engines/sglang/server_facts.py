@@ -16,7 +16,7 @@ log = structlog.get_logger()
 SEES_BYTES = (0, 5, 23)
 """Version from which it knows images by the bytes that it was sent, not by the patches it makes of them, and
 takes the tokens of a prompt with images as they are: earlier ones decode and encode them again."""
-STORES_BY_SALT = (0, 5, 23)
+STORES_BY_SALT = (0, 5, 20)
 """First version that tells prefixes of different salts apart in storage below the host's memory (SGLang's
 pull request 38577); earlier ones know them there by their tokens alone."""
 STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
@@ -105,7 +105,7 @@ class ServerFacts:
                 raise ConfigError(
                     f"the server at {url} is SGLang {self.version} with {storage}, which may find stored "
                     "prefixes by their tokens alone, whatever weights computed them: use "
-                    f"hicache_storage_backend with 0.5.23 or later, or leave {storage} out "
+                    f"hicache_storage_backend with 0.5.20 or later, or leave {storage} out "
                     "(enable_hierarchical_cache alone keeps prefixes of each version apart)"
                 )
             if pause == "retract":

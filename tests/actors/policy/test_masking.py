@@ -1,5 +1,7 @@
 """Tokens of older versions stay context, but are not trained on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,19 +46,42 @@ def test_tokens_that_lag_by_more_than_the_bound_are_masked_and_counted(max_lag, 
     assert found.oldest_version == min(left)
 
 
+def test_tokens_over_keys_of_older_weights_are_masked_and_counted():
+    kv_versions = np.array([-1, 3, 3, 3, -1, 5, 4], np.int32)
+    found = without_older_kv(replace(trajectory(), kv_versions=kv_versions))
+    assert found.loss_mask.tolist() == [False, True, True, False, False, True, False]
+    assert found.policy_versions.tolist() == [-1, 3, 3, -1, -1, 5, -1]
+    assert found.kv_versions.tolist() == found.policy_versions.tolist()
+    assert found.metadata == {"masked_older_kv_tokens": 2}
+    assert found.trainable
+    assert without_older_kv(trajectory()).loss_mask.tolist() == trajectory().loss_mask.tolist()
+
+
+def test_a_trajectory_of_such_tokens_alone_is_context():
+    before = np.array([-1, 2, 2, 2, -1, 2, 2], np.int32)
+    masked = Masking(max_lag=0, older_kv=True).applied(replace(trajectory(), kv_versions=before))
+    assert not masked.loss_mask.any()
+    assert not masked.trainable, "there is nothing to train on, which a message of a trained one would need"
+
+
 class TwoVersions(ScriptedEngine):
-    """Draws the first half of its tokens with version 1, the rest with 2."""
+    """Draws the first half of its tokens with version 1, the rest with 2, over keys and values of 1."""
 
     async def generate(self, request):
         found = await super().generate(request)
         versions = np.where(np.arange(len(found.token_ids)) < 2, 1, 2).astype(np.int32)
-        return Generation(found.token_ids, found.logprobs, versions, "stop")
+        return Generation(found.token_ids, found.logprobs, versions, "stop").over_kv_of(1)
 
 
 async def test_a_policy_masks_as_configured_and_the_message_says_so(tokenizer):
     engine = TwoVersions(lambda _: tokenizer.encode("abc<|end|>"))
-    for max_lag, mask in [(None, [True] * 4), (0, [False, False, True, True])]:
-        policy = Policy(engine, tokenizer, Sampling(), masking=Masking(max_lag))
+    masked_versions = {"masked_tokens": 2, "masked_versions": [1]}
+    for masking, mask, expected in [
+        (Masking(), [True] * 4, {}),
+        (Masking(max_lag=0), [False, False, True, True], masked_versions),
+        (Masking(older_kv=True), [True, True, False, False], {"masked_older_kv_tokens": 2}),
+    ]:
+        policy = Policy(engine, tokenizer, Sampling(), masking=masking)
         await policy.fresh("r").generate([10, 11])
         rollout = policy.fresh("r")
         await rollout.generate([10, 11])
@@ -67,5 +92,6 @@ async def test_a_policy_masks_as_configured_and_the_message_says_so(tokenizer):
         [(_, batch)] = group.unsent()
         [message] = batch.trajectories
         message.check()
-        expected = {} if max_lag is None else {"masked_tokens": 2, "masked_versions": [1]}
         assert message.metadata == expected
+        older = message.kv_versions is not None and message.kv_versions != message.policy_versions
+        assert np.flatnonzero(older).tolist() == ([] if masking.older_kv else [4, 5])

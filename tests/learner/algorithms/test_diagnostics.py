@@ -14,10 +14,11 @@ from learner.config.loss import PPOClipLoss, ReinforceLoss
 from tests.learner.algorithms.test_losses import tokens_of
 
 
-def diagnose(log_ratios, advantages, versions, objective=None):
+def diagnose(log_ratios, advantages, versions, objective=None, over_older_kv=False):
     tokens = tokens_of(
         torch.tensor(log_ratios, requires_grad=True),
         behaviour_logprobs=0.0, advantages=advantages, policy_versions=versions,
+        over_older_kv=over_older_kv,
     )  # fmt: skip
     tokens = replace(tokens, policy_version=5)
     sums = off_policy_sums(tokens)
@@ -38,6 +39,25 @@ def test_diagnostics_by_hand():
     assert found["mismatch_nats"] == pytest.approx(log(2) / 2)
     assert found["bit_equal_fraction"] == 0.5, "of the two tokens of this version"
     assert found["importance_ratio_max"] == pytest.approx(exp(20 * 0.8**13))  # the edge above log(3)
+
+
+def test_figures_are_split_by_the_weights_of_keys_and_values():
+    ratios, versions = [log(3.0), log(2.0), 0.0, log(0.5)], [4, 5, 5, 5]
+    found = diagnose(ratios, [1.0] * 4, versions, over_older_kv=[False, True, False, False])
+    assert found["older_kv_fraction"] == 0.25
+    assert found["mismatch_nats"] == pytest.approx(log(2) / 2), "of the last two"
+    assert found["mismatch_older_kv_nats"] == pytest.approx(log(2))
+    assert found["drift_nats"] == pytest.approx(log(3))
+    assert found["bit_equal_fraction"] == 0.5
+    assert found["ess_fraction_own_kv"] == pytest.approx(4.5**2 / (3 * 10.25))
+    assert found["ess_fraction_older_kv"] == 1.0
+    assert found["k1_nats_own_kv"] == pytest.approx(-(log(3) + log(0.5)) / 3)
+    assert found["k1_nats_older_kv"] == pytest.approx(-log(2))
+    assert found["k3_nats_older_kv"] == pytest.approx(2 - 1 - log(2))
+    assert found["k3_nats_own_kv"] == pytest.approx((3 - 1 - log(3) + 0.5 - 1 - log(0.5)) / 3, rel=1e-5)
+    whole = diagnose(ratios, [1.0] * 4, versions)
+    assert whole["older_kv_fraction"] == 0.0
+    assert not [name for name in whole if name.endswith(("_own_kv", "_older_kv"))]
 
 
 def test_what_is_clipped_or_truncated_is_told_by_the_sign_of_its_advantage():

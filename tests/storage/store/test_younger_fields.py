@@ -3,19 +3,27 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from bus.codec import encode
 from bus.kept_sets import KeptSets
+from bus.older_kv import RUN
 from storage.store import segments
 from storage.store.segments import RECORD_FIELDS, Segment
 from tests.factories import make_trajectory
 
 
-def test_segment_from_before_kept_sets_is_read_and_merged_with_one_that_has_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize("first", ["kept_counts", "older_kv"])
+def test_segment_from_before_a_field_is_read_and_merged_with_one_that_has_it(tmp_path, monkeypatch, first):
     old, new = make_trajectory(0), make_trajectory(1)
     kept = KeptSets.of([np.array([token], np.int32) for token in new.token_ids])
-    new = replace(new, kept_counts=kept.counts.tobytes(), kept_tokens=kept.token_ids.tobytes())
-    fields = RECORD_FIELDS[: RECORD_FIELDS.index("kept_counts")]
+    new = replace(
+        new,
+        kept_counts=kept.counts.tobytes(),
+        kept_tokens=kept.token_ids.tobytes(),
+        older_kv=np.array([(4, 6, 3)], RUN).tobytes(),
+    )
+    fields = RECORD_FIELDS[: RECORD_FIELDS.index(first)]
     with monkeypatch.context() as older:
         older.setattr(segments, "RECORD_FIELDS", fields)
         segments.write_segment(tmp_path / "old", [old])

@@ -169,6 +169,7 @@ def test_a_swap_in_mid_generation_keeps_the_cache_and_marks_the_tokens():
     for n, prompt in enumerate(PROMPTS):
         generation = finished[str(n)]
         assert generation.policy_versions.tolist() == [0] * 8 + [5] * 12
+        assert generation.kv_versions.tolist() == [0] * 20, "all look at keys that version 0 has computed"
         np.testing.assert_allclose(
             generation.logprobs[:8], recomputed(old, prompt, generation)[:8], atol=1e-5
         )
