@@ -84,6 +84,7 @@ TRAJECTORY_DEFAULTS = {
     "experts_per_token": 0,
     "kept_counts": b"",
     "kept_tokens": b"",
+    "older_kv": b"",
     "images": (),
 }
 
