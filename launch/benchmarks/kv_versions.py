@@ -8,11 +8,12 @@ which answers without any update show."""
 
 import asyncio
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.engine import SglangEngine
 from bus.codec import Json
 from bus.errors import ConfigError
-from launch.benchmarks.random_models import random_model
+from launch.benchmarks.random_models import random_model, shape
 from learner.world.process_group import device
 from storage.weights.adapter_names import adapter_names
 
@@ -86,31 +87,29 @@ class Answer(NamedTuple):
 class Policy:
     """A random model from its first version on, each of which is the same whenever it is made."""
 
-    def __init__(self, load: Load, *, adapted: bool, where: torch.device) -> None:
+    def __init__(self, load: Load, *, adapted: bool) -> None:
         self.version = 0
         self._load = load
-        self._model = random_model(load.model, seed=load.seed, where=torch.device("cpu"))
-        self._model.to(where)  # drawn on the host, so that versions are the same on each device
+        self._model = random_model(load.model, seed=load.seed)
         self._base = {name: tensor.detach().clone() for name, tensor in self._model.named_parameters()}
         self._trained: State = {} if adapted else dict(self._base)
-        draw = torch.Generator().manual_seed(load.seed)
         for name, tensor in self._base.items() if adapted else ():
             if name.split(".")[-2] in ADAPTED:
                 a, b = adapter_names(name)
-                self._trained[a] = torch.randn(RANK, tensor.shape[1], generator=draw).to(tensor) * 0.05
-                self._trained[b] = torch.randn(tensor.shape[0], RANK, generator=draw).to(tensor) * 0.05
+                self._trained[a] = tensor.new_empty(RANK, tensor.shape[1]).normal_(std=0.05)
+                self._trained[b] = tensor.new_empty(tensor.shape[0], RANK).normal_(std=0.05)
 
     def update(self) -> None:
         """Become the next version."""
         self.version += 1
-        draw = torch.Generator().manual_seed(self._load.seed + self.version)
+        draw = torch.Generator(device()).manual_seed(self._load.seed + self.version)
         for tensor in self._trained.values():
-            tensor += self._load.lr * torch.randn(tensor.shape, generator=draw).sign().to(tensor)
+            tensor += self._load.lr * torch.empty_like(tensor).normal_(generator=draw).sign()
 
     @property
     def published(self) -> State:
         """Return copies of the tensors that a server takes."""
-        return {name: tensor.cpu().clone() for name, tensor in (self._base | self._trained).items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in (self._base | self._trained).items()}
 
     @property
     def model(self) -> Qwen3ForCausalLM:
@@ -132,52 +131,80 @@ def refuse_unknown(modes: Sequence[str]) -> None:
 
 def bench_kv_versions(load: Load, engine: SglangEngineConfig, modes: Sequence[str]) -> dict[str, Json]:
     """Return the figures of `compared` by mode. `engine` are the settings that servers have in all modes."""
-    figures: dict[str, Json] = {}
-    for mode in modes:
-        of_mode = load if mode != "no_updates" else replace(load, updates=0)
-        adapted = mode == "adapters"
-        server = {"max_running_requests": max(1, load.at_once // 4), **engine.settings}
-        changed = dict(MODES[mode])
-        own = changed.pop("server", {})
-        assert isinstance(own, dict), "it is a table"
-        settings = engine.model_validate(
-            {**engine.model_dump(exclude_unset=True), **changed, "server": {**server, **own}}
-        )
-        answers = asyncio.run(_sampled(of_mode, settings, adapted=adapted))
-        figures[mode] = dict(compared(of_mode, answers, adapted=adapted))
+    answers = asyncio.run(_sampled(load, engine, modes))
+    figures: dict[str, Json] = {
+        mode: dict(compared(load, answers[mode], adapted=mode == "adapters")) for mode in modes
+    }
     return {"model": load.model, "lr": load.lr, "updates": load.updates, "figures": figures}
 
 
-async def _sampled(load: Load, settings: SglangEngineConfig, *, adapted: bool) -> list[Answer]:
-    """Return what one server answers while it gets all versions, each after as many answers."""
-    answers, progress = list[Answer](), asyncio.Event()
-    policy = Policy(load, adapted=adapted, where=torch.device("cpu"))
-    config = policy.model.config
-    requests = load.requests(config.vocab_size)
+async def _sampled(load: Load, engine: SglangEngineConfig, modes: Sequence[str]) -> dict[str, list[Answer]]:
+    """Return the answers by mode. Modes that differ in the pause alone have one server after one another."""
+    answers: dict[str, list[Answer]] = {}
+    paused = [mode for mode in modes if MODES[mode].keys() <= {"pause"}]
+    if paused:
+        async with _started(load, _settings(load, engine, {})) as server:
+            for mode in paused:
+                settings = SglangEngineConfig(url=server.url, **MODES[mode])
+                async with _started(load, settings) as attached:
+                    updates = 0 if mode == "no_updates" else load.updates
+                    answers[mode] = await _answered(replace(load, updates=updates), attached, adapted=False)
+    for mode in modes:
+        if mode not in paused:
+            adapted = mode == "adapters"
+            settings = _settings(load, engine, MODES[mode])
+            async with _started(load, settings, served=SERVED if adapted else None) as started:
+                answers[mode] = await _answered(load, started, adapted=adapted)
+    return answers
 
-    async def ask(engine: SglangEngine) -> None:
+
+def _settings(load: Load, engine: SglangEngineConfig, changed: Mapping[str, Any]) -> SglangEngineConfig:
+    """Return the settings of a server that runs a quarter of the requests under way."""
+    server = {
+        "max_running_requests": max(1, load.at_once // 4),
+        **engine.settings,
+        **changed.get("server", {}),
+    }
+    return engine.model_validate(engine.model_dump(exclude_unset=True) | dict(changed) | {"server": server})
+
+
+@asynccontextmanager
+async def _started(
+    load: Load, settings: SglangEngineConfig, served: ServedAdapters | None = None
+) -> AsyncIterator[SglangEngine]:
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
+        shape(load.model).save_pretrained(Path(directory, "model"))
+        engine = SglangEngine(
+            Path(directory, "model"), settings, Path(directory, "engine.log"), served=served
+        )
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.close()
+
+
+async def _answered(load: Load, engine: SglangEngine, *, adapted: bool) -> list[Answer]:
+    """Return what a server answers while it gets all versions, each after as many answers."""
+    answers, progress = list[Answer](), asyncio.Event()
+    policy = Policy(load, adapted=adapted)
+    requests = load.requests(shape(load.model).vocab_size)
+
+    async def ask() -> None:
         for request in requests:
             answers.append(Answer(request.token_ids, await _whole(engine, request)))
             progress.set()
 
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
-        config.save_pretrained(Path(directory, "model"))
-        log_file, served = Path(directory, "engine.log"), SERVED if adapted else None
-        engine = SglangEngine(Path(directory, "model"), settings, log_file, served=served)
-        try:
-            await engine.start()
-            await engine.load_weights(policy.published, 0)
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(load.at_once):
-                    tasks.create_task(ask(engine))
-                while policy.version < load.updates:
-                    while len(answers) < (policy.version + 1) * load.answers // (load.updates + 1):
-                        progress.clear()
-                        await progress.wait()
-                    policy.update()
-                    await engine.load_weights(policy.published, policy.version)
-        finally:
-            await engine.close()
+    await engine.load_weights(policy.published, 0)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(load.at_once):
+            tasks.create_task(ask())
+        while policy.version < load.updates:
+            while len(answers) < (policy.version + 1) * load.answers // (load.updates + 1):
+                progress.clear()
+                await progress.wait()
+            policy.update()
+            await engine.load_weights(policy.published, policy.version)
     return answers
 
 
@@ -197,9 +224,10 @@ async def _whole(engine: SglangEngine, request: GenerationRequest) -> Generation
 def compared(load: Load, answers: Sequence[Answer], *, adapted: bool) -> dict[str, float]:
     """Compare the log-probs of answers with those of the weights that each token names.
 
-    Returns, of tokens that are fresh and of those over keys and values of older weights, their number, and
+    Returns the number of answers, of the versions that drew them and of those answers of which all tokens are
+    fresh; and of tokens that are fresh, and of those over keys and values of older weights, the number, and
     the mean and largest absolute difference in nats."""
-    policy = Policy(load, adapted=adapted, where=device())
+    policy = Policy(load, adapted=adapted)
     apart = [np.full(len(answer.generation.token_ids), np.nan) for answer in answers]
     for version in range(load.updates + 1):
         model = policy.model
@@ -212,7 +240,8 @@ def compared(load: Load, answers: Sequence[Answer], *, adapted: bool) -> dict[st
     fresh = np.concatenate([_is_fresh(answer.generation) for answer in answers])
     nats = np.concatenate(apart)
     whole = sum(bool(_is_fresh(answer.generation).all()) for answer in answers)
-    figures = {"answers": float(len(answers)), "fresh_answers": float(whole)}
+    seen = np.unique(np.concatenate([answer.generation.policy_versions for answer in answers]))
+    figures = {"answers": float(len(answers)), "versions": float(len(seen)), "fresh_answers": float(whole)}
     for name, among in (("fresh", fresh), ("older_kv", ~fresh)):
         of = nats[among]
         figures |= {f"{name}_tokens": float(len(of))}

@@ -16,7 +16,6 @@ from launch.benchmarks.kv_versions import (
     _logprobs,
     bench_kv_versions,
     compared,
-    device,
     refuse_unknown,
 )
 
@@ -61,7 +60,7 @@ def test_a_thousand_answers_over_twenty_updates(mode):
 
 def test_a_token_of_other_weights_than_it_names_shows():
     load, generations = Load(answers=4, updates=1, lr=1e-2), []
-    policy = Policy(load, adapted=False, where=device())
+    policy = Policy(load, adapted=False)
     requests = list(load.requests(256))
     for _ in range(2):
         for asked in requests:
@@ -82,7 +81,7 @@ def test_a_token_of_other_weights_than_it_names_shows():
 
 def test_adapters_change_what_their_versions_compute():
     load = Load(updates=1)
-    policies = [Policy(load, adapted=True, where=device()) for _ in range(2)]
+    policies = [Policy(load, adapted=True) for _ in range(2)]
     policies[1].update()
     names = set(policies[0].published)
     assert names > set(dict(policies[0].model.named_parameters()))
