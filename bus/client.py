@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import nats.errors
@@ -27,8 +28,10 @@ class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
     A server of a cluster may lose track of who listens behind another one, and a client of what it has
     subscribed to. Either shows in nothing but requests that time out, and a new connection mends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest_seed: Callable[[], str] | None = None) -> None:
+        """Connect each time with the secret key that `newest_seed` returns, where it is given."""
         super().__init__()
+        self._newest_seed = newest_seed
         self._silent_since: dict[str, float] = {}
         """When the first request of those that got no answer was sent, by subject."""
         self._silent_s = SILENT_S
@@ -74,6 +77,9 @@ class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
         """Greet the server. After a greeting that was garbled on the way nats-py tries again only if that
         raises one of its errors, and never closes the socket."""
         greeted = False
+        if self._newest_seed is not None:
+            self._nkeys_seed_str = self._newest_seed()
+            self._setup_nkeys_seed_connect()
         try:
             await super()._process_connect_init()
             greeted = True

@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -30,9 +31,12 @@ CLOSE_S = 2.0
 """Longest time that closing a connection may take."""
 
 
-async def connected(config: BusConfig, name: str, credentials: Credentials | None) -> Client:
-    """Return a connected client, which from then on reconnects for ever."""
-    client = BusClient()
+async def connected(
+    config: BusConfig, name: str, credentials: Credentials | None,
+    newest_seed: Callable[[], str] | None = None,
+) -> Client:  # fmt: skip
+    """Return a connected client, which from then on reconnects for ever, with the key of `newest_seed`."""
+    client = BusClient(newest_seed)
     began, starting, complaint, is_ready = time.monotonic(), True, "", False
 
     async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once

@@ -4,34 +4,39 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
-from nats.js.kv import KeyValue
 
 from bus.answers import HEADER_BYTES, PART, read_answer, receive_answer, send_answer
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
 from bus.config import BusConfig, StreamsConfig
 from bus.connect import connected, drain
 from bus.credentials import load_credentials
-from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError
+from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError, UnsignedError
 from bus.jetstream import JetStream
+from bus.key_bucket import Entry, KeyBucket
 from bus.process_state import ProcessState
+from bus.record_rules import record_of
 from bus.refusal import GarbledRequestError, Refused
 from bus.requests import Done
 from bus.topology import Topology
 from bus.waiting import REMIND_S, RETRY_S, is_away, longest_outage_s, until_answered
+
+if TYPE_CHECKING:  # it loads libraries of cryptography, which only a secured bus needs
+    from bus.signatures import Signatures
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
 SAY_AFTER_S = 2.0
 """Seconds after which a process says what it waits for."""
+OWNER_S = 4.0
+"""Seconds in which the owner of a key writes again what somebody else has overwritten."""
 
 
 class Bus:
@@ -51,7 +56,7 @@ class Bus:
         patience_s: float = BusConfig().patience_s,
         stop: asyncio.Event | None = None,
         domain: str | None = None,
-        secured: bool = False,
+        signatures: "Signatures | None" = None,
         state: ProcessState | None = None,
     ) -> None:
         self.client = client
@@ -59,8 +64,8 @@ class Bus:
         """What probes of this process are told."""
         self.state.client = client
         self.patience_s = patience_s
-        self.secured = secured
-        """Says whether the bus lets in only who has credentials, and is reached over TLS."""
+        self.signatures = signatures
+        """Signs and verifies records on a bus that lets in only who has credentials; None on another one."""
         self.topology = Topology(run, streams or StreamsConfig())
         self.js = JetStream(client, timeout_s=10, domain=domain)
         self.js_api = "$JS.API" if domain is None else f"$JS.{domain}.API"
@@ -70,7 +75,7 @@ class Bus:
         self.slower = 1.0
         """Factor by which this process speaks less often without need than in a small run (`bus.pace`)."""
         self._stop = stop
-        self._keys: KeyValue | None = None
+        self._keys = KeyBucket(self.js, self.topology, signatures)
 
     @classmethod
     @asynccontextmanager
@@ -90,20 +95,33 @@ class Bus:
             raise ConfigError(
                 f"{config.creds} is for run {credentials.run!r}, not for {run!r}: name that one"
             )
-        client = await connected(config, name, credentials)
+        signatures = None
+        if credentials is not None and config.creds is not None:
+            from bus.signatures import Signatures
+
+            signatures = Signatures(credentials, config.creds)
+        newest_seed = signatures.renewed_seed if signatures is not None else None
+        client = await connected(config, name, credentials, newest_seed)
         try:
-            yield cls(
+            bus = cls(
                 client,
                 run,
                 streams=config.streams,
                 patience_s=config.patience_s,
                 stop=stop,
                 domain=config.domain,
-                secured=credentials is not None,
+                signatures=signatures,
                 state=state,
             )
+            async with bus._keys.follows_role_keys():
+                yield bus
         finally:
             await drain(client)
+
+    @property
+    def secured(self) -> bool:
+        """Return whether the bus lets in only who has credentials, and is reached over TLS."""
+        return self.signatures is not None
 
     def subject(self, *tokens: object) -> str:
         """Return a subject of this run."""
@@ -130,7 +148,7 @@ class Bus:
         """
         self._refuse_broken(subject)
         try:
-            raw = await self.client.request(subject, encode(message), timeout=timeout_s)
+            raw = await self.client.request(subject, self.sealed(subject, message), timeout=timeout_s)
         except nats.errors.NoRespondersError as error:
             raise BusError(f"nobody serves {subject}: start the process that does") from error
         except nats.errors.Error as error:
@@ -139,6 +157,19 @@ class Bus:
         if isinstance(answer, Refused):
             raise answer.error(subject)
         return cast(R, answer)
+
+    def sealed(self, subject: str, message: Message) -> bytes:
+        """Return a message as it travels on a subject of the run: signed, where a record of the run does."""
+        return self._keys.sealed(self._record(subject), encode(message))
+
+    async def opened(self, subject: str, data: bytes) -> bytes:
+        """Return the message that came on a subject of the run, without its signature.
+
+        Raises `UnsignedError` for a record that nobody who may write it has signed, or that is an old one."""
+        return await self._keys.opened(self._record(subject), data)
+
+    def _record(self, subject: str) -> str | None:
+        return record_of(subject.removeprefix(f"{self.subject()}."))
 
     async def request_many(
         self, subject: str, message: Message, expected: type[R], *, timeout_s: float
@@ -154,7 +185,7 @@ class Bus:
             inbox, pending_bytes_limit=0
         )  # 0 means no limit: no message may be dropped, and all are kept anyway
         try:
-            await self.client.publish(subject, encode(message), reply=inbox)
+            await self.client.publish(subject, self.sealed(subject, message), reply=inbox)
             kinds = expected, Done, Refused
             async for answer in receive_answer(self.client, replies, subject, *kinds, timeout_s=timeout_s):
                 if isinstance(answer, Refused):
@@ -184,7 +215,8 @@ class Bus:
 
         async def answer(raw: Msg) -> None:
             try:
-                answers = await handle(_read_request(raw, expected))
+                data = await self.opened(raw.subject, raw.data)
+                answers = await handle(_read_request(raw.subject, data, expected))
             except SluiceError as error:
                 answers = [Refused.of_error(error)]
             except Exception as error:  # the task is nobody's child: an exception would be lost
@@ -220,14 +252,16 @@ class Bus:
         """Send a notice to the processes that listen now; none is stored, and none waits for the bus."""
         if self.client.is_connected:
             with suppress(nats.errors.Error):  # the connection broke just now: nobody listens
-                await self.client.publish(subject, encode(message))
+                await self.client.publish(subject, self.sealed(subject, message))
 
     async def listen(self, subject: str, expected: type[M], handle: Callable[[M], None]) -> Subscription:
         """Call `handle` on each notice. A notice that does not decode is logged and skipped."""
 
         async def on_notice(raw: Msg) -> None:
             try:
-                handle(decode(raw.data, expected))
+                handle(decode(await self.opened(raw.subject, raw.data), expected))
+            except UnsignedError:  # it is counted and logged
+                return
             except SchemaError as error:
                 log.warning("notice_not_understood", subject=raw.subject, reason=str(error))
 
@@ -237,81 +271,49 @@ class Bus:
 
     async def create_keys(self) -> None:
         """Create the run's key-value bucket if it does not exist. What an operator has set of it stays."""
-        bucket, replicas = self.topology.bucket, self.topology.config.replicas
-        try:
-            try:
-                self._keys = await self.js.key_value(bucket)
-            except NotFoundError:
-                self._keys = await self.js.create_key_value(bucket=bucket, history=1, replicas=replicas)
-        except nats.errors.Error as error:
-            raise BusError(f"cannot create the keys of run {self.topology.run!r}: {error}") from error
+        await self._keys.create()
 
     async def get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
-        """Return the message under `key` and its revision, or None."""
+        """Return the message under `key` and its revision, or None.
+
+        A record that nobody who may write it has signed is none: its owner writes it again."""
         return await self.patiently(lambda: self._get(key, expected), f"reading {key!r}")
 
+    async def get_settled(self, key: str, expected: type[R]) -> tuple[R, int] | None:
+        """Do what `get` does, but wait a moment for the owner of a record that was set aside."""
+        deadline = time.monotonic() + OWNER_S
+        while True:
+            entry = await self.patiently(lambda: self._keys.read(key), f"reading {key!r}")
+            if not entry.set_aside or time.monotonic() > deadline:
+                return _message(key, entry, expected)
+            await asyncio.sleep(RETRY_S)
+
     async def _get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
-        try:
-            entry = await (await self._bucket()).get(key)
-        except (KeyNotFoundError, NotFoundError):
-            return None
-        except nats.errors.Error as error:
-            raise BusError(f"cannot read {key!r} from the bus: {error}") from error
-        return read_answer(f"key {key!r}", entry.value or b"", expected), entry.revision or 0
+        return _message(key, await self._keys.read(key), expected)
 
     async def put(self, key: str, message: Message) -> None:
         """Set `key`."""
         data = encode(message)
-
-        async def put() -> None:
-            try:
-                await (await self._bucket()).put(key, data)
-            except nats.errors.Error as error:
-                raise BusError(f"cannot write {key!r} to the bus: {error}") from error
-
-        await self.patiently(put, f"writing {key!r}")
+        await self.patiently(lambda: self._keys.write(key, data), f"writing {key!r}")
 
     async def swap(self, key: str, message: Message, revision: int) -> int | None:
         """Set `key` if it still has `revision` (0: is absent). Return the new revision, or else None.
 
         Raises `BusError` while the bus is away: the key may have been set or not."""
-        try:
-            bucket = await self._bucket()
-            if revision == 0:
-                return int(await bucket.create(key, encode(message)))
-            return int(await bucket.update(key, encode(message), last=revision))
-        except KeyWrongLastSequenceError:
-            return None
-        except nats.errors.Error as error:
-            raise BusError(f"cannot write {key!r} to the bus: {error}") from error
+        return await self._keys.swap(key, encode(message), revision)
+
+    async def holds(self, key: str, message: Message) -> bool:
+        """Return whether `message` lies under `key`."""
+        entry = await self.patiently(lambda: self._keys.read(key), f"reading {key!r}")
+        return entry.content == encode(message)
 
     async def keys(self, prefix: str) -> list[str]:
-        """List the keys that begin with `prefix` and a dot; deleted ones may be among them.
-
-        This is one request. A watch would leave a consumer on the server each time."""
-        bucket = self.topology.bucket
-        before = f"$KV.{bucket}."
-
-        async def subjects() -> dict[str, int]:
-            try:
-                found = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{before}{prefix}.>")
-            except nats.errors.Error as error:
-                raise BusError(f"cannot list the keys {prefix!r} on the bus: {error}") from error
-            return found.state.subjects or {}
-
-        found = await self.patiently(subjects, f"listing the keys {prefix!r}")
-        return sorted(subject.removeprefix(before) for subject in found)
+        """List the keys that begin with `prefix` and a dot; removed ones may be among them."""
+        return await self.patiently(lambda: self._keys.names(prefix), f"listing the keys {prefix!r}")
 
     async def delete(self, key: str) -> None:
         """Remove `key`."""
-
-        async def delete() -> None:
-            try:
-                await (await self._bucket()).delete(key)
-            except nats.errors.Error as error:
-                raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
-
-        await self.patiently(delete, f"deleting {key!r}")
+        await self.patiently(lambda: self._keys.remove(key), f"deleting {key!r}")
 
     async def wait_for(self, key: str, expected: type[R], *, timeout_s: float, hint: str) -> R:
         """Wait for the message under `key`; `hint` is a question about who writes it, which is logged after a
@@ -338,18 +340,19 @@ class Bus:
                     raise BusAwayError(f"run {run!r}: waited {timeout_s:g} s for {key!r}: {hint}")
             await asyncio.sleep(RETRY_S)
 
-    async def _bucket(self) -> KeyValue:
-        if self._keys is None:
-            self._keys = await self.js.key_value(self.topology.bucket)
-        return self._keys
+
+def _message(key: str, entry: Entry, expected: type[R]) -> tuple[R, int] | None:
+    if entry.content is None:
+        return None
+    return read_answer(f"key {key!r}", entry.content, expected), entry.revision
 
 
-def _read_request(raw: Msg, expected: type[M]) -> M:
+def _read_request(subject: str, data: bytes, expected: type[M]) -> M:
     """Decode a request. Raises `GarbledRequestError`, which lets the asker ask again."""
     try:
-        return decode(raw.data, expected)
+        return decode(data, expected)
     except SchemaError as error:
         if error.kind == OTHER_BUILD:
             raise
-        log.warning("request_garbled", subject=raw.subject, reason=str(error))
+        log.warning("request_garbled", subject=subject, reason=str(error))
         raise GarbledRequestError(str(error)) from error

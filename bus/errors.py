@@ -20,6 +20,17 @@ class SchemaError(SluiceError, ValueError):
         """Actor that made the message, if the message says so."""
 
 
+class UnsignedError(SchemaError):
+    """Nobody who may write a record has signed it: it is set aside, and its owner writes it again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, kind="unsigned")
+
+
+class UnknownKeyError(UnsignedError):
+    """A record is signed with a key that no role of the run has, as far as this process knows."""
+
+
 class HandBackError(SluiceError):
     """This process will not do the work of a message that is valid: another process may have it."""
 

@@ -66,9 +66,8 @@ async def tell_pace(
         if slower < told and time.monotonic() - began < lower_after_s:
             slower = told
         changed = not 1 / CHANGE < slower / told < CHANGE
-        if changed:
-            await bus.put(KEY, Pace(slower=slower))
         if changed or (slower > 1 and time.monotonic() - told_s > REPEAT_S):
+            await bus.put(KEY, Pace(slower=slower))  # each time: somebody may have removed it
             await bus.notify(bus.subject("notice", "pace"), Pace(slower=slower))
             told, told_s = slower, time.monotonic()
     await listening.unsubscribe()

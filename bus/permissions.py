@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bus.device_messages import HOLD_KEY, USERS
+from bus.record_rules import ROLE_KEYS
 from bus.topology import Topology
 
 ROLES = ("operator", "storage", "learner", "actor", "judge", "watcher")
@@ -58,7 +59,7 @@ def _storage(t: Topology) -> Permissions:
             *_read_keys(t),
             *_read_blobs(t),
             _read_events(t),
-            *_keys(t, "run", "identity", "heldout", "heldout.*", "pace", "role.*"),
+            *_keys(t, "run", "identity", "heldout", "heldout.*", "pace", "role.*", ROLE_KEYS),
             *_subjects(t, "tasks.>", "files.>", "dead.>", "outcomes.rejected", "events.>", "rpc.>"),
             *_subjects(t, "notice.stored", "notice.pace", "status.storage", "status.shards"),
             f"_INBOX.{t.run}.>",

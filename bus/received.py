@@ -47,7 +47,8 @@ class Received(Generic[M]):
 async def understood(
     arrived: list[Msg], bus: Bus, expected: type[M], parts: Parts | None = None
 ) -> list[Received[M]]:
-    """Return the messages that `arrived` completes and that decode; the others are set aside.
+    """Return the messages that `arrived` completes and that decode; the others are set aside, as are records
+    that nobody who may write them has signed.
 
     Incomplete messages wait in `parts` for their other parts.
     """
@@ -55,7 +56,8 @@ async def understood(
     parts = parts or Parts(bus)
     for handle in await parts.collect(arrived):
         try:
-            good.append(Received(decode(handle.data, expected), handle))
+            data = await bus.opened(handle.subject, handle.data)
+            good.append(Received(decode(data, expected), handle))
         except SchemaError as error:
             await parts.refuse(handle, error)
     return good

@@ -45,7 +45,7 @@ async def hold_role(bus: Bus, role: str, incarnation: str) -> AsyncIterator[asyn
 
 async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
     loop = asyncio.get_running_loop()
-    found = await bus.get(key, RoleHolder)
+    found = await bus.get_settled(key, RoleHolder)
     deadline = time.monotonic() + EXPIRE_S
     seen = found[1] if found else 0
     while found is not None:
@@ -60,7 +60,7 @@ async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
             break
         await asyncio.sleep(RENEW_S / 4)
         asked_s = loop.time()
-        found = await bus.get(key, RoleHolder)
+        found = await bus.get_settled(key, RoleHolder)
         if loop.time() - asked_s > RENEW_S:  # the bus was away: the holder could not renew its role either
             deadline = time.monotonic() + EXPIRE_S
     revision_now = await bus.swap(key, me, found[1] if found else 0)
@@ -84,7 +84,8 @@ async def _renew(bus: Bus, key: str, role: str, me: RoleHolder, revision: int) -
 
 
 async def _still_mine(bus: Bus, key: str, me: RoleHolder) -> int | None:
-    """Return our revision of the role, if an earlier renewal arrived or the bus lost its disk; else None."""
+    """Return our revision of the role, if an earlier renewal arrived, the bus lost its disk, or what somebody
+    wrote there is not signed; else None."""
     found = await bus.get(key, RoleHolder)
     if found is None:
         return await bus.swap(key, me, 0)

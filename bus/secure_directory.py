@@ -1,18 +1,17 @@
 """Makes what a secured bus needs: a certificate authority, keys of each role, and nats-server's settings."""
 
 import json
-import os
-import secrets
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-import nkeys
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from bus.certificates import make_certificate, pem
-from bus.credentials import BUS_NAME, Credentials, load_credentials
+from bus.credentials import BUS_NAME, load_credentials
+from bus.errors import ConfigError
 from bus.permissions import ANSWER_WITHIN, ROLES, permissions
+from bus.role_keys import public_key
+from bus.run_key_files import RunKeyFiles, write_secret
 from bus.topology import Topology
 
 PROBE = "probe"
@@ -22,7 +21,8 @@ PROBE = "probe"
 class SecureDirectory:
     """A directory of credentials: `<run>/<role>.creds` for each role of each run, readable by its owner.
 
-    It also holds the keys of the bus itself, so only the bus's host needs all of it.
+    It also holds the keys of the bus itself and the one by which each run signs the list of its roles' keys,
+    so only the bus's host needs all of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,22 +46,36 @@ class SecureDirectory:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self.certificate.exists():
             self._make_certificates()
-        self._make_credentials(self.probe, PROBE, "operator", url)
+        authority = (self.path / "authority.pem").read_text()
+        RunKeyFiles(self.path, PROBE).make([PROBE], url, authority)
         for run in {*self.runs, *runs}:
             (self.path / run).mkdir(exist_ok=True, mode=0o700)
-            for role in reversed(ROLES):  # the operator's last: with it the run counts as made
-                self._make_credentials(self.path / run / f"{role}.creds", run, role, url)
+            self.files(run).make(ROLES, url, authority)
+
+    def files(self, run: str) -> RunKeyFiles:
+        """Return the files of a run."""
+        return RunKeyFiles(self.path / run, run)
+
+    def refuse_unknown(self, run: str, role: str) -> None:
+        """Raise `ConfigError` for a run that has no credentials here, and for a role that there is not."""
+        if run not in self.runs:
+            known = f"those of {', '.join(self.runs)}" if self.runs else "none"
+            raise ConfigError(f"{self.path} has no credentials of run {run!r}, but {known}: name one of them")
+        if role not in ROLES:
+            raise ConfigError(f"there is no role {role!r}: name one of {', '.join(ROLES)}")
 
     def server_config(self) -> str:
         """Return the part of nats-server's configuration that lets in who has credentials, and no others."""
         accounts = {
             f"run-{run}": {
                 "jetstream": "enabled",
-                "users": [self._user(run, role) for role in ROLES],
+                "users": [
+                    self._user(run, role, key) for role in ROLES for key in self.files(run).keys.of(role)
+                ],
             }
             for run in self.runs
         }
-        probe = {"nkey": _public(load_credentials(self.probe).seed)}
+        probe = {"nkey": public_key(load_credentials(self.probe).seed)}
         accounts[PROBE] = {"jetstream": "enabled", "users": [probe]}
         tls = {
             "cert_file": str(self.certificate.absolute()),
@@ -71,7 +85,7 @@ class SecureDirectory:
         }
         return f"tls: {json.dumps(tls)}\naccounts: {json.dumps(accounts, indent=1)}\n"
 
-    def _user(self, run: str, role: str) -> dict[str, object]:
+    def _user(self, run: str, role: str, key: str) -> dict[str, object]:
         allowed = permissions(run, role)
         rights: dict[str, object] = {
             "publish": {"allow": list(allowed.publish)},
@@ -79,39 +93,13 @@ class SecureDirectory:
         }
         if allowed.answers:
             rights["allow_responses"] = {"max": -1, "expires": ANSWER_WITHIN}
-        seed = load_credentials(self.path / run / f"{role}.creds").seed
-        return {"nkey": _public(seed), "permissions": rights}
-
-    def _make_credentials(self, path: Path, run: str, role: str, url: str) -> None:
-        seed = load_credentials(path).seed if path.exists() else _new_seed()
-        authority = (self.path / "authority.pem").read_text()
-        made = Credentials(run=run, role=role, url=url, seed=seed, authority=authority)
-        _write_secret(path, json.dumps(asdict(made), indent=1).encode())
+        return {"nkey": key, "permissions": rights}
 
     def _make_certificates(self) -> None:
         """Make an authority, and by it the bus's certificate. The authority's key is not kept."""
         authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
         authority = make_certificate("sluice-authority", authority_key)
         certificate = make_certificate(BUS_NAME, key, authority, authority_key)
-        _write_secret(self.path / "authority.pem", pem(authority))
-        _write_secret(self.key, pem(key))
-        _write_secret(self.certificate, pem(certificate))
-
-
-def _new_seed() -> str:
-    return bytes(nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)).decode()
-
-
-def _public(seed: str) -> str:
-    return bytes(nkeys.from_seed(bytearray(seed.encode())).public_key).decode()
-
-
-def _write_secret(path: Path, data: bytes) -> None:
-    """Write a file whole, readable by its owner alone from the beginning."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+        write_secret(self.path / "authority.pem", pem(authority))
+        write_secret(self.key, pem(key))
+        write_secret(self.certificate, pem(certificate))

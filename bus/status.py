@@ -33,6 +33,9 @@ async def report_status(
         bus.state.waits_for = waits_for() or ("the end of its work" if stopping else "")
         if bus.not_storing:
             doing = f"the bus stores nothing on {', '.join(sorted(bus.not_storing))}: {REMEDY}; {doing}"
+        if bus.signatures is not None and (complaint := bus.signatures.complaint()):
+            doing = f"{complaint}; {doing}"
+            values = {**values, "records_set_aside": bus.signatures.set_aside.total()}
         bus.state.doing, bus.state.values = doing, values
         status = Status(
             source=source,

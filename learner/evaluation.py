@@ -6,7 +6,6 @@ from contextlib import suppress
 
 import structlog
 
-from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask
@@ -43,11 +42,11 @@ class HeldOut:
         """Look for the prompts of all data sets, and begin to listen.
 
         Raises `ConfigError` where storage has none of a set that is configured."""
-        found = await self._bus.get("heldout", BlobRef)
+        found = await self._bus.get_settled("heldout", BlobRef)
         self.prompts = found[0] if found else None
         self._wanted = [] if self.prompts is None else [(self.prompts, None)]
         for one in self._sets:
-            prompts = await self._bus.get(f"heldout.{one.name}", BlobRef)
+            prompts = await self._bus.get_settled(f"heldout.{one.name}", BlobRef)
             if prompts is None:
                 raise ConfigError(
                     f"evaluation.sets names {one.name!r}, of which storage has no prompts: start storage "
@@ -70,9 +69,8 @@ class HeldOut:
         self._asked[version] = {task.data_set: asyncio.Event() for task in tasks}
         for task in tasks:
             name = f"evaluate-{self._incarnation}-{version}" + (f"-{task.data_set}" if task.data_set else "")
-            await self._publisher.publish(
-                self._bus.subject("tasks", "evaluation"), encode(task), message_id=name
-            )
+            subject = self._bus.subject("tasks", "evaluation")
+            await self._publisher.publish(subject, self._bus.sealed(subject, task), message_id=name)
 
     def was_asked(self, policy_version: int) -> bool:
         """Return whether this learner has asked for a version."""

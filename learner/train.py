@@ -101,6 +101,7 @@ class Learner:
                 )
             )  # fmt: skip
             tasks.create_task(self._weights.serve(finished), name="publish snapshots")
+            tasks.create_task(self._weights.keep_announced(finished), name="keep the policy announced")
             try:
                 joining = asyncio.create_task(self._join())
                 if await ended_before(stop, joining):

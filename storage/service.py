@@ -19,6 +19,7 @@ from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
+from bus.own_records import OwnRecords
 from bus.pace import tell_pace
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
@@ -107,7 +108,8 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
             longest = settings.max_new_tokens
             check = partial(check_prompt_lengths, prompts.training, settings.model, max_new_tokens=longest)
             await asyncio.to_thread(check)
-        await _claim_streams(bus, ledger, settings.run)
+        records = OwnRecords(bus)
+        await _claim_streams(bus, records, ledger, settings.run)
         await _withdraw_other(bus, settings.config_json)
         _refuse_other_shards(ledger, settings.replay.shards)
         held = await opened.enter_async_context(hold_shards(bus, settings.run, settings.replay.numbers_here))
@@ -122,12 +124,12 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
             sources=prompts.sources,
         )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
-        await _announce(bus, settings, prompts)
-        service = _Service(bus, settings, sets, ledger, held, measured=prompts.measured)
+        await _announce(bus, records, settings, prompts)
+        service = _Service(bus, settings, sets, ledger, held, measured=prompts.measured, records=records)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
 
 
-async def _claim_streams(bus: Bus, ledger: Ledger, run: RunDirectory) -> None:
+async def _claim_streams(bus: Bus, records: OwnRecords, ledger: Ledger, run: RunDirectory) -> None:
     """Note on the bus whose its streams are. Raises `ConfigError` when they are another run's of this name.
 
     Its groups, rewards and weights would be taken for this run's: leases of both are numbered from 0."""
@@ -143,7 +145,7 @@ async def _claim_streams(bus: Bus, ledger: Ledger, run: RunDirectory) -> None:
             f"{run.name} --bus ...`"
         )
     where = RunIdentity(identity=identity, host=platform.node(), directory=str(run.path.resolve()))
-    await bus.put("identity", where)
+    await records.put("identity", where)
 
 
 async def _withdraw_other(bus: Bus, config_json: str) -> None:
@@ -153,15 +155,16 @@ async def _withdraw_other(bus: Bus, config_json: str) -> None:
         await bus.delete("run")
 
 
-async def _announce(bus: Bus, settings: StorageSettings, prompts: Prompts) -> None:
+async def _announce(bus: Bus, records: OwnRecords, settings: StorageSettings, prompts: Prompts) -> None:
     """Tell others what they need to join the run."""
     if prompts.heldout and settings.measures:
         encoded = encoded_prompts(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
-        await bus.put("heldout", await put_only_blob(bus, Publisher(bus), encoded, "heldout"))
+        await records.put("heldout", await put_only_blob(bus, Publisher(bus), encoded, "heldout"))
     for name, found in prompts.sets.items():
         encoded = encoded_prompts(found, f"evaluation.sets {name!r}")
-        await bus.put(f"heldout.{name}", await put_only_blob(bus, Publisher(bus), encoded, f"heldout-{name}"))
-    await bus.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
+        blob = await put_only_blob(bus, Publisher(bus), encoded, f"heldout-{name}")
+        await records.put(f"heldout.{name}", blob)
+    await records.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
 
 
 class _Service:
@@ -169,9 +172,10 @@ class _Service:
 
     def __init__(
         self, bus: Bus, settings: StorageSettings, data: DataSets, ledger: Ledger,
-        held: list[HeldShard], *, measured: Mapping[str, Sequence[Prompt]],
+        held: list[HeldShard], *, measured: Mapping[str, Sequence[Prompt]], records: OwnRecords,
     ) -> None:  # fmt: skip
         self._bus = bus
+        self._records = records
         self._settings = settings
         self._measured = measured
         self._data = data
@@ -211,6 +215,7 @@ class _Service:
                 record_metrics(self._bus, self._settings.run, finished, sinks=self._settings.sinks)
             )
             tasks.create_task(tell_pace(self._bus, finished))
+            tasks.create_task(self._records.keep(finished), name="keep the run's records")
             try:
                 async with asyncio.TaskGroup() as parts:
                     for held in self._held:

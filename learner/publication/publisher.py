@@ -47,6 +47,8 @@ MOST_PINNED = 4
 """Versions that are kept for evaluations which nobody has answered yet."""
 POLL_S = 0.25
 """Time until a wish for a snapshot is seen."""
+LOOK_S = 1.0
+"""Seconds between two looks whether the latest version is still announced."""
 UNCHANGED = (
     "the step was skipped, its learning rate is 0, or it is too small for what learner.publish_dtype can tell"
 )
@@ -164,6 +166,19 @@ class WeightPublisher:
                 self._wanted = None
                 await set_within(stop, SNAPSHOT_PAUSE_S)
             await set_within(stop, POLL_S)
+
+    async def keep_announced(self, stop: asyncio.Event) -> None:
+        """Announce the latest version again, until `stop`, when the bus has lost it or somebody who is no
+        learner has overwritten it."""
+        while not await set_within(stop, LOOK_S):
+            manifest = self.latest
+            try:
+                if manifest is None or await self._bus.get("policy", PolicyManifest) is not None:
+                    continue
+                if await self._bus.swap("policy", manifest, 0) is not None:
+                    log.warning("policy_announced_again", policy_version=manifest.policy_version)
+            except BusError as error:  # it is looked at again
+                log.warning("policy_not_kept", reason=str(error))
 
     async def _answer(self, wanted: SnapshotWanted) -> None:
         async with self._one:
@@ -302,7 +317,7 @@ class WeightPublisher:
 
     async def _refuse_successor(self, found: PolicyManifest) -> None:
         """Raise `FencedError` unless this learner has the role: then the bus was set back in time."""
-        holder = await self._bus.get("role.learner", RoleHolder)
+        holder = await self._bus.get_settled("role.learner", RoleHolder)
         if holder is None or holder[0].incarnation != self._incarnation:
             raise FencedError(
                 f"learner {found.incarnation} has announced version {found.policy_version} of run "

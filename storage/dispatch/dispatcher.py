@@ -385,6 +385,6 @@ class Dispatcher:
 
     async def _refuse_usurper(self, incarnation: str) -> None:
         """A learner that was suspended while another took its role over must not take the run back."""
-        found = await self._bus.get("role.learner", RoleHolder)
+        found = await self._bus.get_settled("role.learner", RoleHolder)
         if found is not None and found[0].incarnation != incarnation:
             raise FencedError(f"learner {incarnation} was replaced by {found[0].incarnation}")

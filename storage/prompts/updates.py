@@ -36,7 +36,7 @@ class DataUpdates:
 
     async def _answer(self, request: NewData) -> list[Message]:
         """The data set has taken over, durably, or the reason why it cannot is the answer."""
-        found = await self._bus.get("policy", PolicyManifest)
+        found = await self._bus.get_settled("policy", PolicyManifest)
         if found is None:
             raise ConfigError(
                 "the learner has not published its model yet, which prompts are checked against"

@@ -92,7 +92,7 @@ async def test_a_swap_that_may_have_happened_is_an_outage(bus: Bus, garbling: Ga
 
 
 async def test_a_key_that_is_garbled_where_it_is_stored_is_told_of_soon(bus: Bus, garbling: Garbling):
-    await (await bus._bucket()).put("role.a", b"\xff")
+    await bus._keys.write("role.a", b"\xff")
     with pytest.raises(BusError, match=r"the answer from key 'role\.a' is garbled") as failure:
         await bus.get("role.a", RoleHolder)
     assert is_away(failure.value)  # so that this process is started again later, when somebody wrote it anew

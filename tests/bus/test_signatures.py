@@ -1,0 +1,256 @@
+"""A record is acted on only if a role that may write it has signed it, for this run and name."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bus import signatures
+from bus.codec import decode, encode
+from bus.credentials import load_credentials, read_credentials
+from bus.errors import ConfigError, UnknownKeyError, UnsignedError
+from bus.record_rules import RULES
+from bus.role_keys import new_seed, public_key
+from bus.secure_directory import SecureDirectory
+from bus.signatures import MOST_AHEAD_NS, Signatures, SignedRecord, sign_keys
+
+By = Callable[..., Signatures]
+FORGED = 10_000
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> SecureDirectory:
+    secure = SecureDirectory(tmp_path / "keys")
+    secure.make(["mine", "other"], "nats://127.0.0.1:4222")
+    return secure
+
+
+@pytest.fixture
+def by(directory: SecureDirectory) -> By:
+    def signing(role: str, run: str = "mine") -> Signatures:
+        path = directory.files(run).creds(role)
+        return Signatures(load_credentials(path), path)
+
+    return signing
+
+
+def test_record_is_read_as_its_writer_signed_it(by: By):
+    sealed = by("storage").sealed("run", b"settings")
+    for role in ("learner", "actor", "watcher", "judge", "storage"):
+        assert by(role).opened("run", sealed) == b"settings"
+
+
+@pytest.mark.parametrize("record", sorted(RULES))
+def test_no_other_role_writes_a_record_than_those_of_its_rule(record: str, by: By):
+    name, reading = record.replace("*", "x"), by("actor")
+    for role in ("storage", "learner", "actor", "judge", "watcher", "operator"):
+        sealed = by(role).sealed(name, b"content")
+        if role in (*RULES[record].writers, "operator"):
+            assert reading.opened(name, sealed) == b"content"
+        else:
+            with pytest.raises(UnsignedError, match=f"signed by {role}, which may not write it"):
+                reading.opened(name, sealed)
+
+
+def test_record_of_another_run_or_another_name_is_none(by: By):
+    reading = by("actor")
+    with pytest.raises(UnknownKeyError):
+        reading.opened("run", by("storage", "other").sealed("run", b"settings"))
+    with pytest.raises(UnsignedError, match="not of this record of run 'mine'"):
+        reading.opened("heldout", by("storage").sealed("run", b"settings"))
+
+
+def test_record_that_is_put_back_is_not_acted_on(by: By):
+    writing, reading = by("learner"), by("actor")
+    old, new = (writing.sealed("policy", content) for content in (b"version 1", b"version 2"))
+    assert [reading.opened("policy", data) for data in (old, new, new)] == [
+        b"version 1", b"version 2", b"version 2",
+    ]  # fmt: skip
+    with pytest.raises(UnsignedError, match="older than one that was seen before"):
+        reading.opened("policy", old)
+
+
+def test_request_is_acted_on_once(by: By):
+    asked, serving = by("learner").sealed("rpc.resumed", b"from step 3"), by("storage")
+    serving.opened("rpc.resumed", asked)
+    with pytest.raises(UnsignedError, match="older"):
+        serving.opened("rpc.resumed", asked)
+
+
+def test_successor_on_a_host_whose_clock_is_behind_writes_newer_records(
+    by: By, monkeypatch: pytest.MonkeyPatch
+):
+    first, reading, now = by("learner"), by("actor"), time.time_ns()
+    late = first.sealed("policy", b"of the first")
+    reading.opened("policy", late)
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: now - 3600 * 10**9)
+    successor = by("learner")
+    successor.opened("policy", late)  # it reads what the one before wrote
+    assert reading.opened("policy", successor.sealed("policy", b"of the successor")) == b"of the successor"
+
+
+def test_record_that_is_signed_for_another_day_is_set_aside(by: By, monkeypatch: pytest.MonkeyPatch):
+    """Its signer would otherwise keep all that the role signs later from being taken."""
+    now = time.time_ns()
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: now + 2 * MOST_AHEAD_NS)
+    ahead = by("learner").sealed("policy", b"of the day after tomorrow")
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: now)
+    with pytest.raises(UnsignedError, match=r"signed for 2\.0 days ahead: set the clocks"):
+        by("actor").opened("policy", ahead)
+
+
+def test_ten_thousand_forged_records_are_set_aside(by: By):
+    writing, reading = by("learner"), by("actor")
+    old = writing.sealed("policy", b"version 1")
+    newest = writing.sealed("policy", b"version 2")
+    reading.opened("policy", newest)
+    draw = random.Random(7)
+    forge = forgeries(newest, old, by)
+    taken = []
+    for n in range(FORGED):
+        data = forge[n % len(forge)](draw)
+        try:
+            content = reading.opened("policy", data)
+        except UnsignedError:
+            continue
+        if data != newest and content != b"version 2":
+            taken.append(data)
+    assert taken == []
+    assert reading.opened("policy", writing.sealed("policy", b"version 3")) == b"version 3"
+
+
+def forgeries(
+    newest: bytes, old: bytes, by: By, record: str = "policy"
+) -> list[Callable[[random.Random], bytes]]:
+    """Return ways to make a record that nobody who may write it has signed, or that is an old one."""
+    signed = decode(newest, SignedRecord)
+    others = [by(role) for role in ("storage", "actor", "judge", "watcher")]
+    strangers = [by("learner", "other"), by("operator", "other")]
+    learner = by("learner")
+
+    def changed(**fields: object) -> bytes:
+        parts = {name: getattr(signed, name) for name in ("key", "sequence", "content", "signature")}
+        return encode(SignedRecord(**{**parts, **fields}))
+
+    def flipped(draw: random.Random) -> bytes:
+        data = bytearray(newest)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        return bytes(data)
+
+    return [
+        lambda _: old,
+        flipped,
+        lambda draw: newest[: draw.randrange(len(newest))],
+        lambda draw: draw.randbytes(draw.randrange(400)),
+        lambda draw: newest + draw.randbytes(1 + draw.randrange(20)),
+        lambda draw: draw.choice(others).sealed(record, draw.randbytes(20)),
+        lambda draw: draw.choice(strangers).sealed(record, draw.randbytes(20)),
+        lambda draw: learner.sealed(draw.choice(["run", "role.learner", "device", ""]), draw.randbytes(20)),
+        lambda draw: changed(content=draw.randbytes(20)),
+        lambda draw: changed(sequence=signed.sequence + draw.randrange(1, 1 << 30), content=b"later"),
+        lambda draw: changed(sequence=draw.randrange(-(1 << 63), 1 << 63), content=b"another time"),
+        lambda draw: changed(signature=draw.randbytes(draw.choice([0, 63, 64, 65])), content=b"x"),
+        lambda draw: changed(key=public_key(new_seed()), content=draw.randbytes(8)),
+        lambda draw: changed(key=draw.choice(["", "U", "=" * 56, draw.randbytes(20).hex()]), content=b"x"),
+        lambda draw: changed(key=others[0]._key, content=draw.randbytes(8)),
+    ]
+
+
+# --- keys of roles ---
+
+
+def test_files_of_an_older_build_are_completed_by_the_bus_and_refused_elsewhere(directory: SecureDirectory):
+    path = directory.files("mine").creds("learner")
+    made = json.loads(path.read_text())
+    seed = made["seed"]
+    for name in ("run_key", "role_keys"):
+        del made[name]
+    path.write_text(json.dumps(made))
+    with pytest.raises(
+        ConfigError, match=r"an older build made .*start `launch bus --secure` with this build"
+    ):
+        load_credentials(path)
+    (directory.files("mine").creds("learner").parent / "role.keys").unlink()
+    directory.make([], "nats://127.0.0.1:4222")
+    assert load_credentials(path).seed == seed
+    assert directory.files("mine").keys.of("learner") == (public_key(seed),)
+
+
+def test_role_has_both_keys_until_the_older_one_is_revoked(by: By, directory: SecureDirectory):
+    files, old = directory.files("mine"), by("learner")
+    reading = by("actor")
+    before = files.keys.of("learner")
+    files.rotate("learner")
+    new = by("learner")
+    assert len(files.keys.of("learner")) == 2
+    assert reading.adopt(by("storage").signed_keys)
+    for signing in (old, new):
+        assert reading.opened("policy", signing.sealed("policy", b"x")) == b"x"
+    files.revoke("learner")
+    assert files.keys.of("learner") == (new._key,)
+    assert reading.adopt(by("storage").signed_keys)
+    with pytest.raises(UnknownKeyError):
+        reading.opened("policy", old.sealed("policy", b"y"))
+    assert before == (old._key,)
+
+
+def test_role_with_one_key_gets_another_when_it_is_revoked(directory: SecureDirectory):
+    files = directory.files("mine")
+    seed = load_credentials(files.creds("judge")).seed
+    files.revoke("judge")
+    assert load_credentials(files.creds("judge")).seed != seed
+    assert files.keys.of("judge") == (public_key(load_credentials(files.creds("judge")).seed),)
+
+
+def test_what_a_revoked_key_signed_ahead_of_time_does_not_hold_up_its_role(
+    by: By, directory: SecureDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    stolen, reading, now = by("learner"), by("actor"), time.time_ns()
+    with monkeypatch.context() as later:
+        later.setattr(signatures.time, "time_ns", lambda: now + MOST_AHEAD_NS // 2)
+        reading.opened("policy", stolen.sealed("policy", b"forged"))
+    directory.files("mine").revoke("learner")
+    assert reading.adopt(by("storage").signed_keys)
+    assert reading.opened("policy", by("learner").sealed("policy", b"genuine")) == b"genuine"
+
+
+def test_older_or_foreign_lists_of_keys_are_not_taken_over(by: By, directory: SecureDirectory):
+    reading, files = by("actor"), directory.files("mine")
+    older = reading.signed_keys
+    files.revoke("learner")
+    newest = by("storage").signed_keys
+    assert reading.adopt(newest)
+    assert not reading.adopt(older)
+    keys = files.keys.replaced("storage", [public_key(new_seed())])
+    assert not reading.adopt(sign_keys(new_seed(), "mine", keys))
+    assert not reading.adopt(
+        sign_keys((files.creds("storage").parent / "run.key").read_text(), "other", keys)
+    )
+    assert not reading.adopt(newest[:-1])
+    assert not reading.adopt(b"")
+    assert reading.signed_keys == newest
+
+
+def test_credentials_that_were_revoked_do_not_come_back_with_their_file(directory: SecureDirectory):
+    path = directory.files("mine").creds("judge")
+    old = path.read_bytes()
+    directory.files("mine").revoke("judge")
+    path.write_bytes(old)
+    with pytest.raises(ConfigError, match=r"the key in .*judge\.creds was revoked: remove the file"):
+        directory.make([], "nats://127.0.0.1:4222")
+    path.unlink()
+    directory.make([], "nats://127.0.0.1:4222")
+    assert read_credentials(path).seed not in old.decode()
+
+
+def test_newer_file_is_read_while_the_process_goes_on(by: By, directory: SecureDirectory):
+    files, signing = directory.files("mine"), by("learner")
+    before = signing.renewed_seed()
+    files.rotate("learner")
+    after = signing.renewed_seed()
+    assert before != after == load_credentials(files.creds("learner")).seed
+    files.creds("learner").write_bytes(files.creds("judge").read_bytes())  # somebody copied the wrong file
+    assert signing.renewed_seed() == after
