@@ -307,6 +307,11 @@ class Bus:
         entry = await self.patiently(lambda: self._keys.read(key), f"reading {key!r}")
         return entry.content == encode(message)
 
+    async def look_at_role_keys(self) -> None:
+        """Take over the newest list of the roles' keys, or put it on the bus. Raises `BusError` where the run
+        has no keys yet, or the bus is away."""
+        await self._keys.look_at_role_keys()
+
     async def keys(self, prefix: str) -> list[str]:
         """List the keys that begin with `prefix` and a dot; removed ones may be among them."""
         return await self.patiently(lambda: self._keys.names(prefix), f"listing the keys {prefix!r}")

@@ -157,6 +157,13 @@ class NatsServer:
             process.kill()
             await process.wait()
 
+    def reload(self) -> None:
+        """Have the running server take over who may do what. Connections that are let in no more end."""
+        if self._process is None or self._process.returncode is not None:
+            raise BusError("nats-server is not running: start it first")
+        (self.directory / "nats.conf").write_text(self._config())
+        self._process.send_signal(signal.SIGHUP)
+
     async def kill(self) -> None:
         """Kill the server; `start` brings it back on the same port with the same directory."""
         if self._process is None:

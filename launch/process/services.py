@@ -26,6 +26,7 @@ from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy,
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.numerics_checks import engine_of
 from launch.policies import policy_bus, shares_servers
+from launch.process.bus_keys import follow_directory
 from launch.process.bus_room import has_room, until_full
 from launch.process.gateway_access import gateway_token, refuse_open_gateway
 from launch.process.health_server import monitored
@@ -80,8 +81,14 @@ async def serve_bus(
             keys.make(runs, f"nats://{reached_at}:{server.port}")
         async with monitored(monitoring, state), server:
             log.info("bus_ready", url=server.url, runs=keys.runs if keys is not None else "all")
-            probe = load_credentials(keys.probe) if keys is not None else None
-            await _keep_alive(server, state, stop, probe)
+            if keys is None:
+                await _keep_alive(server, state, stop, None)
+                return
+            following = asyncio.create_task(follow_directory(server, keys, stop), name="follow keys")
+            try:
+                await _keep_alive(server, state, stop, load_credentials(keys.probe))
+            finally:
+                await cancelled(following)
 
 
 async def _keep_alive(
