@@ -20,6 +20,7 @@ from learner.backends.factory import close_world, init_world
 from learner.backends.quantised.matmul import refuse_gpu
 from learner.checkpoint.commit import read_extra
 from learner.checkpoint.newest import newest_whole
+from learner.config.learner import LearnerConfig
 from learner.initial import prepare
 from learner.progress import Progress
 from learner.publication.dtypes import published_bytes, published_dtype
@@ -64,6 +65,7 @@ async def run(
         else:
             async with hold_role(bus, "learner", incarnation) as renewing:
                 begin()
+                say_objective(settings.learner)
                 built = await building()
                 transport = await chosen_transport(
                     bus, settings.learner.publication.transport, built.weights_bytes
@@ -76,6 +78,20 @@ async def run(
                 await guarded(_lead(built.world, learner, stop), renewing)
         await in_thread(thread, close_world)  # not after a failure: it would wait for ranks that are gone
         return built.progress if number == 0 else None
+
+
+def say_objective(learner: LearnerConfig) -> None:
+    """Log what the objective is made of, and what of it is otherwise than in the papers that it is from."""
+    log.info(
+        "objective",
+        advantage=learner.advantage.type,
+        loss=learner.loss.type,
+        correction=learner.used_correction.type,
+        rejections=[rejection.type for rejection in learner.used_rejections],
+        aggregation=learner.used_aggregation.type,
+    )
+    for difference in learner.differences_from_papers:
+        log.warning("objective_differs_from_paper", difference=difference)
 
 
 async def _lead(world: World, learner: Learner, stop: asyncio.Event) -> None:

@@ -24,7 +24,7 @@ from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
 from launch.operations.run_stop import going_on
 from launch.process.services import policy_config
-from launch.process.start_checks import check_start, transport_remarks
+from launch.process.start_checks import check_start, start_remarks
 from launch.watch.conclusion import conclude, saved_progress
 from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary
@@ -56,7 +56,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
     run.refuse_unwritable()
     run.refuse_other_format()
     await check_start(config, run)
-    for remark in transport_remarks(config):
+    for remark in start_remarks(config):
         console.print(remark, soft_wrap=True)
     console.print(dashboard_hint(config), soft_wrap=True)
     async with _only_launch(run, patience_s=max(LEARNER_DRAIN_S, _actors_drain_s(config))) as lock:

@@ -85,12 +85,19 @@ async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: boo
     with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
         prompts = await check_start(config, RunDirectory(Path(scratch), config.run))
         found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
-        return "\n".join([found, *transport_remarks(config)])
+        return "\n".join([found, *start_remarks(config)])
 
 
-def transport_remarks(config: RunConfig) -> list[str]:
-    """Say for each policy how its weights travel, as `transport_remark` does."""
-    return list(filter(None, map(transport_remark, _of_each_policy(config))))
+def start_remarks(config: RunConfig) -> list[str]:
+    """Say for each policy how its weights travel, as `transport_remark` does, and what of its objective is
+    set otherwise than in the papers that its parts are from."""
+    policies = list(_of_each_policy(config))
+    different = [_of_policy(one, said) for one in policies for said in one.learner.differences_from_papers]
+    return [*filter(None, map(transport_remark, policies)), *different]
+
+
+def _of_policy(config: RunConfig, sentence: str) -> str:
+    return sentence if config.trains == DEFAULT_POLICY else f"Policy {config.trains!r}: {sentence}"
 
 
 async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:

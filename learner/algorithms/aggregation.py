@@ -17,7 +17,7 @@ import numpy as np
 
 from bus.errors import ConfigError
 from learner.algorithms.plugin import chosen_function
-from learner.config.algorithm import AggregationConfig
+from learner.config.algorithm import UsedAggregation
 from learner.data.packing import Sample
 
 Aggregated = tuple[np.ndarray, np.ndarray]
@@ -57,7 +57,7 @@ AGGREGATIONS: dict[str, Callable[..., Aggregated]] = {
 """Aggregations by the `type` of the configuration."""
 
 
-def aggregated(samples: Sequence[Sample], config: AggregationConfig) -> list[Sample]:
+def aggregated(samples: Sequence[Sample], config: UsedAggregation) -> list[Sample]:
     """Return the samples of one update with their tokens' weights and their shares of the denominator.
 
     All trajectories of a prompt must be among them. Raises `ConfigError` where a user's aggregation returns
@@ -78,6 +78,6 @@ def aggregated(samples: Sequence[Sample], config: AggregationConfig) -> list[Sam
     ]
 
 
-def aggregation(config: AggregationConfig) -> Callable[[np.ndarray, np.ndarray], Aggregated]:
+def aggregation(config: UsedAggregation) -> Callable[[np.ndarray, np.ndarray], Aggregated]:
     """Return the function that `config` names."""
     return chosen_function("aggregation", config, AGGREGATIONS)

@@ -34,7 +34,7 @@ from learner.config.correction import NoCorrection, TokenTIS, UsedCorrection, Us
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, ReferenceConfig
 from learner.config.learner import LearnerConfig
-from learner.config.loss import PluginLoss, PPOClipLoss, SFTLoss, UsedLoss
+from learner.config.loss import PPOClipLoss, SFTLoss, UsedLoss
 
 DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "teacher_kl", "proximal_k1")
 """Sums that `token_losses` has for an objective that wants these policies: estimates of KL(current || other),
@@ -78,7 +78,6 @@ REJECTIONS: dict[str, Callable[..., Tensor]] = REJECTIONS_BY_TOKEN | {
 """Rejections by the `type` of the configuration, but for those that are `SELECTED`. Each takes log ratios,
 log-probs, advantages and the sequence of each token, [N] each, and its settings, and returns which tokens are
 kept [N]."""
-LOSSES_BY_SEQUENCE = ("gmpo", "gspo", "regression", "topr", "vespo")
 SELECTED = {
     "clip_cov": "picked_by_covariance",
     "kl_cov": "picked_by_covariance",
@@ -170,8 +169,7 @@ class Objective:
         by_token = {*SELECTED, *REJECTIONS_BY_TOKEN}
         if any(rejection.type not in by_token for rejection in self.rejections):
             return False
-        loss = self.loss
-        return loss.separable if isinstance(loss, PluginLoss) else loss.type not in LOSSES_BY_SEQUENCE
+        return not self.loss.facts.by_sequence
 
     @cached_property
     def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, Sums]]:

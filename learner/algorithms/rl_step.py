@@ -109,7 +109,7 @@ def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig)
     picked = with_selections(samples, learner, backend.data_parallel_group)
     batch = learner.batch
     return pack(
-        aggregated(picked, learner.aggregation),
+        aggregated(picked, learner.used_aggregation),
         batch.tokens_per_micro_batch,
         share_prefixes=batch.share_prefixes,
     )

@@ -12,6 +12,13 @@ from bus.config import Config
 from learner.config.plugin import Plugin
 
 
+class AutoAggregation(Config):
+    """The aggregation of the paper that the loss or a rejection is from, or the mean over tokens."""
+
+    type: Literal["auto"] = "auto"
+    """Name of the aggregation."""
+
+
 class TokenMean(Config):
     """Mean over all trained tokens of the step, as in DAPO (arXiv:2503.14476)."""
 
@@ -43,6 +50,7 @@ class ConstantDenominator(Config):
     """Sets what each trajectory's sum is divided by, such as the longest answer that is allowed."""
 
 
-AggregationConfig = Annotated[
-    TokenMean | SequenceMean | PromptMean | ConstantDenominator | Plugin, Field(discriminator="type")
-]
+UsedAggregation = TokenMean | SequenceMean | PromptMean | ConstantDenominator | Plugin
+AggregationConfig = Annotated[AutoAggregation | UsedAggregation, Field(discriminator="type")]
+SEQUENCE_SUM = ConstantDenominator(tokens=1)
+"""The mean over the trajectories of the step of the sum over their tokens."""

@@ -3,11 +3,12 @@
 Loads without torch."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from learner.config.algorithm import SequenceMean, TokenMean, UsedAggregation
 from learner.config.plugin import Plugin
 
 
@@ -20,7 +21,8 @@ def _refuse_bounds_without_effect(bound: str, floor: float | None, cap: float) -
 
 
 class AutoCorrection(Config):
-    """Token TIS at its default, or none for a loss whose own ratio is to the policy that sampled."""
+    """Token TIS: at its default, or without a cap beside a rejection whose paper has none. None for a loss
+    whose own ratio is to the policy that sampled."""
 
     type: Literal["auto"] = "auto"
     """Name of the correction."""
@@ -94,11 +96,28 @@ class NoRejection(Config):
     """Name of the rejection."""
 
 
-class TokenRange(Config):
+class _Rejection(Config):
+    """Base of the rejections, with what is not a setting of theirs."""
+
+    whole_ratio: ClassVar[bool] = False
+    """Its paper weighs what is kept by the whole importance ratio, without a cap."""
+
+    aggregation: ClassVar[UsedAggregation | None] = None
+    """The aggregation of its paper, if that is part of what the name stands for."""
+
+    paper: ClassVar[str] = ""
+    """Name and number of the paper of these."""
+
+
+class TokenRange(_Rejection):
     """Tokens are rejected whose importance ratio lies outside of a range (IcePop, arXiv:2510.18855)."""
 
     type: Literal["token_range"] = "token_range"
     """Name of the rejection."""
+
+    whole_ratio: ClassVar[bool] = True
+    aggregation: ClassVar[UsedAggregation | None] = SequenceMean()
+    paper: ClassVar[str] = "IcePop (arXiv:2510.18855)"
 
     lowest: float = Field(0.5, ge=0)
     """Smallest ratio that is trained on."""
@@ -107,41 +126,50 @@ class TokenRange(Config):
     """Largest ratio that is trained on; `inf` sets no bound."""
 
 
-class BinaryTV(Config):
+class BinaryTV(_Rejection):
     """Tokens are rejected whose probability moved too far in the direction of their advantage (DPPO-TV,
     arXiv:2602.04879)."""
 
     type: Literal["binary_tv"] = "binary_tv"
     """Name of the rejection."""
 
+    whole_ratio: ClassVar[bool] = True
+    paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
+
     largest_change: float = Field(0.2, gt=0, lt=1)
     """Largest change of a token's probability that is trained on."""
 
 
-class BinaryKL(Config):
+class BinaryKL(_Rejection):
     """Tokens are rejected that moved too far in nats in the direction of their advantage (DPPO-KL,
     arXiv:2602.04879)."""
 
     type: Literal["binary_kl"] = "binary_kl"
     """Name of the rejection."""
 
+    whole_ratio: ClassVar[bool] = True
+    paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
+
     largest_kl: float = Field(0.05, gt=0)
     """Largest KL in nats, between taking the token or not, that is trained on."""
 
 
-class BinaryKLTwoWay(Config):
+class BinaryKLTwoWay(_Rejection):
     """Tokens are rejected whose probability differs by too many nats from what it was, in either direction
     and whatever their advantage (KPop, ringtech.notion.site/kpop)."""
 
     type: Literal["binary_kl_two_way"] = "binary_kl_two_way"
     """Name of the rejection."""
 
+    whole_ratio: ClassVar[bool] = True
+    paper: ClassVar[str] = "KPop (ringtech.notion.site/kpop)"
+
     largest_kl_either_way: float = Field(0.1, gt=0)
     """Largest KL in nats, between taking the token or not, that is trained on: that of the policies in either
     order."""
 
 
-class SecondMoment(Config):
+class SecondMoment(_Rejection):
     """Tokens with the largest log ratios of an update are rejected until the mean square of the others is
     small (M2PO, arXiv:2510.01161).
 
@@ -151,11 +179,15 @@ class SecondMoment(Config):
     type: Literal["second_moment"] = "second_moment"
     """Name of the rejection."""
 
+    whole_ratio: ClassVar[bool] = True
+    aggregation: ClassVar[UsedAggregation | None] = TokenMean()
+    paper: ClassVar[str] = "M2PO (arXiv:2510.01161)"
+
     largest_moment: float = Field(0.04, gt=0)
     """Largest mean of the squared log ratios of what is trained on, in nats squared."""
 
 
-class SequenceRange(Config):
+class SequenceRange(_Rejection):
     """Sequences are rejected whose importance ratio lies outside of a range: geometric rejection, or, with
     `over = "product"` and sequence TIS, masked importance sampling."""
 
@@ -172,7 +204,7 @@ class SequenceRange(Config):
     """Largest ratio that is trained on; `inf` sets no bound."""
 
 
-class Veto(Config):
+class Veto(_Rejection):
     """Sequences are rejected in which a token has become nearly impossible."""
 
     type: Literal["veto"] = "veto"
@@ -182,7 +214,7 @@ class Veto(Config):
     """Smallest ratio of any token of a sequence that is trained on."""
 
 
-class NegativeDivergence(Config):
+class NegativeDivergence(_Rejection):
     """Sequences of negative advantage are rejected that have become less likely (off-policy sequence masking
     of DeepSeek-V3.2, arXiv:2512.02556)."""
 

@@ -17,16 +17,14 @@ from learner.config.advantage import (
     MaxRLAdvantage,
     OverlongPenalty,
 )
-from learner.config.algorithm import AggregationConfig, TokenMean
+from learner.config.algorithm import AggregationConfig, AutoAggregation, UsedAggregation
 from learner.config.backend import BackendName, refuse_unsupported
 from learner.config.batch import BatchConfig
 from learner.config.correction import (
     AutoCorrection,
     CorrectionConfig,
-    NoCorrection,
     NoRejection,
     RejectionConfig,
-    TokenTIS,
     UsedCorrection,
     UsedRejection,
     refuse_two_selections,
@@ -37,9 +35,10 @@ from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.hooks import NO_HOOK, HookConfig
 from learner.config.lora import NO_LORA, LoraConfig, refuse_lora
-from learner.config.loss import LossConfig, PluginLoss, PPOClipLoss, ReinforceLoss, UsedLoss
+from learner.config.loss import LossConfig, PPOClipLoss, ReinforceLoss, UsedLoss
 from learner.config.mtp import NO_MTP, MtpConfig, refuse_mtp
 from learner.config.optimizer import OptimizerConfig
+from learner.config.paper_objective import differences_from_papers, used_aggregation, used_correction
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.config.publication import PublicationConfig
 from learner.config.recorded_logprobs import RecordedLogprobsConfig
@@ -76,8 +75,10 @@ class LearnerConfig(Config):
 
     correction: CorrectionConfig = AutoCorrection()
     """Weights of tokens that another policy sampled than the loss takes them to come from. `auto` is token
-    TIS at 2.0, or none for a loss whose own ratio is to the behaviour policy (`ppo_clip` centred there,
-    `aipo`, `cispo`, `clip_cov`, `gmpo`, `gspo`, `kl_cov`, `regression`, `sapo`, `topr`, `vespo`)."""
+    TIS at 2.0; without a cap beside `token_range`, `binary_tv`, `binary_kl`, `binary_kl_two_way` and
+    `second_moment`, as their papers have it; and none for a loss whose own ratio is to the behaviour policy
+    (`ppo_clip` centred there, `aipo`, `cispo`, `clip_cov`, `gmpo`, `gspo`, `kl_cov`, `regression`, `sapo`,
+    `topr`, `vespo`)."""
 
     rejection: RejectionConfig = NoRejection()
     """Tokens and sequences that are too far from the policy to be trained on, whatever the correction. They
@@ -86,8 +87,10 @@ class LearnerConfig(Config):
     rejections: dict[str, RejectionConfig] = Field(default_factory=dict)
     """Further ones by names of your own: a token is trained on where all of them keep it."""
 
-    aggregation: AggregationConfig = TokenMean()
-    """Sets how the losses of tokens become one number."""
+    aggregation: AggregationConfig = AutoAggregation()
+    """Sets how the losses of tokens become one number. `auto` is that of the loss's paper: `sequence_mean`
+    for `gspo`, `gmpo` and `sapo`, `constant` with `tokens = 1` for `topr` and `regression`. Beside
+    `token_range` it is `sequence_mean`, if the loss has none of its own; else it is `token_mean`."""
 
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: each token's loss loses so many times the entropy of its distribution."""
@@ -217,10 +220,18 @@ class LearnerConfig(Config):
 
     @property
     def used_correction(self) -> UsedCorrection:
-        """Return the correction as configured, or the one that suits the loss."""
-        if not isinstance(self.correction, AutoCorrection):
-            return self.correction
-        return NoCorrection() if _has_its_own_ratio(self.loss) else TokenTIS()
+        """Return the correction as configured, or the one that suits the loss and the rejections."""
+        return used_correction(self.correction, self.loss, self.used_rejections)
+
+    @property
+    def used_aggregation(self) -> UsedAggregation:
+        """Return the aggregation as configured, or that of the loss's or rejection's paper."""
+        return used_aggregation(self.aggregation, self.loss, self.used_rejections)
+
+    @property
+    def differences_from_papers(self) -> list[str]:
+        """Say what is set otherwise than in the papers of the loss and the rejections, a sentence each."""
+        return differences_from_papers(self.aggregation, self.correction, self.loss, self.used_rejections)
 
     @model_validator(mode="after")
     def _backend_supports_the_settings(self) -> Self:
@@ -294,7 +305,7 @@ class LearnerConfig(Config):
     @model_validator(mode="after")
     def _corrections_and_rejections_have_an_effect(self) -> Self:
         refuse_two_selections(self.used_rejections)
-        if _has_its_own_ratio(self.loss) and self.used_correction.type != "none":
+        if self.loss.facts.own_ratio and self.used_correction.type != "none":
             raise ValueError(
                 f"learner.correction.type={self.used_correction.type} has no effect with learner.loss.type="
                 f"{self.loss.type}, whose own ratio is to the policy that sampled: set it to none, or use "
@@ -380,13 +391,3 @@ class LearnerConfig(Config):
                 "takes the parts of the reward one by one: use kl_in=loss"
             )
         return self
-
-
-def _has_its_own_ratio(loss: UsedLoss) -> bool:
-    """Tell whether the loss itself weighs by the ratio to the policy that sampled, or wants no weight, which
-    leaves no correction."""
-    if isinstance(loss, PPOClipLoss):
-        return loss.centre == "behaviour"
-    if isinstance(loss, PluginLoss):
-        return loss.sampled_by == "behaviour"
-    return not isinstance(loss, ReinforceLoss)

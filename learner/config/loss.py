@@ -1,26 +1,59 @@
-"""Settings of the loss of each token. Loads without torch."""
+"""Settings of the loss of each token, and what the rest of the objective goes by. Loads without torch."""
 
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from learner.config.algorithm import SEQUENCE_SUM, SequenceMean, TokenMean, UsedAggregation
 from learner.config.plugin import Plugin
 
 
-class ReinforceLoss(Config):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossFacts:
+    """What others go by about a loss. The defaults are what is right for a loss that states nothing: it is
+    corrected, and sees whole sequences."""
+
+    own_ratio: bool = False
+    """It weighs by the ratio to the policy that sampled, or wants no weight, which leaves no correction."""
+    by_sequence: bool = True
+    """The loss of a token depends on other tokens of its sequence."""
+    aggregation: UsedAggregation | None = None
+    """The aggregation of its paper; None where the paper has several or the loss is not from one paper."""
+    paper: str = ""
+    """Name and number of the paper that the aggregation is from."""
+
+
+class Loss(Config):
+    """Base of the losses, which states nothing."""
+
+    stated: ClassVar[LossFacts] = LossFacts()
+    """What is true of it under all settings."""
+
+    @property
+    def facts(self) -> LossFacts:
+        """Return what is true of it under these settings."""
+        return self.stated
+
+
+class ReinforceLoss(Loss):
     """Policy gradient without a clip; with `correction.type = "token_tis"`, the default, it is token-level
     truncated importance sampling (IMPALA's policy gradient, arXiv:1802.01561)."""
 
     type: Literal["reinforce"] = "reinforce"
     """Name of the loss."""
 
+    stated: ClassVar[LossFacts] = LossFacts(own_ratio=False, by_sequence=False)
 
-class PPOClipLoss(Config):
+
+class PPOClipLoss(Loss):
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7)."""
 
     type: Literal["ppo_clip"] = "ppo_clip"
     """Name of the loss."""
+
+    stated: ClassVar[LossFacts] = LossFacts(by_sequence=False)
 
     centre: Literal["behaviour", "proximal"] = "behaviour"
     """Centre of the clip: the policy that sampled the token, or, decoupled (arXiv:2505.24298), the policy
@@ -43,6 +76,11 @@ class PPOClipLoss(Config):
     """Ratio above which a token of negative advantage has no gradient either (arXiv:1912.09729, where it is
     3); `None` sets no bound."""
 
+    @property
+    def facts(self) -> LossFacts:
+        """Return what is true of it: with a proximal centre its ratio is not to the policy that sampled."""
+        return replace(self.stated, own_ratio=self.centre == "behaviour")
+
     @model_validator(mode="after")
     def _proximal_is_used(self) -> Self:
         if self.centre == "behaviour" and self.proximal != "auto":
@@ -52,7 +90,7 @@ class PPOClipLoss(Config):
         return self
 
 
-class GSPOLoss(Config):
+class GSPOLoss(Loss):
     """Clipped surrogate whose importance ratio is that of the sequence (arXiv:2507.18071, eq. 5 to 7).
 
     Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice.
@@ -61,6 +99,10 @@ class GSPOLoss(Config):
     type: Literal["gspo"] = "gspo"
     """Name of the loss."""
 
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GSPO (arXiv:2507.18071, eq. 5)"
+    )
+
     sequence_clip_eps: float = Field(3e-4, gt=0)
     """Sets how far below 1 the sequence's ratio may fall before its gradient stops."""
 
@@ -68,12 +110,16 @@ class GSPOLoss(Config):
     """Sets how far above 1 it may rise; `None` means `sequence_clip_eps`."""
 
 
-class CISPOLoss(Config):
+class CISPOLoss(Loss):
     """Policy gradient weighed by the clipped importance ratio; every token keeps a gradient
     (arXiv:2506.13585)."""
 
     type: Literal["cispo"] = "cispo"
     """Name of the loss."""
+
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="CISPO (arXiv:2506.13585, eq. 4)"
+    )
 
     lowest_weight: float = Field(0.0, ge=0, le=1)
     """Lower bound on the weight: 1 - epsilon low of the paper."""
@@ -82,11 +128,15 @@ class CISPOLoss(Config):
     """Upper bound on the weight: 1 + epsilon high of the paper."""
 
 
-class SAPOLoss(Config):
+class SAPOLoss(Loss):
     """Policy gradient with a soft gate in place of a clip (arXiv:2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
     """Name of the loss."""
+
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=False, aggregation=SequenceMean(), paper="SAPO (arXiv:2511.20347)"
+    )
 
     temperature: float = Field(1.0, gt=0)
     """Sets how fast the gate falls off for tokens of positive advantage."""
@@ -95,7 +145,7 @@ class SAPOLoss(Config):
     """Sets how fast it does for those of negative advantage."""
 
 
-class TOPRLoss(Config):
+class TOPRLoss(Loss):
     """Policy gradient in which only sequences of negative advantage are weighed, by their ratio, at most 1
     (arXiv:2503.14286).
 
@@ -105,19 +155,25 @@ class TOPRLoss(Config):
     type: Literal["topr"] = "topr"
     """Name of the loss."""
 
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=True, aggregation=SEQUENCE_SUM, paper="TOPR (arXiv:2503.14286, eq. 8)"
+    )
 
-class AIPOLoss(Config):
+
+class AIPOLoss(Loss):
     """Policy gradient weighed by the importance ratio, cut off from above (AIPO of LlamaRL,
     arXiv:2505.24034)."""
 
     type: Literal["aipo"] = "aipo"
     """Name of the loss."""
 
+    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False)
+
     ratio_cap: float = Field(5.0, gt=0)
     """Upper bound on the weight; the paper has 2 to 10."""
 
 
-class GMPOLoss(Config):
+class GMPOLoss(Loss):
     """Policy gradient of the geometric mean of a sequence's clipped ratios (arXiv:2507.20673).
 
     It needs all tokens of a sequence before any gradient, so the logits are computed twice.
@@ -126,6 +182,10 @@ class GMPOLoss(Config):
     type: Literal["gmpo"] = "gmpo"
     """Name of the loss."""
 
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GMPO (arXiv:2507.20673)"
+    )
+
     log_clip: float = Field(0.4, gt=0)
     """Sets how many nats a token's log ratio may fall below 0 before its gradient stops."""
 
@@ -133,7 +193,7 @@ class GMPOLoss(Config):
     """Sets how many nats it may rise above 0; `None` means `log_clip`."""
 
 
-class VESPOLoss(Config):
+class VESPOLoss(Loss):
     """Policy gradient weighed by W^power exp(decay (1 - W)) of the sequence's ratio W (arXiv:2602.10693).
 
     The defaults are those of the authors' code. Its ratio needs all tokens of a sequence before any gradient,
@@ -142,6 +202,10 @@ class VESPOLoss(Config):
 
     type: Literal["vespo"] = "vespo"
     """Name of the loss."""
+
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=True, aggregation=TokenMean(), paper="VESPO (arXiv:2602.10693)"
+    )
 
     power: float = Field(2.0, ge=0)
     """Sets how fast the weight falls off where the ratio is small."""
@@ -156,7 +220,7 @@ class VESPOLoss(Config):
     """The decay of tokens of negative advantage."""
 
 
-class RegressionLoss(Config):
+class RegressionLoss(Loss):
     """Squared distance of a sequence's log ratio from its advantage, without any importance weight (Kimi
     k1.5, arXiv:2501.12599, 2.3.2; A*-PO, arXiv:2505.20686).
 
@@ -167,12 +231,19 @@ class RegressionLoss(Config):
     type: Literal["regression"] = "regression"
     """Name of the loss."""
 
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True,
+        by_sequence=True,
+        aggregation=SEQUENCE_SUM,
+        paper="Kimi k1.5 (arXiv:2501.12599, 2.3.2)",
+    )
+
     kl_weight: float = Field(0.1, gt=0)
     """Advantage that a sequence's log ratio of 1 nat amounts to: a larger one keeps the policy nearer to the
     one that sampled."""
 
 
-class ClipCovLoss(Config):
+class ClipCovLoss(Loss):
     """PPO's clipped surrogate without the gradient of some tokens whose covariance is high (Clip-Cov,
     arXiv:2505.22617).
 
@@ -182,6 +253,10 @@ class ClipCovLoss(Config):
 
     type: Literal["clip_cov"] = "clip_cov"
     """Name of the loss."""
+
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="Clip-Cov (arXiv:2505.22617)"
+    )
 
     picked_fraction: float = Field(2e-4, gt=0, le=1)
     """Share of the update's tokens that is picked, one token at least."""
@@ -208,7 +283,7 @@ class ClipCovLoss(Config):
         return self
 
 
-class KLCovLoss(Config):
+class KLCovLoss(Loss):
     """Unclipped surrogate with a penalty that keeps the tokens of highest covariance near the policy that
     sampled them (KL-Cov, arXiv:2505.22617).
 
@@ -218,6 +293,10 @@ class KLCovLoss(Config):
     type: Literal["kl_cov"] = "kl_cov"
     """Name of the loss."""
 
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="KL-Cov (arXiv:2505.22617)"
+    )
+
     picked_fraction: float = Field(2e-4, gt=0, le=1)
     """Share of the update's tokens that is picked, one token at least."""
 
@@ -225,7 +304,7 @@ class KLCovLoss(Config):
     """Weight of a picked token's distance from the policy that sampled it, per nat."""
 
 
-class PluginLoss(Plugin):
+class PluginLoss(Plugin, Loss):
     """A loss of the user's own: `function(tokens, **settings) -> ([N], sums)`, with
     `learner.algorithms.tokens.LossTokens`."""
 
@@ -237,12 +316,19 @@ class PluginLoss(Plugin):
     """The policy that the loss takes its tokens to come from: the correction weighs by the ratio of that
     policy to the one that sampled them."""
 
+    @property
+    def facts(self) -> LossFacts:
+        """Return what the settings say of it."""
+        return LossFacts(own_ratio=self.sampled_by == "behaviour", by_sequence=not self.separable)
 
-class SFTLoss(Config):
+
+class SFTLoss(Loss):
     """Supervised fine-tuning: negative log-likelihood of the tokens under the mask."""
 
     type: Literal["sft"] = "sft"
     """Name of the loss."""
+
+    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False)
 
 
 UsedLoss = (

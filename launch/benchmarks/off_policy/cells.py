@@ -16,7 +16,7 @@ METHODS: dict[str, Layer] = {
     },
     "sequence_tis": {"loss": {"type": "reinforce"}, "correction": {"type": "sequence_tis"}},
     "decoupled": {"loss": {"type": "ppo_clip", "centre": "proximal"}},
-    "cispo": {"loss": {"type": "cispo"}},
+    "cispo": {"loss": {"type": "cispo"}, "aggregation": {"type": "token_mean"}},
     "dppo_tv": {
         "loss": {"type": "reinforce"},
         "correction": {"type": "token_tis", "truncation_cap": float("inf")},
@@ -27,7 +27,7 @@ METHODS: dict[str, Layer] = {
         "correction": {"type": "token_tis", "truncation_cap": float("inf")},
         "rejection": {"type": "second_moment"},
     },
-    "vespo": {"loss": {"type": "vespo"}},
+    "vespo": {"loss": {"type": "vespo"}, "aggregation": {"type": "token_mean"}},
     "oapl": {
         "loss": {"type": "regression", "kl_weight": 0.1},
         "advantage": {"type": "oapl", "value_kl_weight": 1.0},

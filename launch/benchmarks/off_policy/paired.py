@@ -101,7 +101,10 @@ async def recorded(stream: Stream, stop: asyncio.Event) -> RunDirectory:
 
 def objective(method: str) -> Layer:
     """Return the settings of a method over those of any other."""
-    return {"correction": {"type": "auto"}, "rejection": {"type": "none"}, **METHODS[method]}
+    neutral: Layer = {
+        "correction": {"type": "auto"}, "rejection": {"type": "none"}, "aggregation": {"type": "auto"}
+    }  # fmt: skip
+    return {**neutral, **METHODS[method]}
 
 
 def train_again(directory: Path, name: str, method: str, steps: int) -> Retrained:

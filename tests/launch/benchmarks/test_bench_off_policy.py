@@ -153,6 +153,8 @@ def test_every_method_can_be_trained_on_the_stream_of_any_other(stream, tmp_path
         wanted = settings_of(Cell(0, 1, 4, method), base, tmp_path).learner
         assert (changed.used_loss, changed.used_correction) == (wanted.used_loss, wanted.used_correction)
         assert changed.rejection == wanted.rejection
+        assert changed.used_aggregation == wanted.used_aggregation
+        assert wanted.differences_from_papers == []
 
 
 def test_what_a_method_made_of_the_stream_is_told_by_its_last_tenth():

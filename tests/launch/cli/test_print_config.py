@@ -134,6 +134,21 @@ def test_every_value_that_differs_from_the_default_has_an_origin():
     assert [at for at in changed if origins.of(at) == "default"] == []
 
 
+def test_what_the_papers_choose_is_printed_where_nothing_is_set(printed, tmp_path: Path):
+    text = printed("local", "--learner.loss.type", "gspo", "--print-config")
+    lines = text.splitlines()
+    for table, here in (("correction", "none"), ("aggregation", "sequence_mean")):
+        assert lines[lines.index(f"[learner.{table}]") + 1].endswith(f"# default; here {here}")
+    flags = ("--learner.rejection.type", "second_moment")
+    shown = json.loads(printed("local", *flags, "--print-config", "--json"))["chosen"]
+    assert shown["learner.aggregation"] == {"type": "token_mean"}
+    assert shown["learner.correction"]["truncation_cap"] == "Infinity"
+    flags = ("--learner.loss.type", "gspo", "--learner.aggregation.type", "token_mean")
+    text = printed("local", *flags, "--print-config")
+    (tmp_path / "printed.toml").write_text(text)
+    assert resolve(config_file(tmp_path / "printed.toml")).learner.used_aggregation.type == "token_mean"
+
+
 def test_a_password_is_not_printed(printed):
     text = printed("storage", "--bus", "nats://me:hunter2@there:1", "--print-config")
     assert "hunter2" not in text
