@@ -10,6 +10,7 @@ from actors.engines.config import SglangEngineConfig
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.errors import ConfigError
+from bus.local_server import reaches_own_server
 from bus.plugins import ImportPolicy, restrict_imports
 from bus.server import is_loopback
 from launch.config import RunConfig, validate
@@ -23,9 +24,9 @@ def restrict_to_own(bus: Bus, config: RunConfig, overrides: Mapping[str, Any]) -
     refusal = ""
     if not _trusted(bus, config):
         refusal = (
-            f"comes from the run's record, which {_everybody(config)}: give --plugins-from DIR with what a "
-            "run may import here, use a bus with credentials (`launch bus --secure`), or give --insecure on "
-            "a network of your own"
+            f"comes from the run's record, which {_writers(bus, config)}: give --plugins-from DIR with what "
+            "a run may import here, use a bus with credentials (`launch bus --secure`), or give --insecure "
+            "on a network of your own"
         )
     directories = tuple(path.absolute() for path in config.allow.plugins_from)
     for directory in directories:
@@ -47,7 +48,7 @@ def with_own_engine(bus: Bus, config: RunConfig, overrides: Mapping[str, Any]) -
         engine = engine.model_copy(update={"python": python})
     if not _trusted(bus, config):
         named = RUNS_CODE if python is None else RUNS_CODE[1:]
-        _refuse_of_record(engine, own, named, f"the run's record {_everybody(config)}")
+        _refuse_of_record(engine, own, named, f"the run's record {_writers(bus, config)}")
     return config.model_copy(update={"actors": config.actors.model_copy(update={"engine": engine})})
 
 
@@ -65,13 +66,20 @@ def _refuse_of_record(engine: SglangEngineConfig, own: object, names: tuple[str,
 def _trusted(bus: Bus, config: RunConfig) -> bool:
     """Return whether only those write the run's record who may decide what runs on this host."""
     url = bus.client.connected_url
-    if bus.secured or config.allow.insecure or url is None:
+    if bus.secured or config.allow.insecure or url is None:  # a secured bus: storage has signed the record
         return bus.secured or config.allow.insecure
-    return is_loopback(url.hostname or "") or bool(url.username)
+    return bool(url.username) or (is_loopback(url.hostname or "") and reaches_own_server(bus.client))
 
 
-def _everybody(config: RunConfig) -> str:
-    return f"everybody who reaches {without_credentials(config.bus.url)} can write"
+def _writers(bus: Bus, config: RunConfig) -> str:
+    """Return who can write the record of a run that is not trusted."""
+    url, where = bus.client.connected_url, without_credentials(config.bus.url)
+    if url is not None and is_loopback(url.hostname or ""):
+        return (
+            f"others may write: {where} is not seen to be a nats-server that this host alone reaches (it may "
+            "be a tunnel, another user's server, or one that listens beyond loopback)"
+        )
+    return f"everybody who reaches {where} can write"
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -18,7 +18,7 @@ from bus.connection import Bus
 from bus.consume import Inbox, consume
 from bus.credentials import load_credentials
 from bus.errors import BusError, ConfigError
-from bus.messages import Metrics, Pace, RoleHolder, RunRecord
+from bus.messages import Metrics, Pace, RoleHolder, RunRecord, Status
 from bus.own_records import OwnRecords
 from bus.publish import Publisher
 from bus.requests import Done
@@ -27,6 +27,7 @@ from bus.roles import hold_role
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
 from bus.signatures import Signatures
+from bus.status import report_status
 from launch.process.bus_keys import follow_directory
 from tests.bus.secured import As, by_role, make_streams, secured_bus
 from tests.bus.test_signatures import forgeries
@@ -198,6 +199,22 @@ async def test_role_is_kept_by_its_holder_over_a_forged_claim(as_role: As):
         assert found is not None
         assert found[0].incarnation == "a"
         assert not holding.done()
+
+
+async def test_what_was_set_aside_stands_in_the_status_of_a_process(as_role: As):
+    heard: list[Status] = []
+    stop = asyncio.Event()
+    async with as_role("actor") as actor, as_role("watcher") as watcher, as_role("operator") as enemy:
+        await watcher.listen(watcher.subject("status", "actor"), Status, heard.append)
+        await watcher.client.flush()
+        await put_raw(enemy, "policy", b"forged")
+        for _ in range(3):  # it is one record, however often it is read
+            assert await actor.get("policy", Pace) is None
+        stop.set()
+        await report_status(actor, source="a", role="actor", look=lambda: ("rolling out", {}), stop=stop)
+        await until(lambda: heard)
+    assert heard[0].doing == "forged or old records set aside: 1 of 'policy'; rolling out"
+    assert heard[0].values == {"records_set_aside": 1}
 
 
 async def test_removed_key_is_absent_until_it_is_set_again(as_role: As):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,46 @@ async def test_module_is_imported_that_this_host_allows(url: str, allow: dict[st
 async def test_module_is_imported_on_loopback(server: NatsServer, url: str):
     await take_part(actor(server.url))
     assert NAME in sys.modules
+
+
+async def test_module_is_refused_where_a_tunnel_listens_on_loopback(server: NatsServer, url: str):
+    """The port is this host's, and who writes on the bus behind it is not known."""
+    async with tunnel(server.port) as port:
+        with pytest.raises(ConfigError, match=r"others may write: .* is not seen to be a nats-server"):
+            await take_part(actor(f"nats://127.0.0.1:{port}"))
+    assert NAME not in sys.modules
+
+
+async def test_module_is_refused_on_a_bus_of_this_host_that_others_reach(tmp_path: Path):
+    async with NatsServer(tmp_path / "open", host="0.0.0.0") as server:
+        there = f"nats://127.0.0.1:{server.port}"
+        async with Bus.connect(BusConfig(url=there), "test", name="stranger") as stranger:
+            await define(stranger, {"run": "test", "actors": {"environment": {"reward": f"{NAME}:reward"}}})
+        with pytest.raises(ConfigError, match="one that listens beyond loopback"):
+            await take_part(actor(there))
+    assert NAME not in sys.modules
+
+
+@asynccontextmanager
+async def tunnel(port: int) -> AsyncIterator[int]:
+    """Pass connections on to a port, as ssh does; yields the port that it listens at."""
+    running: set[asyncio.Task[None]] = set()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to, back = await asyncio.open_connection("127.0.0.1", port)
+        for one, other in ((reader, back), (to, writer)):
+            running.add(asyncio.create_task(copy(one, other)))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as listening:
+        yield int(listening.sockets[0].getsockname()[1])
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def test_module_is_imported_on_a_bus_with_credentials(tmp_path: Path):

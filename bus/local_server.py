@@ -1,0 +1,35 @@
+"""Tells whether the bus at the other end of a connection is this host's own, which no other host reaches.
+
+An address on loopback proves nothing: a tunnel may listen there and lead to a bus that others write on."""
+
+import ipaddress
+from pathlib import Path
+
+import psutil
+from nats.aio.client import Client
+
+SERVER = "nats-server"
+
+
+def reaches_own_server(client: Client) -> bool:
+    """Return whether this connection ends at a nats-server that this process sees, all of whose sockets are
+    on loopback: no other host is its client, nor a server of its cluster or a leaf node.
+
+    Another user's processes cannot be looked at, unless by root: what they serve is not this host's own as
+    far as this process can prove it."""
+    writer = client._transport._io_writer if client._transport is not None else None
+    here = writer.get_extra_info("sockname") if writer is not None else None
+    return here is not None and any(_is_end_of(process, here[:2]) for process in psutil.process_iter())
+
+
+def _is_end_of(process: psutil.Process, place: tuple[str, int]) -> bool:
+    """Return whether a process is a nats-server of this host alone with a connection to address and port."""
+    try:
+        if Path(process.exe()).name != SERVER:
+            return False
+        sockets = process.net_connections("inet")
+    except (psutil.Error, OSError):  # it has ended, or is not ours to look at
+        return False
+    used = [end for each in sockets for end in (each.laddr, each.raddr) if end]
+    connected = any(each.raddr and tuple(each.raddr) == place for each in sockets)
+    return connected and all(ipaddress.ip_address(end.ip).is_loopback for end in used)
