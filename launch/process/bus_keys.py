@@ -7,7 +7,7 @@ import structlog
 
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.errors import BusError, ConfigError
+from bus.errors import BusError, ConfigError, SluiceError
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
 from bus.waiting import set_within
@@ -33,11 +33,7 @@ async def follow_directory(server: NatsServer, keys: SecureDirectory, stop: asyn
                 server.reload()
                 known, again_s = found, 0.0
                 log.info("keys_taken_over", runs=sorted(found))
-        except (
-            ConfigError,
-            BusError,
-            OSError,
-        ) as error:  # a file that is being replaced; or the bus restarts
+        except (SluiceError, OSError) as error:  # a file is damaged or being replaced, or the bus restarts
             log.warning("keys_not_taken_over", reason=str(error))
         if time.monotonic() >= again_s:
             for run in sorted(run for run, revision in known.items() if told.get(run) != revision):
