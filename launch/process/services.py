@@ -167,10 +167,9 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     async with (
         metric_sinks(config.metrics, directory, settings.config_json) as sinks,
         connected(config, "storage", stop) as bus,
+        concluding(bus, config, directory) if summary else nullcontext(),
     ):
-        log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
-        async with concluding(bus, config, directory) if summary else nullcontext():
-            await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
+        await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
 
 
 async def serve_shards(
