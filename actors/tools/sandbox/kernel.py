@@ -1,8 +1,11 @@
 """System calls that Python's `os` lacks, for building namespaces and giving up privileges. Linux only."""
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 from typing import Final
 
 CLONE_NEWNS: Final = 0x00020000
@@ -31,6 +34,8 @@ _MNT_DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_PR_SET_CHILD_SUBREAPER = 36
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 63
 
@@ -93,8 +98,28 @@ def read_only_copy(path: str, *, devices: bool = False) -> int:
     return tree
 
 
+def writable_copy(path: str) -> int:
+    """Return a descriptor of a mount that shows `path` and what is below it, attached nowhere yet.
+
+    Raises OSError."""
+    flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_RECURSIVE
+    return _checked(_libc.syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
+
+
+def make_read_only(path: str) -> None:
+    """Make the mount at `path`, and all mounts below it, read-only. Raises OSError."""
+    attributes = _MountAttributes(set=_ATTR_RDONLY | _ATTR_NOSUID)
+    result = _libc.syscall(
+        _MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE,
+        ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)),
+    )  # fmt: skip
+    _checked(result, f"mount_setattr {path}")
+
+
 def attach(tree: int, target: str) -> None:
-    """Attach a mount of `read_only_copy` at `target`, and close its descriptor. Raises OSError."""
+    """Attach a mount that one of the functions above returned at `target`, and close its descriptor.
+
+    Raises OSError."""
     result = _libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
     _checked(result, f"move_mount to {target}")
     os.close(tree)
@@ -111,6 +136,20 @@ def become_root(directory: str) -> None:
 def die_with_parent() -> None:
     """Have the kernel kill this process when the process that forked it ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "PR_SET_PDEATHSIG")
+
+
+def adopt_orphans() -> None:
+    """Have descendants whose parents end become children of this process, whatever session they are in."""
+    _checked(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "PR_SET_CHILD_SUBREAPER")
+
+
+def bring_loopback_up() -> None:
+    """Let processes of this network namespace reach each other at 127.0.0.1. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        name = b"lo".ljust(16, b"\0")
+        found = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, name + bytes(24))
+        [flags] = struct.unpack_from("H", found, 16)
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, name + struct.pack("H22x", flags | _IFF_UP))
 
 
 def set_dumpable(dumpable: bool) -> None:

@@ -5,7 +5,6 @@ ran = await sandbox.run("print(6 * 7)")     # ran.stdout == "42\\n"
 """
 
 import asyncio
-import fcntl
 import json
 import os
 import socket
@@ -20,6 +19,7 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 from actors.tools.base import ToolError
 from actors.tools.output import decoded
 from actors.tools.sandbox.limits import Limits
+from actors.tools.sandbox.sealed_file import sealed_file
 from actors.tools.sandbox.system_calls import supported
 from bus.child_process import module_command
 from bus.errors import ConfigError
@@ -32,7 +32,6 @@ CHUNK_BYTES = 1 << 16
 LARGEST_ANSWER = 4096
 SERVER_ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Nothing of the actor's environment, which may hold passwords, comes near a program."""
-SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 REMEDY = (
     "a container needs --security-opt seccomp=unconfined --security-opt apparmor=unconfined, Ubuntu "
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0, other hosts sysctl "
@@ -168,7 +167,9 @@ class Sandbox:
         with ExitStack() as sent:
             sent.enter_context(theirs)
             out, err = _pipe(ours, sent), _pipe(ours, sent)
-            code_file, stdin_file = _sealed_file(code, sent), _sealed_file(stdin, sent)
+            code_file, stdin_file = (
+                sealed_file(text.encode("utf-8", "surrogatepass"), sent) for text in (code, stdin)
+            )
             descriptors = [code_file, stdin_file, out.write_end, err.write_end, theirs.fileno()]
             if peer is not None:
                 descriptors.append(sent.enter_context(peer).fileno())
@@ -223,17 +224,6 @@ def _pipe(ours: ExitStack, sent: ExitStack) -> _Pipe:
     read_end, write_end = os.pipe()
     sent.callback(os.close, write_end)
     return _Pipe(ours.enter_context(os.fdopen(read_end, "rb", buffering=0)), write_end)
-
-
-def _sealed_file(text: str, sent: ExitStack) -> int:
-    """Return a file in memory, closed by `sent`, that nobody can change."""
-    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    sent.callback(os.close, descriptor)
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(text.encode("utf-8", "surrogatepass"))
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    return descriptor
 
 
 async def _read(stream: BinaryIO, limit: int, stop: Callable[[], None]) -> bytes:

@@ -1,0 +1,131 @@
+"""What a program sees: its own processes, its own loopback, and the host's files read-only.
+
+`enter` is called by the process that watches over a program, `build_view` by the first process of the
+program's namespace, and `become_program` by the program's own process before its command runs."""
+
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+from actors.programs.request import ProgramRequest
+from actors.tools.sandbox import kernel
+
+PRIVATE = ("/tmp", "/dev/shm")
+"""Directories in whose place a program has empty ones of its own that it may write."""
+
+DAEMONS = (
+    "/run/dbus", "/run/systemd/private", "/run/user", "/run/docker.sock", "/run/podman", "/run/containerd",
+)  # fmt: skip
+"""Sockets of those who start processes for others, which a file system that is read-only does not close."""
+
+
+def enter(request: ProgramRequest) -> socket.socket | None:
+    """Give this process users, mounts, messages and processes to come of its own, and a network if asked.
+
+    Returns the socket of that network at which the gateway is to listen. Raises OSError naming the call that
+    this host does not allow."""
+    if request.user is not None:
+        change_user(*request.user)
+        kernel.set_dumpable(True)  # else its files in /proc are root's
+    user, group = os.geteuid(), os.getegid()
+    flags = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
+    if request.port is not None:
+        flags |= kernel.CLONE_NEWNET
+    kernel.unshare(flags, "unshare of users, mounts, processes and network")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if request.port is None:
+        return None
+    kernel.bring_loopback_up()
+    listening = socket.create_server(("127.0.0.1", request.port), backlog=1024)
+    listening.setblocking(False)
+    return listening
+
+
+def change_user(user: int, group: int) -> None:
+    """Become another user for good. Raises OSError unless this process is root's."""
+    os.setgroups([])
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+
+
+def build_view(request: ProgramRequest) -> None:
+    """Show this process the host's files read-only, without those that are covered. Raises OSError."""
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kept = [_Kept(path, kernel.writable_copy(path)) for path in (request.directory, *request.writable)]
+    kept += [_Kept(path, kernel.read_only_copy(path)) for path in request.readable]
+    places = [(one, Path(one.path).is_dir()) for one in kept]
+    kernel.make_read_only("/")
+    for path in (*PRIVATE, *DAEMONS, *request.covered):
+        _cover(path, request.file_bytes)
+    for one, is_directory in places:
+        _make_place(Path(one.path), is_directory=is_directory)
+        kernel.attach(one.tree, one.path)
+    for path in request.covered:
+        if any(path.startswith(f"{one.path}/") for one in kept):
+            _cover(path, request.file_bytes)
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+
+
+class _Kept(NamedTuple):
+    """What stays in sight where its surroundings are covered."""
+
+    path: str
+    tree: int
+    """Descriptor of a mount that shows it."""
+
+
+def _cover(path: str, size_bytes: int) -> None:
+    place = Path(path)
+    if place.is_dir():
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("program", path, "tmpfs", flags, f"size={size_bytes},mode=1777")
+    elif place.exists():
+        kernel.attach(kernel.read_only_copy("/dev/null", devices=True), path)
+
+
+def _make_place(place: Path, *, is_directory: bool) -> None:
+    """Make what a mount is attached to, where a cover hides what was there."""
+    if place.exists():
+        return
+    if is_directory:
+        place.mkdir(parents=True)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+
+
+def become_program(request: ProgramRequest, stdin: int, output: int) -> None:
+    """Turn this process into that of a program: its own session, limits, and no privileges.
+
+    Raises OSError for what the kernel does not allow; then nothing may run."""
+    os.setsid()
+    for place, descriptor in enumerate((stdin, output, output)):
+        os.dup2(descriptor, place)
+    for number in (signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.chdir(request.directory)
+    if request.user is not None and not request.namespaces:
+        change_user(*request.user)
+    _limit(request)
+    kernel.drop_capabilities()
+
+
+def _limit(request: ProgramRequest) -> None:
+    limits = [
+        (resource.RLIMIT_CPU, request.cpu_s),
+        (resource.RLIMIT_DATA, request.memory_bytes),
+        (resource.RLIMIT_FSIZE, request.file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ]
+    if request.namespaces:  # elsewhere all processes of the user count
+        limits.append((resource.RLIMIT_NPROC, request.processes))
+    for kind, wanted in limits:
+        _, highest = resource.getrlimit(kind)  # the actor may be limited itself
+        value = wanted if highest == resource.RLIM_INFINITY else min(wanted, highest)
+        resource.setrlimit(kind, (value, value))

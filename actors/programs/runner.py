@@ -1,0 +1,378 @@
+"""Runs programs that others wrote, each kept from the actor, its host and other programs.
+
+A program is bounded in time, output and what it uses, and ends with all that it has started."""
+
+import asyncio
+import json
+import os
+import pwd
+import site
+import socket
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    contextmanager,
+)
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from actors.programs.config import IsolationConfig
+from actors.programs.hidden import hidden_paths
+from actors.programs.output import Output, output_pipe
+from actors.programs.request import ProgramRequest
+from actors.tools.sandbox.sealed_file import sealed_file
+from bus.child_process import module_command
+from bus.errors import ConfigError, SluiceError
+from bus.waiting import cancelled
+
+log = structlog.get_logger()
+MEBIBYTE = 1 << 20
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0
+"""Longest time from the wish to end a program until nothing is left of it."""
+LARGEST_REPORT = 1 << 14
+EPISODES = "sluice-programs"
+"""Name of the directory that holds those of programs: no program sees it."""
+NOT_HELD = (
+    "programs share processes, network and files with this actor's user: they could read its memory and "
+    "files, write on a bus without credentials, and signal it"
+)
+Serve = Callable[[socket.socket], AbstractAsyncContextManager[None]]
+"""Has the gateway listen at a socket while inside."""
+
+
+class ProgramError(SluiceError):
+    """A program could not be run to its end. After a timeout its cause is `TimeoutError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """How a program ended by itself."""
+
+    status: int
+    """Exit status; negative for the signal that ended it."""
+    output: str
+    """The end of its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program to run once."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    directory: Path
+    """Where it works; it may write nothing else that outlasts it."""
+    handed: bytes | None = None
+    """What it reads on its standard input. It can be read once: what the program starts finds none of it."""
+    readable: tuple[Path, ...] = ()
+    """What it may read where that would be covered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """The process that starts programs, and the socket that it listens on."""
+
+    process: "subprocess.Popen[bytes]"
+    control: socket.socket
+
+    def end(self) -> None:
+        """Have it end, which it does once its socket is closed."""
+        self.control.close()
+        try:
+            self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class ProgramRunner:
+    """Starts programs by a process of its own, which ends with it or by `close`.
+
+    Raises ConfigError where the host allows no namespaces and they are required, or for a user who is not
+    there."""
+
+    def __init__(self, config: IsolationConfig) -> None:
+        self._config = config
+        self._user = _user_of(config)
+        self._base = Path(tempfile.gettempdir(), f"{EPISODES}-{os.geteuid()}").resolve()
+        self._start()
+        self.isolates = self._probe()
+        """Whether programs get namespaces of their own."""
+
+    @property
+    def gives_network(self) -> bool:
+        """Return whether a program has a loopback of its own, at which nothing but the gateway listens."""
+        return self.isolates and self._config.network == "gateway"
+
+    @contextmanager
+    def directory(self) -> Iterator[Path]:
+        """Yield an empty directory for a program, which is removed afterwards with all that is in it."""
+        self._base.mkdir(mode=0o711, exist_ok=True)
+        if self._base.lstat().st_uid != os.geteuid():
+            raise ProgramError(f"{self._base} is another user's: remove it, or set TMPDIR")
+        with tempfile.TemporaryDirectory(
+            prefix="episode-", dir=self._base, ignore_cleanup_errors=True
+        ) as name:
+            if self._user is not None:
+                os.chown(name, *self._user)
+            yield Path(name)
+
+    async def run(
+        self, program: Program, *, timeout_s: float | None, most_output_bytes: int | None,
+        port: int | None = None, serve: Serve | None = None,
+    ) -> ProgramEnd:  # fmt: skip
+        """Run a program until it ends; `None` sets no bound. Raises `ProgramError`, and OSError.
+
+        However this ends, also by cancellation, no process that the program has started is left.
+
+        Args:
+            program: what is run.
+            timeout_s: longest time that it may take.
+            most_output_bytes: output after which it is ended.
+            port: where the gateway listens on the loopback of the program's own, if it has one.
+            serve: has the gateway listen there."""
+        async with AsyncExitStack() as opened:
+            output, writing = await opened.enter_async_context(output_pipe(most_output_bytes))
+            request = self._request(program, port if self.gives_network else None)
+            report = opened.enter_context(await self._begun(request, program.handed, writing, opened))
+            ending = asyncio.create_task(
+                _reported(report, serve if self.gives_network else None), name=f"run {program.command[0]}"
+            )
+            try:
+                watched: set[asyncio.Future[Any]] = {ending, output.overflown}
+                await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                was_over = ending.done()
+            finally:
+                await _ended(report, ending)
+            await output.settle()
+            if was_over:
+                return _end_of(program, ending.result(), output)
+            if output.overflown.done():
+                raise ProgramError(f"it wrote more than {most_output_bytes} bytes; the last: {output.tail}")
+            raise ProgramError(
+                f"it ran for {timeout_s:g} s; its last output: {output.tail}"
+            ) from TimeoutError()
+
+    async def close(self) -> None:
+        """End the process that starts programs. Those that run end, too."""
+        await asyncio.to_thread(self._end)
+
+    def _start(self) -> None:
+        self._server = _started()
+        self._end = weakref.finalize(self, self._server.end)
+
+    def _request(self, program: Program, port: int | None) -> ProgramRequest:
+        config = self._config
+        covered = [path for path in (self._base, *config.hidden, *hidden_paths()) if path.exists()]
+        written = {path.resolve() for path in config.writable}
+        asked = (path for path in (*config.readable, *program.readable) if path.exists())
+        readable = [path for path in asked if written.isdisjoint({path.resolve(), *path.resolve().parents})]
+        return ProgramRequest(
+            command=tuple(program.command),
+            variables=self._variables(program),
+            directory=str(program.directory),
+            user=self._user,
+            namespaces=self.isolates,
+            port=port,
+            readable=_texts(readable),
+            writable=_texts(config.writable),
+            covered=_texts(covered),
+            cpu_s=config.cpu_s,
+            memory_bytes=config.memory_mb * MEBIBYTE,
+            processes=config.processes,
+            file_bytes=config.file_mb * MEBIBYTE,
+        )
+
+    def _variables(self, program: Program) -> dict[str, str]:
+        """Return its environment, in which its home and temporary files are where it may write."""
+        directory = str(program.directory)
+        own = {
+            "PYTHONUSERBASE": site.getuserbase(),
+            "HOME": directory,
+            "TMPDIR": "/tmp" if self.isolates else directory,
+        }
+        return {**own, **program.variables}
+
+    async def _begun(
+        self, request: ProgramRequest, handed: bytes | None, writing: int, opened: AsyncExitStack
+    ) -> socket.socket:
+        """Ask for the program; return the socket that tells its end. `writing` is closed here."""
+        report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        report.setblocking(False)
+        with ExitStack() as sent:
+            sent.callback(os.close, writing)
+            sent.enter_context(theirs)
+            sealed = sealed_file(request.to_json(), sent)
+            stdin = await _stdin(handed, sent, opened)
+            self._send([sealed, stdin, writing, theirs.fileno()])
+        return report
+
+    def _send(self, descriptors: list[int]) -> None:
+        if self._server.process.poll() is not None:  # it needs next to nothing: somebody has killed it
+            self._end()
+            self._start()
+        socket.send_fds(self._server.control, [b"run"], descriptors)
+
+    def _probe(self) -> bool:
+        """Return whether this host allows namespaces; say so where it does not."""
+        reason = _tried(self._send, self._user, self._base)
+        if reason is None:
+            return True
+        if self._config.required:
+            raise ConfigError(
+                f"actors.environment.isolation.required: this host allows no namespaces ({reason}): let "
+                "users make them, or run programs in a container of their own and leave it out"
+            )
+        log.warning("programs_are_not_isolated", reason=reason, consequence=NOT_HELD)
+        return False
+
+
+def _tried(send: Callable[[list[int]], None], user: tuple[int, int] | None, base: Path) -> str | None:
+    """Run a program that does nothing in namespaces; return why that failed."""
+    report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    report.settimeout(START_TIMEOUT_S)
+    request = ProgramRequest(
+        command=("true",), variables={"PATH": os.defpath}, directory="/", user=user, port=1024
+    )
+    with report, ExitStack() as sent:
+        sent.enter_context(theirs)
+        null = os.open(os.devnull, os.O_RDWR)
+        sent.callback(os.close, null)
+        send([sealed_file(request.to_json(), sent), null, null, theirs.fileno()])
+        sent.close()
+        try:
+            while True:
+                packet, descriptors, _, _ = socket.recv_fds(report, LARGEST_REPORT, 1)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if not descriptors:
+                    break
+        except TimeoutError:
+            return f"no answer within {START_TIMEOUT_S:g} s"
+    said = json.loads(packet) if packet else {"refused": "the process that starts programs has ended"}
+    return said["refused"] or (f"status {said['status']}" if said["status"] else None)
+
+
+class _Written(asyncio.Protocol):
+    """Notes when a pipe has been written and closed."""
+
+    is_over = False
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Note it, also where nobody has read what was written."""
+        self.is_over = True
+
+
+async def _stdin(handed: bytes | None, sent: ExitStack, opened: AsyncExitStack) -> int:
+    """Return the descriptor of what a program reads, which `sent` closes; `opened` ends the writing."""
+    if handed is None:
+        reading = os.open(os.devnull, os.O_RDONLY)
+        sent.callback(os.close, reading)
+        return reading
+    reading, writing = os.pipe()  # no file: what was read is gone
+    sent.callback(os.close, reading)
+    transport, written = await asyncio.get_running_loop().connect_write_pipe(
+        _Written, os.fdopen(writing, "wb", buffering=0)
+    )
+    opened.callback(lambda: None if written.is_over else transport.abort())
+    transport.write(handed)
+    transport.write_eof()
+    return reading
+
+
+async def _reported(report: socket.socket, serve: Serve | None) -> Mapping[str, Any]:
+    """Have the gateway listen at the program's loopback, and return how the program ended."""
+    async with AsyncExitStack() as serving:
+        while True:
+            packet, descriptors = await _received(report)
+            if not descriptors:
+                found: Mapping[str, Any] = json.loads(packet or b"{}")
+                return found
+            listening = socket.socket(fileno=descriptors[0])
+            if serve is None:
+                listening.close()
+            else:
+                await serving.enter_async_context(serve(listening))
+
+
+async def _received(report: socket.socket) -> tuple[bytes, list[int]]:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(report, LARGEST_REPORT, 1)
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(report, _note, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(report)
+        else:
+            return packet, descriptors
+
+
+def _note(readable: "asyncio.Future[None]") -> None:
+    if not readable.done():
+        readable.set_result(None)
+
+
+async def _ended(report: socket.socket, ending: "asyncio.Task[Mapping[str, Any]]") -> None:
+    """Have a program end, and wait until nothing is left of it; what takes too long is told."""
+    if ending.done():
+        return
+    report.shutdown(socket.SHUT_WR)
+    await asyncio.wait([ending], timeout=END_TIMEOUT_S)
+    if not ending.done():
+        await cancelled(ending)
+        log.warning("program_does_not_end", waited_s=END_TIMEOUT_S)
+
+
+def _end_of(program: Program, said: Mapping[str, Any], output: Output) -> ProgramEnd:
+    if not said:
+        raise ProgramError("the process that watches over it has ended")
+    if said["refused"]:
+        raise ProgramError(f"cannot start {program.command[0]!r}: {said['refused']}")
+    if said["over"]:
+        raise ProgramError(f"{said['over']}; its last output: {output.tail}")
+    return ProgramEnd(said["status"], output.tail)
+
+
+def _user_of(config: IsolationConfig) -> tuple[int, int] | None:
+    """Return the user and group that programs run as. Raises `ConfigError` for one that is not there."""
+    name = config.user
+    if name is None:
+        return None
+    if os.geteuid() != 0:
+        raise ConfigError(
+            f"isolation.user={name}: only an actor that runs as root may start programs as others"
+        )
+    try:
+        found = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
+    except KeyError as error:
+        if name.isdecimal():
+            return int(name), int(name)
+        raise ConfigError(f"isolation.user={name}: this host has no such user") from error
+    return found.pw_uid, found.pw_gid
+
+
+def _started() -> _Server:
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            module_command("actors.programs.server"), stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+            env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True,
+        )  # fmt: skip
+    return _Server(process, control)
+
+
+def _texts(paths: Sequence[Path]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(path.resolve()) for path in paths))

@@ -1,0 +1,127 @@
+"""The process that starts agents' programs: it forks a watcher for each.
+
+    python bus/run_module.py actors.programs.server
+
+Its standard input is a socket of the actor's. Each packet on it carries the descriptors of one program. A
+watcher tells on `report` how its program ended, once no process of it is left, and ends it when the actor
+closes its end. Loads the standard library and two rooms.
+"""
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+from actors.programs.confinement import enter
+from actors.programs.request import ProgramRequest
+from actors.programs.watch import LOOK_S, TERMINATE_S, Outcome, below, signal_all, watch
+from actors.tools.sandbox import kernel
+
+SWEEP_S = 5.0
+"""Longest time that the kernel may take to end what a program left behind."""
+
+
+class Descriptors(NamedTuple):
+    """What a request to run a program brings along."""
+
+    request: int
+    stdin: int
+    output: int
+    report: int
+    """Socket for how it ended, by which the actor also stops it."""
+
+
+def main() -> None:
+    """Start a program for each packet that comes, until the actor has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+    control = socket.socket(fileno=os.dup(0))
+    gc.freeze()
+    while True:
+        packet, received, _, _ = socket.recv_fds(control, 16, len(Descriptors._fields))
+        if not packet:
+            return
+        given = Descriptors(*received)
+        if os.fork() == 0:
+            control.close()
+            os._exit(_attend(given))
+        for descriptor in given:
+            os.close(descriptor)
+
+
+def _attend(given: Descriptors) -> int:
+    """Run one program, see to its end, and report it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    with socket.socket(fileno=given.report) as report:
+        size = os.fstat(given.request).st_size
+        request = ProgramRequest.from_json(os.pread(given.request, size, 0))
+        os.close(given.request)
+        try:
+            kernel.adopt_orphans()
+            listening = enter(request) if request.namespaces else None
+            outcome = _run(request, given, report, listening)
+        except OSError as error:
+            outcome = Outcome(-1, refused=str(error))
+        with suppress(OSError):  # the actor may have ended
+            report.send(json.dumps(outcome._asdict()).encode())
+    return 0
+
+
+def _run(
+    request: ProgramRequest, given: Descriptors, report: socket.socket, listening: socket.socket | None
+) -> Outcome:
+    if listening is not None:
+        socket.send_fds(report, [b"{}"], [listening.fileno()])
+        listening.close()
+    told, tells = os.pipe()
+    first = os.fork()
+    if first == 0:
+        report.close()
+        os.close(told)
+        with os.fdopen(tells, "w") as answer:
+            json.dump(watch(request, given.stdin, given.output)._asdict(), answer)
+        os._exit(0)
+    for descriptor in (tells, given.stdin, given.output):
+        os.close(descriptor)
+    _wait(first, report)
+    os.waitpid(first, 0)  # in a namespace of its own, all that the program left ends with it
+    _sweep()
+    with os.fdopen(told) as answer:
+        said = answer.read()
+    return Outcome(**json.loads(said)) if said else Outcome(-signal.SIGKILL)
+
+
+def _wait(first: int, report: socket.socket) -> None:
+    """Return when a program's first process has ended, which it is told to when the actor hangs up."""
+    ended = os.pidfd_open(first)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(report, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poll.poll()]
+    if ended not in ready:
+        os.kill(first, signal.SIGTERM)
+        poll.unregister(report)
+        if not poll.poll(1000 * (TERMINATE_S + 2 * LOOK_S)):
+            os.kill(first, signal.SIGKILL)
+    os.close(ended)
+
+
+def _sweep() -> None:
+    """End what a program without namespaces left behind, in whatever session it is: it is a child by now."""
+    until = time.monotonic() + SWEEP_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            signal_all(below(os.getpid()), signal.SIGKILL)
+            time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    main()
