@@ -175,7 +175,7 @@ class ActorsConfig(Config):
         if self.evaluation.only or self.evaluation.has_own_servers:
             return "own"
         default: EvaluationEngine = "rollout" if self.engine.type == "sglang" else "own"
-        return default if self.evaluation.engine == "auto" else self.evaluation.engine
+        return self.evaluation.engine or default
 
     @property
     def by_name(self) -> Mapping[str, EnvironmentConfig]:

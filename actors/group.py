@@ -276,6 +276,7 @@ class Group:
             actor=self.actor,
             metadata=self._sourced(part.metadata),
             reward_due=part.reward_due,
+            reward_source=part.reward_source,
             run=self.lease.run,
             routed_experts=b"" if routed is None else routed.tobytes(),
             moe_layers=layers,

@@ -12,7 +12,6 @@ from bus.errors import ConfigError
 from bus.permissions import ANSWER_WITHIN, ROLES, permissions
 from bus.role_keys import public_key
 from bus.run_key_files import RunKeyFiles, write_secret
-from bus.server_config import quoted
 from bus.topology import Topology
 
 PROBE = "probe"
@@ -78,13 +77,13 @@ class SecureDirectory:
         }
         probe = {"nkey": public_key(load_credentials(self.probe).seed)}
         accounts[PROBE] = {"jetstream": "enabled", "users": [probe]}
-        files = (
-            f"cert_file: {quoted(str(self.certificate.absolute()))}, "
-            f"key_file: {quoted(str(self.key.absolute()))}"
-        )
-        # the handshake is first, else somebody in between could have a client go on without TLS
-        tls = f'{files}, handshake_first: true, min_version: "1.3"'
-        return f"tls: {{ {tls} }}\naccounts: {json.dumps(accounts, indent=1)}\n"
+        tls = {
+            "cert_file": str(self.certificate.absolute()),
+            "key_file": str(self.key.absolute()),
+            "handshake_first": True,  # else somebody in between could have a client go on without TLS
+            "min_version": "1.3",
+        }
+        return f"tls: {json.dumps(tls)}\naccounts: {json.dumps(accounts, indent=1)}\n"
 
     def _user(self, run: str, role: str, key: str) -> dict[str, object]:
         allowed = permissions(run, role)

@@ -145,6 +145,10 @@ class Trajectory(Message, tag="trajectory", version=2):
     older_kv: bytes = b""
     """Runs of tokens that were sampled over keys and values of older weights (`bus/older_kv.py`); empty where
     each token's own weights computed all of them."""
+    reward_source: str = ""
+    """Who gave the reward, and from where: `program`, `verifier` or `client` with an address, `settings`, or
+    the source of a reward that came later. Empty where the actor computed it, or an older build did not
+    say."""
 
     def check(self) -> None:
         """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""

@@ -19,7 +19,7 @@ SETTING_VARIABLES: Mapping[str, str] = {
 """Variables by name, each with the setting that it stands for."""
 
 GIVEN_VARIABLES = (
-    "SLUICE_SUPERVISOR", "SLUICE_NODE_RANK", "SLUICE_TASK", "SLUICE_REWARD_URL", "SLUICE_MODEL",
+    "SLUICE_SUPERVISOR", "SLUICE_NODE_RANK", "SLUICE_TASK", "SLUICE_MODEL",
 )  # fmt: skip
 """Variables that processes give to those that they start, and nobody else sets."""
 LOG_VARIABLES = (LEVEL_VARIABLE, FORMAT_VARIABLE)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -11,12 +10,10 @@ import structlog
 
 from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
-    STOP_S,
-    ProgramEnd,
-    ProgramError,
     check_program,
+    needed_files,
+    placed_command,
     program_variables,
-    run_program,
 )
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
@@ -24,13 +21,18 @@ from actors.environments.session_episode import posted_episode, scored_episode, 
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
+from actors.group_config import InterruptionConfig
+from actors.policy.messages import Completion
 from actors.policy.policy import Policy
+from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
 from actors.rewards.base import RewardError
 from actors.rewards.call_times import CallTimes
 from bus.errors import HandBackError
 from bus.waiting import cancelled, ended_before
 
 log = structlog.get_logger()
+NO_SESSION = "a-verifier-has-no-session"
+"""API key in a verifier's environment: it asks the policy nothing."""
 
 
 class AgentEnvironment:
@@ -38,8 +40,10 @@ class AgentEnvironment:
 
     trajectories_per_episode: int | None = None  # a program may rewrite its context, or have several
 
-    def __init__(self, config: AgentConfig, scoring: AnswerScoring | None) -> None:
+    def __init__(self, config: AgentConfig, scoring: AnswerScoring | None, finish_within_s: float) -> None:
         self._config = config
+        self._runner = ProgramRunner(config.isolation)
+        self._finish_within_s = finish_within_s
         self._scoring = scoring
         """Computes rewards; None where programs post them."""
         self._gateway = Gateway(config.gateway)
@@ -49,10 +53,15 @@ class AgentEnvironment:
         self._stop = asyncio.Event()
 
     @classmethod
-    def from_config(cls, config: AgentConfig) -> Self:
-        """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
+    def from_config(
+        cls, config: AgentConfig, *, finish_within_s: float = InterruptionConfig().finish_within_s
+    ) -> Self:
+        """Build; programs get `finish_within_s` to end after a stop.
+
+        Raises `ConfigError` for a program that is not there, or that this host does not allow, and for
+        rewards that nobody posts."""
         check_program(config)
-        return cls(config, scoring_of(config))
+        return cls(config, scoring_of(config), finish_within_s)
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:
@@ -60,7 +69,7 @@ class AgentEnvironment:
         return self._scoring.times if self._scoring is not None else ()
 
     def stop_with(self, stop: asyncio.Event) -> None:
-        """Start no program after `stop`, and end those that run `STOP_S` later."""
+        """Start no program after `stop`, and end those that run when their time is over."""
         self._stop = stop
 
     async def run(self, task: Task, policy: Policy) -> Episode:
@@ -72,7 +81,7 @@ class AgentEnvironment:
         )
         try:
             if not await ended_before(self._stop, playing):
-                await asyncio.wait([playing], timeout=STOP_S)
+                await asyncio.wait([playing], timeout=self._finish_within_s)
             if not playing.done():
                 raise HandBackError(f"the program of task {task.task_id} was not done at the stop")
             return playing.result()
@@ -84,15 +93,25 @@ class AgentEnvironment:
         async with self._places, self._gateway.session(policy, task.task_id) as session:
             if self._stop.is_set():
                 raise HandBackError(f"no program was started for task {task.task_id} before the stop")
-            session.posts_rewards = self._scoring is None
-            await self._run_program(task, session)
-            await session.close()  # what the program left behind at the engine is no part of its episode
-            last = session.last
-            if last is None:
-                raise self._failed(task, "it asked the policy nothing: does it heed OPENAI_BASE_URL?")
-            if self._scoring is None:
-                return posted_episode(policy, session, await self._reward(task, session))
+            try:
+                with self._runner.directory() as work:
+                    return await self._led(task, policy, session, work)
+            except (OSError, ProgramError) as error:
+                raise self._failed(task, f"has no directory: {error!r}") from error
+
+    async def _led(self, task: Task, policy: Policy, session: Session, work: Path) -> Episode:
+        """Return the episode of a session whose program works in `work`."""
+        session.reward_owner = "program" if self._config.program_owns_reward else None
+        await self._run_program(task, session, work)
+        await session.close()  # what the program left behind at the engine is no part of its episode
+        last = session.last
+        if last is None:
+            raise self._failed(task, "it asked the policy nothing: does it heed OPENAI_BASE_URL?")
+        if self._scoring is not None:
             return await scored_episode(self._scoring, policy, session, task, last)
+        if self._config.verifier is not None:
+            await self._verify(task, session, work, last)
+        return posted_episode(policy, session, await self._reward(task, session))
 
     async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
         """Return the episodes of a group with their final rewards; raises RewardError."""
@@ -100,6 +119,7 @@ class AgentEnvironment:
 
     async def close(self) -> None:
         """Close the gateway, and give up the rewards' connections and processes."""
+        await self._runner.close()
         await self._gateway.close()
         if self._scoring is not None:
             await self._scoring.close()
@@ -110,17 +130,22 @@ class AgentEnvironment:
                 await self._gateway.start()
                 self._is_serving = True
 
-    async def _run_program(self, task: Task, session: Session) -> None:
+    async def _run_program(self, task: Task, session: Session, work: Path) -> None:
         """Run the program; a failure of the engine explains every other one."""
         try:
-            with tempfile.TemporaryDirectory(prefix="sluice-agent-") as directory:
-                path = Path(directory) / "task.json"
-                path.write_text(json.dumps(self._described(task)))
-                ended = await run_program(
-                    self._config.arguments,
-                    self._variables(session, path),
-                    timeout_s=self._config.program_timeout_s,
-                    most_output_bytes=self._config.most_output_bytes,
+            with self._runner.directory() as directory:
+                path = directory / "task.json"
+                path.write_text(json.dumps(_described(task)))
+                path.chmod(0o644)
+                ended = await self._run(
+                    Program(
+                        command=placed_command(self._config.arguments),
+                        variables=self._variables(session, path),
+                        directory=work,
+                        handed=self._handed(task, session),
+                        readable=(directory, *needed_files(self._config.arguments)),
+                    ),
+                    self._config.program_timeout_s,
                 )
         except (OSError, ValueError) as error:  # no space for its files, no descriptors, a wrong variable
             raise self._failed(task, f"cannot be run: {error!r}") from error
@@ -131,6 +156,44 @@ class AgentEnvironment:
         if ended.status != 0:
             self._look_at(task, session, ended)
 
+    async def _run(self, program: Program, timeout_s: float) -> ProgramEnd:
+        return await self._runner.run(
+            program,
+            timeout_s=timeout_s,
+            most_output_bytes=self._config.most_output_bytes,
+            port=self._gateway.port,
+            serve=self._gateway.listening,
+        )
+
+    async def _verify(self, task: Task, session: Session, work: Path, last: Completion) -> None:
+        """Have the verifier post the reward. Raises RewardError where it fails."""
+        session.reward_owner = "verifier"
+        arguments = self._config.verifier_arguments
+        told = {
+            **_described(task),
+            "label": task.label,
+            "answer": str(last.message["content"]),
+            "directory": str(work),
+            "reward_url": self._gateway.reward_url_of(session, self._base),
+        }
+        where = f"the verifier {self._config.verifier!r} on task {task.task_id}"
+        try:
+            with self._runner.directory() as directory:
+                ended = await self._run(
+                    Program(
+                        command=placed_command(arguments),
+                        variables=program_variables(self._config, self._base, NO_SESSION, {}),
+                        directory=directory,
+                        handed=json.dumps(told).encode(),
+                        readable=(work, *needed_files(arguments)),
+                    ),
+                    self._config.reward_timeout_s,
+                )
+        except (OSError, ValueError, ProgramError) as error:
+            raise RewardError(f"{where}: {error}") from error
+        if ended.status != 0:
+            raise RewardError(f"{where}: status {ended.status}: {ended.output}")
+
     def _look_at(self, task: Task, session: Session, ended: ProgramEnd) -> None:
         """Raise `EpisodeError` for a program that failed, unless the gateway refused to go on with it."""
         if session.end is None:
@@ -138,27 +201,47 @@ class AgentEnvironment:
         log.info("agent_was_cut_off", task=task.task_id, end=session.end, status=ended.status)
 
     async def _reward(self, task: Task, session: Session) -> PostedReward:
-        """Return the reward that the program posts. Raises RewardError where it posts none in time."""
-        if await session.rewarded_within(0.0 if session.end else self._config.reward_timeout_s):
+        """Return the reward that was posted. Raises RewardError where none is in time."""
+        in_time_s = self._config.reward_timeout_s if self._config.program_owns_reward else 0.0
+        if await session.rewarded_within(0.0 if session.end else in_time_s):
             assert session.reward is not None
             return session.reward
         if session.end and self._config.unfinished_reward is not None:
+            session.reward_source = "settings"
             return PostedReward(reward=self._config.unfinished_reward)
         raise RewardError(
-            f"the program posted no reward for task {task.task_id}: POST a number to SLUICE_REWARD_URL, or "
-            "set another actors.environment.reward"
+            f"nobody posted a reward for task {task.task_id}: have the "
+            f"{'program' if self._config.verifier is None else 'verifier'} POST a number to the reward_url "
+            "that it reads on its standard input, or set another actors.environment.reward"
         )
 
-    def _described(self, task: Task) -> dict[str, object]:
-        """Return the task for its program, with the label only if the program computes the reward."""
-        described = {"task_id": task.task_id, "prompt": task.prompt, "metadata": dict(task.metadata)}
-        described |= {"tools": list(task.tools)} if task.tools else {}
-        return {**described, **({"label": task.label} if self._scoring is None else {})}
+    def _handed(self, task: Task, session: Session) -> bytes | None:
+        """Return what the program reads on its standard input, which is gone once it is read."""
+        if not self._config.program_owns_reward:
+            return None
+        reward_url = self._gateway.reward_url_of(session, self._base)
+        return json.dumps({"label": task.label, "reward_url": reward_url}).encode()
+
+    @property
+    def _base(self) -> str:
+        """Return where programs reach the gateway."""
+        return (
+            self._gateway.url if not self._runner.gives_network else f"http://127.0.0.1:{self._gateway.port}"
+        )
 
     def _variables(self, session: Session, task: Path) -> dict[str, str]:
-        url = self._gateway.url_of(session)
-        own = {"SLUICE_REWARD_URL": f"{url}/reward", "SLUICE_TASK": str(task)}
-        return program_variables(self._config, url, session.key, own)
+        url = self._gateway.url_of(session, self._base)
+        return program_variables(self._config, url, session.key, {"SLUICE_TASK": str(task)})
 
     def _failed(self, task: Task, reason: str) -> EpisodeError:
         return EpisodeError(f"the program {self._config.command!r} on task {task.task_id}: {reason}")
+
+
+def _described(task: Task) -> dict[str, object]:
+    """Return the task for its program, without the label: what the policy controls may read it."""
+    described: dict[str, object] = {
+        "task_id": task.task_id,
+        "prompt": task.prompt,
+        "metadata": dict(task.metadata),
+    }
+    return described | ({"tools": list(task.tools)} if task.tools else {})

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from actors.gateway.config import GatewayConfig
 from actors.own_python import with_own_python
+from actors.programs.config import IsolationConfig
 from actors.rewards.config import RewardConfig
 
 POSTED = "posted"
@@ -30,8 +31,9 @@ class AgentConfig(RewardConfig):
     """Environment in which a program asks the policy as it would ask OpenAI's or Anthropic's servers: one for
     each episode, or a long-lived one that takes many tasks.
 
-    The reward is computed from the policy's last answer, or it is named `posted`: then each program posts its
-    own, at most `reward_timeout_s` after it has ended. A long-lived program ends an episode by it."""
+    The reward is computed from the policy's last answer, or it is named `posted`: then a verifier posts it,
+    or the program itself where that owns its reward, at most `reward_timeout_s` after it has ended. A
+    long-lived program ends an episode by it."""
 
     type: Literal["agent"] = "agent"
     """Name of the environment."""
@@ -39,6 +41,19 @@ class AgentConfig(RewardConfig):
     command: str
     """Command of the program, such as `python my_agent.py`. No shell reads it; a word `{python}` stands for
     the Python that runs Sluice."""
+
+    verifier: str | None = None
+    """Command of the program that posts the reward of an episode, once nothing of the agent's program is
+    left. It reads one JSON object on its standard input: the task with its label, the last `answer`, the
+    `directory` that the agent worked in, and the `reward_url`."""
+
+    program_owns_reward: bool = False
+    """Whether the agent's program posts its reward itself. It then reads one JSON object with the `label` and
+    the `reward_url` on its standard input, which what it starts cannot read again. Leave it off where the
+    policy runs code in that program's own process."""
+
+    isolation: IsolationConfig = IsolationConfig()
+    """What a program may reach and use."""
 
     long_lived: bool = False
     """Whether a program takes tasks from SLUICE_TASKS_URL, many at once and one after the other, until it is
@@ -76,13 +91,20 @@ class AgentConfig(RewardConfig):
         return with_own_python(shlex.split(self.command))
 
     @property
+    def verifier_arguments(self) -> list[str]:
+        """Return the verifier's command in words."""
+        return with_own_python(shlex.split(self.verifier or ""))
+
+    @property
     def programs(self) -> int:
         """Return how many programs may run at the same time."""
         return self.programs_at_once or (1 if self.long_lived else PROGRAMS_AT_ONCE)
 
-    @field_validator("command")
+    @field_validator("command", "verifier")
     @classmethod
-    def _has_words(cls, command: str) -> str:
+    def _has_words(cls, command: str | None) -> str | None:
+        if command is None:
+            return None
         try:
             words = shlex.split(command)
         except ValueError as error:
@@ -94,4 +116,11 @@ class AgentConfig(RewardConfig):
     @model_validator(mode="after")
     def _rewards_are_given(self) -> Self:
         refuse_unusable_rewards(self, "program")
+        if self.verifier is not None and (
+            self.reward != POSTED or self.program_owns_reward or self.long_lived
+        ):
+            raise ValueError(
+                "a verifier posts the rewards of programs of one task each: leave out long_lived and "
+                "program_owns_reward, and set reward=posted"
+            )
         return self

@@ -108,6 +108,8 @@ class AgentTrajectory:
     """Parts of the reward by name."""
     reward_due: bool = False
     """Its reward comes later; `reward` says nothing."""
+    reward_source: str = ""
+    """Who gave the reward, and from where, if it was not computed by the actor."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
     """What else is worth keeping with it."""
     routed_experts: np.ndarray | None = None

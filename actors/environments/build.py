@@ -24,10 +24,15 @@ from actors.environments.plugin import plugin_environment
 from actors.environments.single_turn import SingleTurn
 from actors.environments.tools import ToolChat
 from actors.environments.tools_config import ToolsConfig
+from actors.group_config import InterruptionConfig
 
 
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """Build it. Raises `ConfigError` for a reward or an environment of the user's that cannot be used."""
+def build_environment(
+    config: EnvironmentConfig, *, finish_within_s: float = InterruptionConfig().finish_within_s
+) -> Environment:
+    """Build it; programs of agents get `finish_within_s` to end after a stop.
+
+    Raises `ConfigError` for a reward or an environment of the user's that cannot be used."""
     if isinstance(config, PluginEnvironmentConfig):
         return plugin_environment(config)
     if isinstance(config, LengthProfileConfig):
@@ -35,7 +40,8 @@ def build_environment(config: EnvironmentConfig) -> Environment:
     if isinstance(config, ToolsConfig):
         return ToolChat.from_config(config)
     if isinstance(config, AgentConfig):
-        return (LongLivedAgent if config.long_lived else AgentEnvironment).from_config(config)
+        kind = LongLivedAgent if config.long_lived else AgentEnvironment
+        return kind.from_config(config, finish_within_s=finish_within_s)
     if isinstance(config, GameConfig):
         return GameEnvironment.from_config(config)
     if isinstance(config, PanelConfig):
@@ -55,7 +61,8 @@ async def built_environment(actors: ActorsConfig, stop: asyncio.Event) -> AsyncI
     async with AsyncExitStack() as opened:
         built: dict[str, Environment] = {}
         for name, config in actors.by_name.items():
-            built[name] = environment = build_environment(config)
+            environment = build_environment(config, finish_within_s=actors.interruption.finish_within_s)
+            built[name] = environment
             if isinstance(environment, HandsBackAtStop):
                 environment.stop_with(stop)
             if isinstance(environment, Closable):

@@ -30,6 +30,10 @@ from bus.errors import HandBackError
 from bus.waiting import cancelled, set_within, unless
 
 log = structlog.get_logger()
+OPEN_TO_ALL = (
+    "whoever reaches it takes tasks with their labels and pays for them: let the policy run nothing on this "
+    "host, or use a bus with credentials"
+)
 LOOK_S = 1.0
 """Seconds after which a session whose client is gone is noticed."""
 
@@ -70,6 +74,11 @@ class ClientsEnvironment:
         return self._gateway.url
 
     @property
+    def gateway(self) -> Gateway:
+        """Return what clients reach."""
+        return self._gateway
+
+    @property
     def status(self) -> dict[str, Json]:
         """Return the numbers of its screen."""
         return {
@@ -83,14 +92,18 @@ class ClientsEnvironment:
         """Begin to serve; `stop` has those who wait for a client go back. Raises `ConfigError`."""
         self._stop = stop
         await self._gateway.start()
+        if self.token is None:
+            log.warning("gateway_asks_for_no_token", url=self.url, consequence=OPEN_TO_ALL)
 
     @contextmanager
-    def program(self) -> Iterator[tuple[str, Taker]]:
-        """Let a program take tasks while inside, at the address that is yielded; nobody else knows it."""
-        key, taker = secrets.token_urlsafe(24), Taker()
+    def program(self, url: str) -> Iterator[tuple[str, Taker]]:
+        """Let a program take tasks while inside, at the path that is yielded; nobody else knows it.
+
+        `url` is where the program reaches the gateway."""
+        key, taker = secrets.token_urlsafe(24), Taker(url)
         self._programs[key] = taker
         try:
-            yield f"{self.url}/programs/{key}/tasks", taker
+            yield f"/programs/{key}/tasks", taker
         finally:
             del self._programs[key]
             taker.leave(taker.gone or "its program is ended")
@@ -122,7 +135,7 @@ class ClientsEnvironment:
             task = task if own is None else _in_place_of(task, own.task)
             metadata: dict[str, Json] = {} if own is None else {"client_task": own.name}
             async with self._gateway.session(policy, task.task_id) as session:
-                session.posts_rewards = self._scoring is None
+                session.reward_owner = None if self._scoring is not None else self._owner(offer)
                 offer.session.set_result((task, session))
                 assert offer.taker is not None  # it was claimed
                 with offer.taker.leading(session):
@@ -141,6 +154,9 @@ class ClientsEnvironment:
         await self._gateway.close()
         if self._scoring is not None:
             await self._scoring.close()
+
+    def _owner(self, offer: Offer) -> str:
+        return "client" if offer.taker is self._others else "program"
 
     async def _claimed(self, offer: Offer) -> None:
         """Return when a client has taken the rollout."""
@@ -207,6 +223,7 @@ class ClientsEnvironment:
         app.router.add_post("/programs/{program}/tasks", self._take)
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/end", self._end)
+        app.router.add_post("/rewards/{reward_key}/end", self._end)
 
     async def _take(self, request: web.Request) -> web.Response:
         """Give a client a rollout and the session to do it in."""
@@ -227,8 +244,10 @@ class ClientsEnvironment:
         if offer is None:
             raise RefusedError(503, "no_task", "there is no task now: ask again", retry=True)
         task, session = await asyncio.shield(offer.session)
-        url = self._gateway.url_of(session)
-        answer = json.dumps(described(task, url, session.key, with_label=self._scoring is None)).encode()
+        url = self._gateway.url_of(session, taker.url)
+        reward_url = self._gateway.reward_url_of(session, taker.url)
+        with_label = self._scoring is None
+        answer = json.dumps(described(task, url, session.key, reward_url, with_label=with_label)).encode()
         if key:
             taker.remember(key, answer)
         return _json(answer)
@@ -238,7 +257,7 @@ class ClientsEnvironment:
         return web.json_response(self.status)
 
     async def _end(self, request: web.Request) -> web.Response:
-        session = self._gateway.session_of(request)
+        session = self._gateway.owned_session_of(request, "end its episode")
         session.end_episode(failure_of(await self._gateway.body_of(request)))
         return web.json_response({"ended": True})
 

@@ -1,6 +1,8 @@
 """Anybody's agent as a program that lives as long as the actor: it takes tasks, and plays many at once."""
 
 import asyncio
+import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +13,10 @@ import structlog
 
 from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
-    STOP_S,
-    ProgramError,
     check_program,
+    needed_files,
+    placed_command,
     program_variables,
-    run_program,
 )
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, FailedEpisode, Task
@@ -23,13 +24,17 @@ from actors.environments.clients import ClientsEnvironment
 from actors.environments.clients_config import ClientsConfig
 from actors.environments.session_episode import scoring_of
 from actors.gateway.task_offers import Taker
+from actors.group_config import InterruptionConfig
 from actors.policy.policy import Policy
+from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
 from actors.rewards.call_times import CallTimes
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
 KEY_OF_THE_TASK = "use-the-session-of-the-task"
 """API key in the program's environment: clients want one, and each task has its own."""
+SOON_S = 1e-3
+"""Shortest time that episodes get after a stop."""
 LOOK_S = 1.0
 """Seconds after which a program that hangs is noticed."""
 RESTART_S, MOST_DOUBLINGS = 1.0, 6
@@ -56,27 +61,34 @@ class LongLivedAgent:
 
     trajectories_per_episode: int | None = None
 
-    def __init__(self, config: AgentConfig, scoring: AnswerScoring | None) -> None:
+    def __init__(self, config: AgentConfig, scoring: AnswerScoring | None, finish_within_s: float) -> None:
         self._config = config
+        self._runner = ProgramRunner(config.isolation)
         limits = ClientsConfig(
             claim_timeout_s=inf,  # what waits may wait for others that take long
             idle_timeout_s=config.program_timeout_s,
             episode_timeout_s=config.program_timeout_s,
             unfinished_reward=config.unfinished_reward,
-            drain_timeout_s=STOP_S,
+            drain_timeout_s=max(finish_within_s, SOON_S),
             gateway=config.gateway,
         )
         self._clients = ClientsEnvironment(limits, scoring)
+        self._clients.token = secrets.token_urlsafe(24)  # nobody learns it: only programs take tasks
         self._starting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._programs: list[_Program] = []
         self._running: list[asyncio.Task[None]] = []
 
     @classmethod
-    def from_config(cls, config: AgentConfig) -> Self:
-        """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
+    def from_config(
+        cls, config: AgentConfig, *, finish_within_s: float = InterruptionConfig().finish_within_s
+    ) -> Self:
+        """Build; episodes get `finish_within_s` to end after a stop.
+
+        Raises `ConfigError` for a program that is not there, or that this host does not allow, and for
+        rewards that nobody posts."""
         check_program(config)
-        return cls(config, scoring_of(config))
+        return cls(config, scoring_of(config), finish_within_s)
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:
@@ -84,7 +96,7 @@ class LongLivedAgent:
         return self._clients.reward_times
 
     def stop_with(self, stop: asyncio.Event) -> None:
-        """Offer no rollout after `stop`, and give back those that are played `STOP_S` later."""
+        """Offer no rollout after `stop`, and give back those that are played when their time is over."""
         self._stop = stop
 
     async def run(self, task: Task, policy: Policy) -> Episode:
@@ -110,6 +122,7 @@ class LongLivedAgent:
     async def close(self) -> None:
         """End the programs and close the gateway."""
         await cancelled(*self._running)
+        await self._runner.close()
         await self._clients.close()
 
     async def _keep_running(self, program: _Program) -> None:
@@ -117,9 +130,9 @@ class LongLivedAgent:
 
         Rollouts that wait fail once no program is left that may take them."""
         while True:
-            with self._clients.program() as (tasks_url, taker):
+            with self._clients.program(self._base) as (path, taker):
                 program.taker = taker
-                reason = await self._run_program(tasks_url, taker)
+                reason = await self._run_program(f"{self._base}{path}", taker)
                 taker.gone = f"its program has ended: {reason}"
             program.taker = None
             log.warning("agent_program_ended", command=self._config.command, reason=reason, tasks=taker.taken)
@@ -130,12 +143,27 @@ class LongLivedAgent:
 
     async def _run_program(self, tasks_url: str, taker: Taker) -> str:
         """Run the program until it ends or hangs; return why it is no longer there."""
+        config, gateway = self._config, self._clients.gateway
+        variables = program_variables(config, self._base, KEY_OF_THE_TASK, {})
+        with self._runner.directory() as directory:
+            program = Program(
+                command=placed_command(config.arguments),
+                variables=variables,
+                directory=directory,
+                handed=json.dumps({"tasks_url": tasks_url}).encode(),
+                readable=needed_files(config.arguments),
+            )
+            running = asyncio.create_task(
+                self._runner.run(
+                    program, timeout_s=None, most_output_bytes=None,
+                    port=gateway.port, serve=gateway.listening,
+                )
+            )  # fmt: skip
+            return await self._until_it_ends(running, taker)
+
+    async def _until_it_ends(self, running: "asyncio.Task[ProgramEnd]", taker: Taker) -> str:
+        """Return why the program is no longer there; one that hangs is ended."""
         config = self._config
-        own = {"SLUICE_TASKS_URL": tasks_url}
-        variables = program_variables(config, self._clients.url, KEY_OF_THE_TASK, own)
-        running = asyncio.create_task(
-            run_program(config.arguments, variables, timeout_s=None, most_output_bytes=None)
-        )
         try:
             while not running.done():
                 await asyncio.wait([running], timeout=LOOK_S)
@@ -148,3 +176,9 @@ class LongLivedAgent:
         finally:
             await cancelled(running)
         return f"status {ended.status}: {ended.output}"
+
+    @property
+    def _base(self) -> str:
+        """Return where programs reach the gateway."""
+        gateway = self._clients.gateway
+        return gateway.url if not self._runner.gives_network else f"http://127.0.0.1:{gateway.port}"

@@ -14,6 +14,9 @@ from actors.rewards.base import RewardError
 from actors.rewards.config import RewardConfig
 from bus.codec import Json
 
+REFUSED_REWARDS = "refused_rewards"
+"""Entry of the metadata of trajectories whose agent posted a reward without the key for it."""
+
 
 def scoring_of(config: RewardConfig) -> AnswerScoring | None:
     """Return what computes the rewards of sessions; None where these are posted.
@@ -27,16 +30,26 @@ def metrics_of(session: Session) -> dict[str, float]:
     return {f"gateway/{name}": float(count) for name, count in session.counts.items()}
 
 
+def noted(session: Session) -> dict[str, Json]:
+    """Return what is kept with each trajectory of a session: how often its agent tried to pay itself."""
+    refused = session.counts["refused_rewards"]
+    return {REFUSED_REWARDS: refused} if refused else {}
+
+
 def posted_episode(
     policy: Policy, session: Session, posted: PostedReward, metadata: Mapping[str, Json] | None = None
 ) -> Episode:
-    """Return what was recorded with a reward of the agent's own. Raises RewardError for one that leaves
-    agents out."""
+    """Return what was recorded with a reward that was posted. Raises RewardError for one that leaves agents
+    out."""
     value = posted.value
     if isinstance(value, Mapping) and (missing := session.agents - set(value)):
         raise RewardError(f"the posted reward names no {', '.join(sorted(missing))}: name every agent")
     recorded = policy.trajectories(value, end=session.end, reward_components=posted.components)
-    parts = (replace(part, metadata={**part.metadata, **(metadata or {})}) for part in recorded)
+    kept = {**noted(session), **(metadata or {})}
+    parts = (
+        replace(part, metadata={**part.metadata, **kept}, reward_source=session.reward_source)
+        for part in recorded
+    )
     return Episode(tuple(parts), metrics_of(session), outcome=posted.outcome)
 
 
@@ -53,5 +66,5 @@ async def scored_episode(
         token_count=session.counts["tokens"],
     )
     return await scoring.episode(
-        policy, answer, metrics_of(session), end=session.end, metadata=metadata or {}
+        policy, answer, metrics_of(session), end=session.end, metadata={**noted(session), **(metadata or {})}
     )

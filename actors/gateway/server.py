@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -54,6 +55,8 @@ class Gateway:
         self._further = further
         self._hook = load_hook(config.tool_hook)
         self._sessions: dict[str, Session] = {}
+        self._owned: dict[str, Session] = {}
+        """Sessions by their reward keys."""
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._differences = LogThrottle(DIFFERENCES_LOG_PERIOD_S)
         self._runner: web.AppRunner | None = None
@@ -63,6 +66,13 @@ class Gateway:
     def url(self) -> str:
         """Return where it listens, as http://host:port."""
         return self._url
+
+    @property
+    def port(self) -> int:
+        """Return the port that it listens on."""
+        if self._runner is None:
+            raise BusError("the gateway is closed: this process ends")
+        return int(self._runner.addresses[0][1])
 
     async def start(self) -> None:
         """Begin to serve. Raises `ConfigError` for an address or a certificate that is not available."""
@@ -88,6 +98,18 @@ class Gateway:
         self._url = (self._config.advertise or own).rstrip("/")
         log.info("gateway_ready", url=self._url)
 
+    @asynccontextmanager
+    async def listening(self, at: socket.socket) -> AsyncIterator[None]:
+        """Serve at a further socket while inside, such as one in a program's own network, without TLS."""
+        if self._runner is None:
+            raise BusError("the gateway is closed: this process ends")
+        site = web.SockSite(self._runner, at, backlog=BACKLOG)
+        await site.start()
+        try:
+            yield
+        finally:
+            await site.stop()
+
     async def close(self) -> None:
         """Close all sessions and serve no longer."""
         for session in list(self._sessions.values()):
@@ -102,20 +124,28 @@ class Gateway:
         if self._runner is None:
             raise BusError("the gateway is closed: this process ends")
         session = Session(policy, self._config, name=name, hook=self._hook, differences=self._differences)
-        self._sessions[session.key] = session
+        self._sessions[session.key] = self._owned[session.reward_key] = session
         try:
             yield session
         finally:
             await self._close(session)
 
-    def url_of(self, session: Session) -> str:
-        """Return the base URL of a session; OpenAI's clients want `/v1` behind it."""
-        return f"{self._url}/s/{session.key}"
+    def url_of(self, session: Session, base: str | None = None) -> str:
+        """Return the base URL of a session; OpenAI's clients want `/v1` behind it. `base` is where the
+        gateway is reached, if that is elsewhere than `url`."""
+        return f"{base or self._url}/s/{session.key}"
+
+    def reward_url_of(self, session: Session, base: str | None = None) -> str:
+        """Return where the session's reward is posted. It holds the reward key: it is for whoever leads the
+        episode, and not for its agent."""
+        return f"{base or self._url}/rewards/{session.reward_key}"
 
     async def _close(self, session: Session) -> None:
+        self._owned.pop(session.reward_key, None)
         if self._sessions.pop(session.key, None) is not None:
-            self._closed[session.key] = None
-            if len(self._closed) > CLOSED_REMEMBERED:
+            for key in (session.key, session.reward_key):
+                self._closed[key] = None
+            while len(self._closed) > 2 * CLOSED_REMEMBERED:
                 self._closed.popitem(last=False)
         await session.close()
 
@@ -129,6 +159,7 @@ class Gateway:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
             app.router.add_post(f"{prefix}/reward", self._reward)
+        app.router.add_post("/rewards/{reward_key}", self._reward)
         if self._further is not None:
             self._further(app)
         return app
@@ -149,8 +180,8 @@ class Gateway:
         return web.json_response({"input_tokens": await session.count_tokens(ask)})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        session = self.session_of(request)
-        session.post_reward(posted_reward(await self.body_of(request)))
+        session = self.owned_session_of(request, "pay its episode")
+        session.post_reward(posted_reward(await self.body_of(request)), request.remote or "")
         return web.json_response({"accepted": True})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -194,6 +225,20 @@ class Gateway:
         raise RefusedError(
             401, "unknown_session", "the API key names no session: use the one that you were given"
         )
+
+    def owned_session_of(self, request: web.Request, what: str) -> Session:
+        """Find the session of a request by its reward key, in its path or where API keys stand.
+
+        Raises `RefusedError`, also for who has the session's own key, and says that it does not do `what`."""
+        named = request.match_info.get("reward_key")
+        for key in [named] if named is not None else keys_of(request):
+            if key in self._owned:
+                return self._owned[key]
+        if named is None:
+            raise self.session_of(request).refuse_payment(what, request.remote or "")
+        if named in self._closed:
+            raise RefusedError(403, "session_closed", "this session is closed: its episode has ended")
+        raise RefusedError(404, "unknown_session", "the URL names no session: use it as it was given")
 
     async def body_of(self, request: web.Request) -> bytes:
         """Return a request's body. Raises `RefusedError`."""
@@ -251,8 +296,8 @@ async def _in_shape(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def dialect_path(request: web.Request) -> str:
     """Return a path for the log, which must not hold a session's key."""
-    session = request.match_info.get("session")
-    return request.path.replace(session, "...") if session else request.path
+    keys = (request.match_info.get(name) for name in ("session", "reward_key"))
+    return next((request.path.replace(key, "...") for key in keys if key), request.path)
 
 
 def _refused(request: web.Request, refusal: RefusedError) -> web.Response:

@@ -40,19 +40,25 @@ class Session:
     ) -> None:  # fmt: skip
         self.key = secrets.token_urlsafe(24)
         """What the session is found by; only its agent knows it."""
+        self.reward_key = secrets.token_urlsafe(24)
+        """What its reward is posted and its end is told with. Its agent does not know it, only who leads the
+        episode."""
         self.reward: PostedReward | None = None
-        """What the agent posted last."""
-        self.posts_rewards = True
-        """Whether the agent may say its own reward."""
+        """What the owner of the reward key posted last."""
+        self.reward_source = ""
+        """Who posted it, and from where."""
+        self.reward_owner: str | None = "client"
+        """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
         """The newest answer that the agent got, as the policy gave it."""
         self.agents: set[str] = set()
         """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()
         self.ended = asyncio.Event()
-        """Set when the agent has said that its episode is over, by a final reward or otherwise."""
+        """Set when the owner of the reward key has said that its episode is over, by a final reward or
+        otherwise."""
         self.failed: str | None = None
-        """Why the episode failed, as the agent said."""
+        """Why the episode failed, as its owner said."""
         self.last_request_s = time.monotonic()
         """When the newest request came that was not refused, by the monotonic clock."""
         self._name = name
@@ -102,18 +108,33 @@ class Session:
         except MessagesError as error:
             raise invalid(str(error)) from error
 
-    def post_reward(self, posted: PostedReward) -> None:
-        """Take the reward of the outcome, which replaces an earlier one. Raises `RefusedError`."""
-        if not self.posts_rewards:
+    def post_reward(self, posted: PostedReward, address: str) -> None:
+        """Take the reward of the outcome from the owner of the reward key, who may change it.
+
+        Raises `RefusedError` where the run computes rewards."""
+        if self.reward_owner is None:
+            self.counts["refused_rewards"] += 1
             raise RefusedError(403, "reward_not_wanted", "this run computes rewards itself: post none")
         self.reward = posted
+        self.reward_source = f"{self.reward_owner} {address}"
         self.last_request_s = time.monotonic()
         self._rewarded.set()
         if posted.final:
             self.ended.set()
 
+    def refuse_payment(self, what: str, address: str) -> RefusedError:
+        """Return the refusal for whoever has the key of the session alone, and count it."""
+        self.counts["refused_rewards"] += 1
+        if self.counts["refused_rewards"] == 1:
+            log.warning("agent_tried_to_pay_itself", session=self._name, asked_for=what, address=address)
+        return RefusedError(
+            403, "reward_key_needed",
+            f"the key of the session does not {what}: that takes the reward_url or end_url that whoever "
+            "leads the episode was given",
+        )  # fmt: skip
+
     def end_episode(self, failed: str | None) -> None:
-        """Note that the agent is done, and why it failed if it did."""
+        """Note that the episode is over, and why it failed if it did."""
         self.failed = failed
         self.ended.set()
 

@@ -32,6 +32,8 @@ class OwnTask:
 class Taker:
     """A program that takes tasks, or all clients that nobody started."""
 
+    url: str | None = None
+    """Where it reaches the gateway, if that is elsewhere than others do."""
     sessions: set[Session] = field(default_factory=set)
     """What it has under way."""
     taken: int = 0

@@ -51,8 +51,8 @@ def failure_of(raw: bytes) -> str | None:
     return parsed(_End, raw or b"{}").failed
 
 
-def described(task: Task, url: str, key: str, *, with_label: bool) -> dict[str, JSON]:
-    """Return what a client gets: the task, and where its session is reached."""
+def described(task: Task, url: str, key: str, reward_url: str, *, with_label: bool) -> dict[str, JSON]:
+    """Return what a client gets: the task, where its session is reached, and where its reward is posted."""
     label: dict[str, JSON] = {"label": task.label} if with_label else {}
     tools: dict[str, JSON] = {"tools": list(task.tools)} if task.tools else {}
     return {
@@ -64,6 +64,6 @@ def described(task: Task, url: str, key: str, *, with_label: bool) -> dict[str, 
         "session": key,
         "base_url": url,
         "openai_base_url": f"{url}/v1",
-        "reward_url": f"{url}/reward",
-        "end_url": f"{url}/end",
+        "reward_url": reward_url,
+        "end_url": f"{reward_url}/end",
     }

@@ -211,6 +211,7 @@ def describe(
         "actor": t.actor,
         "reward": None if t.reward_due else t.reward,
         "reward_components": dict(t.reward_components),
+        "reward_source": t.reward_source,
         "end": t.end,
         "trained": t.is_trained,
         "tokens": len(t.token_ids),

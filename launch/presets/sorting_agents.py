@@ -1,10 +1,11 @@
 """Agents that sort together through the openai package, as a program that somebody else could have written.
 
-It knows Sluice by addresses alone: OPENAI_BASE_URL, which the package reads, SLUICE_TASKS_URL, and those that
-come with each task. It takes tasks until it is ended."""
+It knows Sluice by addresses alone: OPENAI_BASE_URL, which the package reads, the `tasks_url` that it reads on
+its standard input, and those that come with each task. It takes tasks until it is ended."""
 
 import asyncio
-import os
+import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,10 +47,10 @@ def lettered(answers: dict[str, str]) -> str:
     return " ".join(f"{letter} {answer}" for letter, answer in zip("ab", answers.values(), strict=True))
 
 
-async def take_tasks(policy: AsyncOpenAI, http: aiohttp.ClientSession) -> None:
+async def take_tasks(policy: AsyncOpenAI, http: aiohttp.ClientSession, tasks_url: str) -> None:
     """Lead one episode after the other."""
     while True:
-        async with http.post(os.environ["SLUICE_TASKS_URL"]) as taken:
+        async with http.post(tasks_url) as taken:
             if taken.status == 503:  # no task now
                 continue
             taken.raise_for_status()
@@ -64,9 +65,10 @@ async def take_tasks(policy: AsyncOpenAI, http: aiohttp.ClientSession) -> None:
 
 async def main() -> None:
     """Lead many episodes at once."""
+    tasks_url = json.load(sys.stdin)["tasks_url"]
     async with AsyncOpenAI() as policy, aiohttp.ClientSession() as http, asyncio.TaskGroup() as episodes:
         for _ in range(EPISODES_AT_ONCE):
-            episodes.create_task(take_tasks(policy, http))
+            episodes.create_task(take_tasks(policy, http, tasks_url))
 
 
 if __name__ == "__main__":

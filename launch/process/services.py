@@ -30,6 +30,7 @@ from launch.process.bus_keys import follow_directory
 from launch.process.bus_room import has_room, until_full
 from launch.process.gateway_access import gateway_token, refuse_open_gateway
 from launch.process.health_server import monitored
+from launch.process.hidden_files import hidden_files
 from launch.process.hub_revision import pin
 from launch.process.model_directory import model_directory, model_here, refuse_full_context
 from launch.process.ranks import serves_probes
@@ -167,9 +168,10 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     async with (
         metric_sinks(config.metrics, directory, settings.config_json) as sinks,
         connected(config, "storage", stop) as bus,
-        concluding(bus, config, directory) if summary else nullcontext(),
     ):
-        await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
+        log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
+        async with concluding(bus, config, directory) if summary else nullcontext():
+            await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
 
 
 async def serve_shards(
@@ -306,6 +308,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
     """Run an actor process until `stop` or the end of the run."""
     with no_collections():
         from actors.environments.build import built_environment
+        from actors.programs.hidden import hide
         from actors.rewards.group_filters import load_filter
 
     async with connected(where, "actors", stop) as bus:
@@ -314,6 +317,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             return
         config = with_own_engine(bus, config, overrides)
         refuse_open_gateway(config)
+        hide(hidden_files(config))
         async with built_environment(config.actors, stop) as environment, AsyncExitStack() as opened:
             load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
             bus.state.wait_for("its libraries to be loaded")

@@ -115,5 +115,7 @@ class StoreContents:
         return [found[row] for row in rows]
 
     def _rewarded(self, trajectory: Trajectory) -> Trajectory:
-        reward = self.groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
-        return trajectory if reward is None else replace(trajectory, reward=reward, reward_due=False)
+        given = self.groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
+        if given is None:
+            return trajectory
+        return replace(trajectory, reward=given.reward, reward_source=given.source, reward_due=False)

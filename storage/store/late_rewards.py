@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from typing import NamedTuple
 
 import structlog
 
@@ -16,10 +17,17 @@ from storage.store.group_database import GroupDatabase
 from storage.store.settled import Settled
 
 log = structlog.get_logger()
-_FIND = "SELECT reward FROM rewards WHERE lease_id = ? AND sample = ?"
+_FIND = "SELECT reward, source FROM rewards WHERE lease_id = ? AND sample = ?"
 
 Key = tuple[int, int]
 """Lease and sample."""
+
+
+class LateReward(NamedTuple):
+    """A reward that came later."""
+
+    reward: float
+    source: str
 
 
 class LateRewards:
@@ -79,11 +87,11 @@ class LateRewards:
             query = "SELECT 1 FROM due WHERE lease_id = ? AND sample = ?"
             return sql is not None and sql.execute(query, (lease_id, sample)).fetchone() is not None
 
-    def reward_of(self, lease_id: int, sample: int) -> float | None:
+    def reward_of(self, lease_id: int, sample: int) -> LateReward | None:
         """Return the reward that this trajectory was given, or None."""
         with self._database.reading() as sql:
             found = None if sql is None else sql.execute(_FIND, (lease_id, sample)).fetchone()
-        return None if found is None else float(found[0])
+        return None if found is None else LateReward(*found)
 
     def first_of(self, rewards: Iterable[RewardGiven]) -> tuple[dict[Key, RewardGiven], Counter[str]]:
         """Return those that are the first of their trajectories, and counts of all.
@@ -100,7 +108,7 @@ class LateRewards:
                     fresh[key] = given
                     counts["taken"] += 1
                     continue
-                [first] = found or [fresh[key].reward]
+                first = fresh[key].reward if found is None else found[0]
                 counts["again" if given.reward == first else "differing"] += 1
                 if given.reward != first:
                     log.warning("reward_differs", kept=first, **asdict(given))

@@ -8,7 +8,6 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments import agent
 from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_config import AgentConfig
 from actors.policy.policy import Policy
@@ -25,15 +24,13 @@ from tests.factories import make_lease
 
 @pytest.mark.nats
 @pytest.mark.usefixtures("quick")
-async def test_stop_of_many_agent_programs_is_quick_and_their_leases_are_others(
-    bus, tmp_path: Path, monkeypatch
-):
-    monkeypatch.setattr(agent, "STOP_S", 0.2)
+async def test_stop_of_many_agent_programs_is_quick_and_their_leases_are_others(bus, tmp_path: Path):
     pids = tmp_path / "pids"
     program = f"import os, time; open({str(pids)!r}, 'a').write('.'); time.sleep(300)"
     (tmp_path / "agent.py").write_text(program)
     command = f"{sys.executable} -S {tmp_path / 'agent.py'}"
-    environment = AgentEnvironment.from_config(AgentConfig(command=command, programs_at_once=6))
+    config = AgentConfig(command=command, programs_at_once=6, isolation={"writable": (tmp_path,)})
+    environment = AgentEnvironment.from_config(config, finish_within_s=0.2)
     environment.stop_with(stop := asyncio.Event())
     engine = ScriptedEngine(script(lambda _: "fine"), policy_version=0)
     worker = Worker(

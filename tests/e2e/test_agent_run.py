@@ -6,19 +6,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from launch.local.local import MONITORED
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
+from tests.actors.environments.test_agent import running
 from tests.e2e.commands import Command, wait_for_step, wait_until
 from tests.launch.process.test_health_server import get, numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(400)]
 STEPS, GROUPS, SAMPLES = 2, 2, 4
 PROGRAM = """
-import json, os, pathlib, time, urllib.request
+import json, os, pathlib, sys, time, urllib.request
 
 def post(url, body):
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "x-stainless-retry-count": "0"}
@@ -30,13 +30,13 @@ def answer(messages):
 
 task = json.load(open(os.environ["SLUICE_TASK"]))
 if task["prompt"] == "sleep":
-    pathlib.Path(os.environ["ASLEEP"], str(os.getpid())).touch()
+    pathlib.Path(os.environ["ASLEEP"], str(time.time_ns())).touch()
     time.sleep(600)
 messages = [{"role": "user", "content": task["prompt"]}]
 first = answer(messages)
 second = answer([*messages, first, {"role": "user", "content": "again"}])
 digits = sum(c.isdigit() for c in first["content"] + second["content"])
-post(os.environ["SLUICE_REWARD_URL"], {"reward": digits / 16, "components": {"digits": digits}})
+post(json.load(sys.stdin)["reward_url"], {"reward": digits / 16, "components": {"digits": digits}})
 """
 
 METRICS = {
@@ -65,8 +65,10 @@ class Stopped:
     directory: Path
     said: str
     stopping_s: float
-    sleepers: tuple[int, ...]
-    """Process ids of its programs at that time."""
+    sleepers: int
+    """Number of its programs at that time."""
+    left: list[int]
+    """Those of them that are still there."""
     answers: dict[str, dict[str, tuple[int, str]]]
     """Status and text of what each of its parts answered before, by its name and the path."""
 
@@ -85,7 +87,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     build_model_directory(directory / "model", sizes, seed=0)
     launcher = Command(
         directory, "local", "--run", "agents", "--prompts", "mine.jsonl", "--data.no-shuffle",
-        "--agent", "python3 -S agent.py", "--actors.environment.variables.ASLEEP", str(asleep),
+        "--agent", "python3 -S agent.py", "--actors.environment.program-owns-reward",
+        "--actors.environment.isolation.writable", str(asleep), "--actors.interruption.finish-within-s", "3",
+        "--actors.environment.variables.ASLEEP", str(asleep),
         "--model.path", "model", "--learner.steps", "1000", "--sampling.max-new-tokens", "8",
         "--admission.groups-per-step", str(GROUPS), "--admission.samples-per-prompt", str(SAMPLES),
         "--admission.max-staleness", "1", "--monitoring.port", "0",
@@ -100,8 +104,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
         stopping_s = time.monotonic() - began
     finally:
         launcher.kill()
-    sleepers = tuple(int(path.name) for path in asleep.iterdir())
-    return Stopped(run, launcher.said(), stopping_s, sleepers, answers)
+    left = running(str(directory / "agent.py"))
+    return Stopped(run, launcher.said(), stopping_s, len(list(asleep.iterdir())), left, answers)
 
 
 def answers_of(part: str, launcher: Command, logs: Path) -> dict[str, tuple[int, str]]:
@@ -119,8 +123,8 @@ def test_ctrl_c_ends_a_run_of_many_programs_within_seconds(stopped: Stopped):
     assert stopped.stopping_s < 30, stopped.said  # not the whole time that a part may take
     assert "part_killed" not in stopped.said
     assert "Stopping: each process saves or hands back what it began." in stopped.said
-    assert len(stopped.sleepers) == 2 * GROUPS * SAMPLES
-    assert not [pid for pid in stopped.sleepers if psutil.pid_exists(pid)]
+    assert stopped.sleepers == 2 * GROUPS * SAMPLES
+    assert not stopped.left
 
 
 def test_program_is_trained_as_it_is_with_the_rewards_it_posts(stopped: Stopped):

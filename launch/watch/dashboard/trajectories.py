@@ -160,6 +160,7 @@ def _shown(
         "learner": None if known is None else {"step": known.step, "version": known.policy_version},
         "trajectory": _summary(found, decode),
         "components": dict(found.reward_components),
+        "reward_source": found.reward_source,
         "metadata": dict(found.metadata),
         "steps": None if steps is None else [*steps],
         "group": _summaries(group, decode),

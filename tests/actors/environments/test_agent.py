@@ -11,14 +11,13 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments import agent as agent_environment
-from actors.environments import agent_program
 from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.gateway.posted_reward import PostedReward
 from actors.policy.policy import Policy
+from actors.programs.runner import ProgramRunner
 from actors.rewards.base import RewardError
 from actors.worker import end_after
 from bus import plugins
@@ -37,8 +36,9 @@ def ask(text):
     answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
     return answer["choices"][0]["message"]["content"]
 def reward(value):
-    post(os.environ["SLUICE_REWARD_URL"], value)
+    post(given["reward_url"], value)
 task = json.load(open(os.environ["SLUICE_TASK"]))
+given = json.loads(sys.stdin.read() or "{}")
 """
 TASK = Task(task_id="g00000000.0", prompt="say fine", label="fine", metadata={"level": 1})
 
@@ -48,6 +48,7 @@ class Setting:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.finish_within_s = 30.0
         self.engine = ScriptedEngine(script(lambda _: "fine"))
         self.policy = Policy(self.engine, TOKENIZER, Sampling(max_new_tokens=64))
 
@@ -55,8 +56,11 @@ class Setting:
     async def running(self, program: str, **settings) -> AsyncIterator[AgentEnvironment]:
         self.path.write_text(HEAD + program)
         command = f"{sys.executable} -S {self.path}"
+        owned = {"reward": "posted", "program_owns_reward": settings.get("reward", "posted") == "posted"}
+        isolation = {"writable": (self.path.parent,)}
         environment = AgentEnvironment.from_config(
-            AgentConfig(**{"command": command, "reward": "posted", **settings})
+            AgentConfig(**{"command": command, **owned, "isolation": isolation, **settings}),
+            finish_within_s=self.finish_within_s,
         )
         try:
             yield environment
@@ -75,17 +79,19 @@ def agent(tmp_path: Path) -> Setting:
 
 async def test_program_gets_its_task_and_is_recorded_with_the_reward_it_posts(agent: Setting):
     episode = await agent.run("""
-assert task == {"task_id": "g00000000.0", "prompt": "say fine", "label": "fine", "metadata": {"level": 1}}
-reward({"reward": float(ask(task["prompt"]) == task["label"]), "components": {"style": 0.5}})
+assert task == {"task_id": "g00000000.0", "prompt": "say fine", "metadata": {"level": 1}}
+reward({"reward": float(ask(task["prompt"]) == given["label"]), "components": {"style": 0.5}})
 """)
     [trajectory] = episode.trajectories
     assert (trajectory.reward, trajectory.end) == (1.0, "completed")
+    assert trajectory.reward_source == "program 127.0.0.1"
     assert trajectory.reward_components == {"style": 0.5}
     assert trajectory.loss_mask.sum() == 5
 
 
 async def test_reward_function_judges_the_last_answer_and_the_label_stays_here(agent: Setting):
-    episode = await agent.run('assert "label" not in task\nask("first")\nask("say")', reward="exact")
+    program = 'assert "label" not in task and not given\nask("first")\nask("say")'
+    episode = await agent.run(program, reward="exact")
     assert [trajectory.reward for trajectory in episode.trajectories] == [1.0, 1.0]
 
 
@@ -152,7 +158,7 @@ while not os.path.exists({str(engine.path(agent))!r}): time.sleep(0.01)
         engine.path(agent).touch()
         await until(lambda: session._is_closed, "the end of the program")
         engine.go.set()
-        session.post_reward(PostedReward(reward=1.0))
+        session.post_reward(PostedReward(reward=1.0), "here")
         episode = await rollout
     assert ["first" in TOKENIZER.decode(t.token_ids) for t in episode.trajectories if t.is_trained] == [True]
     assert not any("slow" in TOKENIZER.decode(t.token_ids) for t in episode.trajectories if t.is_trained)
@@ -188,6 +194,7 @@ assert "secret" not in os.environ.values(), os.environ
 assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
 assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
 assert (os.environ["MINE"], sys.stdin.read()) == ("yes", "")
+assert os.environ["HOME"] == os.getcwd() != os.environ["TMPDIR"]
 ask("hi")
 reward(1)
 """,
@@ -211,44 +218,47 @@ async def test_program_that_fails_is_no_episode_of_reward_0(agent: Setting, prog
     assert end_after(failed.value) == end
 
 
-async def test_program_that_hangs_is_ended_with_its_children(agent: Setting, monkeypatch, tmp_path):
-    monkeypatch.setattr(agent_program, "TERMINATE_S", 0.05)
-    pids, program = tmp_path / "pids", tmp_path / "agent.sh"
-    program.write_text(f"trap '' TERM; sleep 60 & echo $$ $! > {pids}; echo still here; wait\n")
+async def test_program_that_hangs_is_ended_with_its_children(agent: Setting, tmp_path):
+    program = tmp_path / "agent.sh"
+    program.write_text("setsid sleep 60.017 & echo still here; sleep 60.017\n")
     environment = AgentEnvironment.from_config(AgentConfig(command=f"sh {program}", program_timeout_s=0.5))
     with pytest.raises(EpisodeError, match=r"it ran for 0\.5 s; its last output: still here") as failed:
         await environment.run(TASK, agent.policy)
     await environment.close()
     assert end_after(failed.value) == "timeout"
-    await all_ended(pids)
+    assert not running("60.017")
+    assert not running(str(program))
 
 
-async def test_child_that_outlives_its_program_is_ended_and_holds_nothing_up(agent: Setting, tmp_path):
-    pids = tmp_path / "pids"
-    await agent.run(f"""
-child = os.fork()
-if child == 0: time.sleep(60)
-open({str(pids)!r}, "w").write(str(child))
+@pytest.mark.parametrize("allows_namespaces", [True, False])
+async def test_daemon_in_a_session_of_its_own_ends_with_its_program(
+    agent: Setting, monkeypatch: pytest.MonkeyPatch, allows_namespaces
+):
+    monkeypatch.setattr(ProgramRunner, "_probe", lambda _: allows_namespaces)
+    await agent.run("""
+import subprocess
+for _ in range(3):
+    subprocess.run("nohup setsid sleep 60.781 & setsid setsid sleep 60.781 & disown", shell=True)
 ask("hi")
 reward(1)
 """)
-    await all_ended(pids)
+    assert not running("60.781")
 
 
 async def test_cancelled_rollout_ends_its_program(agent: Setting, tmp_path):
-    pids = tmp_path / "pids"
-    program = f'open({str(pids)!r}, "w").write(f"{{os.getpid()}} ")\ntime.sleep(60)'
+    began = tmp_path / "began"
+    program = f"open({str(began)!r}, 'w').close()\ntime.sleep(60)"
     async with agent.running(program) as environment:
         rollout = asyncio.create_task(environment.run(TASK, agent.policy))
-        await until(lambda: pids.exists() and pids.read_text().endswith(" "), "the program")
+        await until(began.exists, "the program")
         rollout.cancel()
         await asyncio.wait([rollout])
         assert rollout.cancelled()
-        await all_ended(pids)
+        assert not running(str(agent.path))
 
 
-async def test_stop_ends_what_runs_soon_and_begins_nothing_that_waits(agent, monkeypatch, tmp_path):
-    monkeypatch.setattr(agent_environment, "STOP_S", 0.1)
+async def test_stop_ends_what_runs_in_its_time_and_begins_nothing_that_waits(agent, tmp_path):
+    agent.finish_within_s = 0.1
     pids, stop = tmp_path / "pids", asyncio.Event()
     program = f'open({str(pids)!r}, "a").write(f"{{os.getpid()}} ")\ntime.sleep(60)'
     async with agent.running(program, programs_at_once=2) as environment:
@@ -262,7 +272,7 @@ async def test_stop_ends_what_runs_soon_and_begins_nothing_that_waits(agent, mon
         with pytest.raises(HandBackError, match=r"no program was started for task g00000000\.0"):
             await environment.run(TASK, agent.policy)
     assert pids.read_text().count(" ") == 2
-    await all_ended(pids)
+    assert not running(str(agent.path))
 
 
 async def test_program_that_is_done_soon_after_the_stop_gives_its_episode(agent: Setting):
@@ -277,18 +287,14 @@ async def test_program_that_is_done_soon_after_the_stop_gives_its_episode(agent:
         assert (await rollout).trajectories[0].reward == 4.0
 
 
-async def all_ended(pids):
-    """Return when the processes that a file names have ended: the kernel takes a moment after a kill."""
-    async with asyncio.timeout(10):
-        while not all(ended(int(pid)) for pid in pids.read_text().split()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-def ended(pid: int) -> bool:
-    """A process is gone, or waits for a parent that reads its status."""
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
+def running(word: str) -> list[int]:
+    """Return the processes of this host that have a word in their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(word in argument for argument in process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 async def test_failure_of_the_engine_is_told_as_such_whatever_the_program_does(agent: Setting):
@@ -299,7 +305,7 @@ async def test_failure_of_the_engine_is_told_as_such_whatever_the_program_does(a
 
 
 async def test_program_that_posts_no_reward_has_none(agent: Setting):
-    with pytest.raises(RewardError, match="SLUICE_REWARD_URL"):
+    with pytest.raises(RewardError, match="reward_url"):
         await agent.run("ask('hi')", reward_timeout_s=0.01)
 
 
@@ -310,8 +316,8 @@ async def test_reward_may_come_after_the_program_has_ended(agent: Setting):
         sessions = environment._gateway._sessions
         await until(lambda: any(session.last for session in sessions.values()), "the answer")
         [session] = sessions.values()
-        url = environment._gateway.url_of(session)
-        post = f"import urllib.request as u; u.urlopen({url!r} + '/reward', b'0.5')"
+        url = environment._gateway.reward_url_of(session)
+        post = f"import urllib.request as u; u.urlopen({url!r}, b'0.5')"
         posting = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", post)
         assert await posting.wait() == 0
         [trajectory] = (await rollout).trajectories
@@ -350,7 +356,7 @@ async def test_only_so_many_programs_run_at_once(agent: Setting):
 async def test_a_host_that_cannot_hold_the_task_fails_the_episode(agent: Setting, monkeypatch, tmp_path):
     async with agent.running("ask('hi')") as environment:
         await environment._serve()
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        monkeypatch.setattr(environment._runner, "_base", tmp_path / "gone/too")  # nobody makes "gone"
         with pytest.raises(EpisodeError, match="FileNotFoundError"):
             await environment.run(TASK, agent.policy)
 

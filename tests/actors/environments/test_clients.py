@@ -104,10 +104,14 @@ async def test_session_is_found_by_key_and_by_header_too():
         rollout = at.rollout()
         taken = await at.take()
         bearer, header = {"Authorization": f"Bearer {taken['session']}"}, {"X_Session_ID": taken["session"]}
+        paying = {"Authorization": f"Bearer {taken['reward_url'].rpartition('/')[2]}"}
         assert (await at.post("/v1/chat/completions", HELLO, **bearer))[0] == 200
         anthropic = {**HELLO, "max_tokens": 9}
         assert (await at.post("/v1/messages", anthropic, Authorization="Bearer x", **header))[0] == 200
-        assert (await at.post("/reward", {"reward": 0.5}, **header))[0] == 200
+        for path in ("/reward", "/end"):
+            assert (await at.post(path, {"reward": 1} if path == "/reward" else {}, **header))[0] == 403
+        assert not rollout.done()
+        assert (await at.post("/reward", {"reward": 0.5}, **paying))[0] == 200
         assert [part.reward for part in (await rollout).trajectories] == [0.5, 0.5]
 
 

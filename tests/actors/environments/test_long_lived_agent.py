@@ -27,8 +27,9 @@ def post(url, body, key=""):
     headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request, timeout=20))
+tasks_url = json.load(sys.stdin)["tasks_url"]
 def take(**more):
-    return post(os.environ["SLUICE_TASKS_URL"], {"wait_s": 20, **more})
+    return post(tasks_url, {"wait_s": 20, **more})
 def ask(task):
     body = {"model": "any", "messages": [{"role": "user", "content": task["prompt"]}]}
     answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, task["session"])
@@ -68,12 +69,18 @@ def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def running(directory: Path, program: str, **settings: object) -> AsyncIterator[Agent]:
+async def running(
+    directory: Path, program: str, finish_within_s: float = 30.0, **settings: object
+) -> AsyncIterator[Agent]:
     path = directory / "agent.py"
     path.write_text(HEAD + program)
     command = f"{{python}} -S {path}"
-    config = AgentConfig(**{"command": command, "reward": "posted", "long_lived": True, **settings})
-    environment = build_environment(config)
+    owned = {"reward": "posted", "program_owns_reward": True} if "reward" not in settings else {}
+    isolation = {"writable": (directory,)}
+    config = AgentConfig(
+        **{"command": command, "long_lived": True, "isolation": isolation, **owned, **settings}
+    )
+    environment = build_environment(config, finish_within_s=finish_within_s)
     assert isinstance(environment, LongLivedAgent)
     try:
         yield Agent(environment)
@@ -146,7 +153,7 @@ async def test_program_that_cannot_start_leaves_the_tasks_to_a_healthy_one(tmp_p
 try:
     os.close(os.open({str(first)!r}, os.O_CREAT | os.O_EXCL))
 except FileExistsError:
-    open({str(failed)!r} + f"/{{os.getpid()}}", "w").close()
+    open({str(failed)!r} + f"/{{time.time_ns()}}", "w").close()
     sys.exit("its port is in use")
 while len(os.listdir({str(failed)!r})) < 3:
     time.sleep(0.01)
@@ -161,7 +168,7 @@ async def test_programs_may_use_the_same_idempotency_key(tmp_path: Path):
     seen.mkdir()
     program = f"""
 first = urllib.request.Request(
-    os.environ["SLUICE_TASKS_URL"], b'{{"wait_s": 20}}',
+    tasks_url, b'{{"wait_s": 20}}',
     {{"Content-Type": "application/json", "Idempotency-Key": "1"}},
 )
 task = json.load(urllib.request.urlopen(first, timeout=20))
@@ -193,7 +200,7 @@ async def test_several_programs_share_the_tasks(tmp_path: Path):
     seen = tmp_path / "seen"
     seen.mkdir()
     program = f"""
-open({str(seen)!r} + f"/{{os.getpid()}}", "w").close()
+open({str(seen)!r} + f"/{{time.time_ns()}}", "w").close()
 while len(os.listdir({str(seen)!r})) < 2:
     time.sleep(0.01)
 """
@@ -202,11 +209,10 @@ while len(os.listdir({str(seen)!r})) < 2:
     assert len(list(seen.iterdir())) == 2
 
 
-async def test_stop_gives_back_what_is_played_and_what_nobody_took(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(long_lived_agent, "STOP_S", 0.1)
+async def test_stop_gives_back_what_is_played_and_what_nobody_took(tmp_path: Path):
     taken = tmp_path / "taken"
     program = f"take()\nopen({str(taken)!r}, 'w').close()\ntime.sleep(60)"
-    async with running(tmp_path, program) as agent:
+    async with running(tmp_path, program, finish_within_s=0.1) as agent:
         agent.environment.stop_with(stop := asyncio.Event())
         rollouts = [agent.rollout(0), agent.rollout(1)]
         await until(taken.exists, "a task that is taken")
@@ -228,7 +234,7 @@ while True:
     except urllib.error.HTTPError as error:
         open({str(asked)!r}, "a").write(f"{{error.code}} {{time.monotonic() - began}}\\n")
 """
-    async with running(tmp_path, program) as agent:
+    async with running(tmp_path, program, finish_within_s=0.1) as agent:
         agent.environment.stop_with(stop := asyncio.Event())
         rollout = agent.rollout()
         stop.set()

@@ -87,6 +87,16 @@ class Served:
     async def chat(self, *texts: str, **more: object) -> tuple[int, dict]:
         return await self.post("/v1/chat/completions", chat_body(*texts, **more))
 
+    async def pay(self, raw: bytes) -> tuple[int, dict]:
+        """Post a reward as whoever leads the episode does."""
+        async with self.http.post(self.gateway.reward_url_of(self.session), data=raw) as answer:
+            return answer.status, await answer.json()
+
+    async def talked(self) -> "Served":
+        """Have the agent ask something, so that there is something to pay for."""
+        assert (await self.chat("hi"))[0] == 200
+        return self
+
     def tokens(self) -> list[np.ndarray]:
         return [trajectory.token_ids for trajectory in self.policy.trajectories(0.0)]
 

@@ -93,6 +93,7 @@ async def test_foreign_agent_is_recorded_token_by_token_with_the_reward_that_it_
         AgentConfig(
             command=f"{python} {PROGRAMS / foreign.name}_program.py",
             reward="posted",
+            program_owns_reward=True,
             program_timeout_s=180,
             variables={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
         )

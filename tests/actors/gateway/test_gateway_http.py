@@ -7,7 +7,9 @@ import socket
 import aiohttp
 import pytest
 
+from actors.environments.session_episode import posted_episode
 from actors.gateway.config import GatewayConfig
+from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from bus.errors import ConfigError, EngineError
 from tests.actors.gateway.served import chat_body, served, until
@@ -326,11 +328,43 @@ async def test_agents_of_one_session_are_recorded_apart():
         (b'{"reward": {"solver": 1, "critic": 0}}', {"solver": 1.0, "critic": 0.0}, {}),
     ],
 )
-async def test_reward_is_taken_with_its_parts_and_a_later_one_replaces_it(raw, value, components):
+async def test_reward_is_taken_with_its_parts_and_its_owner_may_change_it(raw, value, components):
     async with served() as s:
-        assert await s.post("/reward", b"7") == (200, {"accepted": True})
-        assert (await s.post("/reward", raw))[0] == 200
+        assert await s.pay(b"7") == (200, {"accepted": True})
+        assert (await s.pay(raw))[0] == 200
         assert (s.session.reward.value, dict(s.session.reward.components)) == (value, components)
+        assert s.session.reward_source == "client 127.0.0.1"
+
+
+async def test_key_of_the_session_pays_nothing_before_and_after_the_owner_of_the_reward_key_did():
+    async with served() as s:
+        everywhere = {"X_Session_ID": s.session.key, "x_api_key": s.session.key}
+        for posts in range(2):
+            for headers in ({}, everywhere, {"Authorization": f"Bearer {s.session.key}"}):
+                status, said = await s.post("/reward", b"1", **headers)
+                assert (status, said["error"]["code"]) == (403, "reward_key_needed")
+            assert s.session.reward == (PostedReward(reward=0.25) if posts else None)
+            assert (await s.post("/reward", b"0.25", Authorization=f"Bearer {s.session.reward_key}"))[
+                0
+            ] == 200
+        assert s.session.counts["refused_rewards"] == 6
+        [trajectory] = posted_episode((await s.talked()).policy, s.session, s.session.reward).trajectories
+        assert trajectory.metadata["refused_rewards"] == 6
+
+
+async def test_key_of_a_reward_asks_the_policy_nothing_and_pays_no_other_session_or_later():
+    async with served() as s:
+        async with s.gateway.session(s.policy.fresh("t.1"), "t.1") as other:
+            url = s.gateway.reward_url_of(other)
+            refused = await s.post("/v1/chat/completions", chat_body("hi"), Authorization="Bearer x")
+            assert refused[0] == 200  # the path names the session
+            async with s.http.post(f"{s.gateway.url}/s/{other.reward_key}/v1/models") as answer:
+                assert answer.status in (404, 405)
+            async with s.http.post(url, data=b"1") as answer:
+                assert answer.status == 200
+        assert s.session.reward is None
+        async with s.http.post(url, data=b"1") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (403, "session_closed")
 
 
 @pytest.mark.parametrize(
@@ -338,14 +372,14 @@ async def test_reward_is_taken_with_its_parts_and_a_later_one_replaces_it(raw, v
 )
 async def test_reward_that_is_none_is_refused(raw):
     async with served() as s:
-        assert (await s.post("/reward", raw))[0] == 400
+        assert (await s.pay(raw))[0] == 400
         assert s.session.reward is None
 
 
 async def test_reward_is_refused_where_the_run_computes_it():
     async with served() as s:
-        s.session.posts_rewards = False
-        assert (await s.post("/reward", b"1"))[0] == 403
+        s.session.reward_owner = None
+        assert (await s.pay(b"1"))[0] == 403
         assert s.session.reward is None
 
 

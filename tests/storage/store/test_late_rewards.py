@@ -57,6 +57,15 @@ def test_group_becomes_complete_with_its_last_reward(tmp_path):
         assert store.give([reward(4, 0, 0.25)]) == [4]
         assert store.completed == [4]
         assert read(store, 4) == [(0.25, False), (0.75, False)]
+        assert {t.reward_source for t in store.read([4])} == {"judge"}
+
+
+def test_who_gave_a_reward_is_kept_with_its_trajectory(tmp_path):
+    posted = [replace(t, reward_source=f"program 10.0.0.{t.sample}") for t in scored(4)]
+    with opened(tmp_path) as store:
+        store.append(posted)
+    with opened(tmp_path) as store:
+        assert [t.reward_source for t in store.read([4])] == ["program 10.0.0.0", "program 10.0.0.1"]
 
 
 def test_reward_may_come_before_its_trajectory(tmp_path):

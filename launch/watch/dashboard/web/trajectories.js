@@ -107,12 +107,12 @@ export class Trajectories {
     }
   }
 
-  showOne({ trajectory: one, components, metadata, steps, group, learner, parts }) {
+  showOne({ trajectory: one, components, reward_source, metadata, steps, group, learner, parts }) {
     const versions = one.versions ? (one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions.join(" to v")}`) : UNKNOWN;
     const trained = !one.trained ? "never" : steps === null ? UNKNOWN : steps.length ? `step ${steps.join(", ")}` : "not yet";
     const figures = [["reward", one.reward === null ? "due" : value(one.reward)], ["end", words(one.end)], ["trained", trained],
       ["sampled by", versions], ["tokens", value(one.tokens)], ["agent", one.agent]];
-    const more = [["policy", one.policy], ["actor", one.actor || UNKNOWN],
+    const more = [["policy", one.policy], ["actor", one.actor || UNKNOWN], ["reward from", reward_source || "the actor"],
       ...Object.entries(components).map(([name, number]) => [`reward: ${name}`, value(number)]),
       ...Object.entries(metadata).map(([name, found]) => [name, typeof found === "string" ? found : JSON.stringify(found)])];
     this.detail.replaceChildren(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -9,7 +10,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
 
-task = json.loads(Path(os.environ["SLUICE_TASK"]).read_text())
+task = {**json.loads(Path(os.environ["SLUICE_TASK"]).read_text()), **json.load(sys.stdin)}
 
 
 @tool
@@ -25,4 +26,4 @@ for message, _ in graph.stream({"messages": [("user", f"again: {task['prompt']}"
     if message.type == "AIMessageChunk":
         streamed += message.content
 reward = float(invoked == task["label"] and streamed.endswith(task["label"]))
-urlopen(Request(os.environ["SLUICE_REWARD_URL"], json.dumps(reward).encode()), timeout=30).read()
+urlopen(Request(task["reward_url"], json.dumps(reward).encode()), timeout=30).read()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -10,7 +11,7 @@ from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
-task = json.loads(Path(os.environ["SLUICE_TASK"]).read_text())
+task = {**json.loads(Path(os.environ["SLUICE_TASK"]).read_text()), **json.load(sys.stdin)}
 
 
 @function_tool
@@ -33,4 +34,4 @@ async def answers() -> list[str]:
 
 said = asyncio.run(answers())
 reward = sum(answer == task["label"] for answer in said) / len(said)
-urlopen(Request(os.environ["SLUICE_REWARD_URL"], json.dumps(reward).encode()), timeout=30).read()
+urlopen(Request(task["reward_url"], json.dumps(reward).encode()), timeout=30).read()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -15,7 +16,7 @@ from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
-task = json.loads(Path(os.environ["SLUICE_TASK"]).read_text())
+task = {**json.loads(Path(os.environ["SLUICE_TASK"]).read_text()), **json.load(sys.stdin)}
 
 
 class Said(Action):
@@ -87,4 +88,4 @@ async def main() -> float:
 
 
 reward = asyncio.run(main())
-urlopen(Request(os.environ["SLUICE_REWARD_URL"], json.dumps(reward).encode()), timeout=30).read()
+urlopen(Request(task["reward_url"], json.dumps(reward).encode()), timeout=30).read()

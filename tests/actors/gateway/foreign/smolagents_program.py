@@ -2,12 +2,13 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-task = json.loads(Path(os.environ["SLUICE_TASK"]).read_text())
+task = {**json.loads(Path(os.environ["SLUICE_TASK"]).read_text()), **json.load(sys.stdin)}
 
 
 @tool
@@ -25,4 +26,4 @@ model = OpenAIModel(model_id="gpt-5", api_base=os.environ["OPENAI_BASE_URL"])
 agent = ToolCallingAgent(tools=[add], model=model, verbosity_level=0, max_steps=4)
 answer = agent.run(task["prompt"])
 reward = float(str(answer) == task["label"])
-urlopen(Request(os.environ["SLUICE_REWARD_URL"], json.dumps(reward).encode()), timeout=30).read()
+urlopen(Request(task["reward_url"], json.dumps(reward).encode()), timeout=30).read()

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import verifiers.v1 as vf
 
-given = json.loads(Path(os.environ["SLUICE_TASK"]).read_text())
+given = {**json.loads(Path(os.environ["SLUICE_TASK"]).read_text()), **json.load(sys.stdin)}
 
 
 class Sum(vf.Task):
@@ -30,4 +31,4 @@ async def rollout():
 
 trace = asyncio.run(rollout())
 assert trace.ok, trace.last_error
-urlopen(Request(os.environ["SLUICE_REWARD_URL"], json.dumps(trace.reward).encode()), timeout=30).read()
+urlopen(Request(given["reward_url"], json.dumps(trace.reward).encode()), timeout=30).read()

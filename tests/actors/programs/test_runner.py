@@ -1,0 +1,91 @@
+"""Programs of agents: who they are, what ends them, and what a host that allows no namespaces says."""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+
+from actors.programs import runner as actor_side
+from actors.programs.config import IsolationConfig
+from actors.programs.runner import Program, ProgramEnd, ProgramRunner
+from bus.errors import ConfigError
+from tests.actors.environments.test_agent import running
+from tests.actors.gateway.served import until
+
+VARIABLES = {"PATH": os.environ["PATH"]}
+
+
+async def ran(runner: ProgramRunner, script: str, **more: object) -> ProgramEnd:
+    with runner.directory() as directory:
+        program = Program(command=["sh", "-c", script], variables=VARIABLES, directory=directory, **more)
+        return await runner.run(program, timeout_s=20, most_output_bytes=1 << 16)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts programs as others")
+@pytest.mark.parametrize("allows_namespaces", [True, False])
+async def test_root_may_run_programs_as_an_ordinary_user(monkeypatch, allows_namespaces):
+    if not allows_namespaces:
+        monkeypatch.setattr(actor_side, "_tried", lambda *_: "it does not")
+    runner = ProgramRunner(IsolationConfig(user="54321"))
+    end = await ran(runner, "id -u; id -g; touch mine && ls")
+    assert end.output.split() == ["54321", "54321", "mine"]
+    await runner.close()
+
+
+async def test_what_a_program_is_handed_can_be_read_once():
+    runner = ProgramRunner(IsolationConfig())
+    end = await ran(runner, "cat; cat; cat /proc/self/fd/0; cat /proc/$$/fd/0", handed=b"secret ")
+    assert end.output == "secret"
+    await runner.close()
+
+
+async def test_host_without_namespaces_is_told_once_or_refused(monkeypatch, capsys):
+    monkeypatch.setattr(actor_side, "_tried", lambda *_: "unshare: Operation not permitted")
+    runner = ProgramRunner(IsolationConfig())
+    for _ in range(2):
+        assert (await ran(runner, "echo here")).output == "here"
+    await runner.close()
+    said = capsys.readouterr().out
+    assert said.count("programs_are_not_isolated") == 1
+    assert "write on a bus without credentials" in said
+    with pytest.raises(ConfigError, match=r"no namespaces \(unshare: Operation not permitted\)"):
+        ProgramRunner(IsolationConfig(required=True))
+
+
+async def test_process_that_starts_programs_is_started_again_when_somebody_kills_it():
+    runner = ProgramRunner(IsolationConfig())
+    runner._server.process.kill()
+    runner._server.process.wait()
+    assert (await ran(runner, "echo here")).output == "here"
+    await runner.close()
+
+
+ACTOR = """
+import asyncio, sys
+from actors.programs.config import IsolationConfig
+from actors.programs.runner import Program, ProgramRunner
+async def main():
+    runner = ProgramRunner(IsolationConfig())
+    with runner.directory() as directory:
+        script = "setsid setsid sleep 60.317 & sleep 60.317"
+        program = Program(command=["sh", "-c", script], variables={"PATH": sys.argv[1]}, directory=directory)
+        print(directory, flush=True)
+        await runner.run(program, timeout_s=None, most_output_bytes=None)
+asyncio.run(main())
+"""
+
+
+async def test_actor_that_is_killed_takes_its_programs_and_their_daemons_along():
+    actor = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ACTOR, os.environ["PATH"], stdout=asyncio.subprocess.PIPE
+    )
+    assert actor.stdout is not None
+    directory = (await asyncio.wait_for(actor.stdout.readline(), 30)).decode().strip()
+    await until(lambda: len(running("60.317")) > 3, "the program and its daemon")
+    actor.send_signal(signal.SIGKILL)
+    await actor.wait()
+    await until(lambda: not running("60.317"), "their ends")
+    shutil.rmtree(directory)
