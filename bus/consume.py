@@ -26,6 +26,8 @@ AHEAD_BYTES = 64 << 20
 """Bytes of decoded messages that may wait for the batch before them; then no more are taken."""
 POLL_S = 1.0
 """Seconds after which an idle loop notices `stop`, or that the connection was made again."""
+GONE_S = 20.0
+"""Seconds for which a consumer that is gone is waited for: storage makes it again within few."""
 PULL_S = 3.0
 """Seconds for which one pull waits on the server; longer in a run of many actors (`Bus.slower`)."""
 
@@ -51,6 +53,8 @@ class Inbox:
         self._connection = 0
         """Number of the connection over which the pull was sent."""
         self._rejected = False
+        self._gone_s: float | None = None
+        """When the consumer was found gone, on the monotonic clock."""
         self._subscription: Subscription | None = None
 
     @property
@@ -61,7 +65,8 @@ class Inbox:
     async def take(self, limit: int, timeout_s: float = POLL_S) -> list[Msg]:
         """Return up to `limit` messages that are there, at least one unless `timeout_s` passes.
 
-        Raises `BusError` when the consumer or its stream does not exist, or the connection was closed.
+        Raises `BusError` when the consumer or its stream has been gone for `GONE_S`, or the connection was
+        closed.
         """
         deadline = time.monotonic() + timeout_s
         while not self._messages and (left := deadline - time.monotonic()) > 0:
@@ -145,17 +150,23 @@ class Inbox:
         self._woken.set()
 
     async def _refuse_missing_consumer(self) -> None:
-        """Raise if the consumer is gone: only `topology.ensure` creates it again. Otherwise wait a little."""
+        """Raise if the consumer has been gone for `GONE_S`, although storage makes it again; else wait a
+        little."""
         self._rejected = False
         try:
             await self._bus.js.consumer_info(self._stream, self._durable)
         except NotFoundError as error:
-            raise BusError(
-                f"{self._stream} has no consumer {self._durable} ({error.description}): "
-                "restart the run's storage, which makes it"
-            ) from error
+            now = time.monotonic()
+            self._gone_s = now if self._gone_s is None else self._gone_s
+            if now - self._gone_s >= GONE_S:
+                raise BusError(
+                    f"{self._stream} has no consumer {self._durable} ({error.description}): "
+                    "restart the run's storage, which makes it"
+                ) from error
         except nats.errors.Error as error:
             log.warning("consumer_not_seen", consumer=self._durable, reason=str(error))
+        else:
+            self._gone_s = None
         await asyncio.sleep(RETRY_S)
 
 

@@ -18,6 +18,7 @@ from bus.blobs import get_blob, put_only_blob
 from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
+from bus.lost_streams import keep_streams
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
 from bus.own_records import OwnRecords
 from bus.pace import tell_pace
@@ -216,6 +217,9 @@ class _Service:
             )
             tasks.create_task(tell_pace(self._bus, finished))
             tasks.create_task(self._records.keep(finished), name="keep the run's records")
+            tasks.create_task(
+                keep_streams(self._bus, self._settings.replay.shards, finished), name="keep the run's streams"
+            )
             try:
                 async with asyncio.TaskGroup() as parts:
                     for held in self._held:

@@ -25,6 +25,7 @@ from tests.factories import make_lease, make_trajectory
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consume_module, "POLL_S", 0.2)
+    monkeypatch.setattr(consume_module, "GONE_S", 0.0)
 
 
 async def send_leases(bus: Bus, count: int, first: int = 0) -> None:

@@ -90,6 +90,13 @@ def test_successor_on_a_host_whose_clock_is_behind_writes_newer_records(
     successor = by("learner")
     successor.opened("policy", late)  # it reads what the one before wrote
     assert reading.opened("policy", successor.sealed("policy", b"of the successor")) == b"of the successor"
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: now + 10**9)
+    unread = first.sealed("policy", b"the last of the first")  # the successor never sees it
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: now - 3590 * 10**9)
+    first_or_later = [
+        reading.opened("policy", each) for each in (unread, successor.sealed("policy", b"later"))
+    ]
+    assert first_or_later[-1] == b"later"
 
 
 def test_record_that_is_signed_for_another_day_is_set_aside(by: By, monkeypatch: pytest.MonkeyPatch):
