@@ -8,7 +8,7 @@ from typing import overload
 import structlog
 
 from actors.group_config import GroupLimitsConfig
-from bus.agent_rewards import AgentReward, episode_rewards
+from bus.agent_rewards import AgentReward, are_equal, episode_rewards
 from bus.plugins import load_function
 
 log = structlog.get_logger()
@@ -91,8 +91,8 @@ def keep_all(rewards: AgentRewards) -> str | None:
 
 
 def drop_zero_variance(rewards: AgentRewards) -> str | None:
-    """Drop a group in which no agent's rewards differ: its advantages are zero."""
-    return None if len(set(rewards)) > 1 else "zero_variance"
+    """Drop a group in which no agent's rewards differ, but for rounding: its advantages are zero."""
+    return "zero_variance" if are_equal(rewards) else None
 
 
 FILTERS: Mapping[str, GroupFilter] = {

@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 
+from bus.agent_rewards import are_equal
 from bus.trajectory import Groups
 from learner.algorithms.advantages.peers import rewards_relative_to_peers
 
@@ -34,10 +35,10 @@ def relative_rewards(rewards: np.ndarray, *, normalize_std: bool, std_floor: flo
         normalize_std: divide by the population standard deviation.
         std_floor: added to the standard deviation.
 
-    Returns float32 [G]; all 0 when the rewards are equal or there is only one.
+    Returns float32 [G]; all 0 when the rewards are equal, but for rounding, or there is only one.
     """
     centred = np.asarray(rewards, np.float64) - np.mean(rewards, dtype=np.float64)
-    if np.ptp(rewards) == 0:
+    if are_equal(rewards):
         return np.zeros(len(centred), np.float32)
     if normalize_std:
         centred /= centred.std() + std_floor

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from bus.agent_rewards import are_equal
 from bus.errors import ConfigError
 from bus.trajectory import Groups
 from learner.algorithms.advantages.peers import rewards_relative_to_peers
@@ -25,7 +26,7 @@ def maxrl_advantages(groups: Groups) -> list[list[float]]:
 
 def over_mean(rewards: np.ndarray) -> np.ndarray:
     """Return (reward - mean) / mean, float64 [G]; 0 when the rewards are equal, as when all are 0."""
-    if np.ptp(rewards) == 0:
+    if are_equal(rewards):
         return np.zeros(len(rewards))
     centred: np.ndarray = rewards - rewards.mean()
     relative: np.ndarray = centred / rewards.mean()

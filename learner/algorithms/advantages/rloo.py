@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from bus.agent_rewards import are_equal
 from bus.trajectory import Groups
 from learner.algorithms.advantages.peers import rewards_relative_to_peers
 
@@ -17,7 +18,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     """Return each reward less the mean of the others, float64 [G]; 0 when there is only one.
 
     r_i - mean of the others = G / (G - 1) * (r_i - mean of all)."""
-    if np.ptp(rewards) == 0:
+    if are_equal(rewards):
         return np.zeros(len(rewards))
     centred: np.ndarray = rewards - rewards.mean()
     return centred * len(rewards) / (len(rewards) - 1)

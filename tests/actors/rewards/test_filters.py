@@ -1,5 +1,6 @@
 """Group filters keep or drop with a reason."""
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -14,6 +15,17 @@ def test_zero_variance_drops_groups_without_a_signal():
     assert FILTERS["zero_variance"]([0.0]) == "zero_variance"
     assert FILTERS["zero_variance"]([]) == "zero_variance"
     assert FILTERS["zero_variance"]([0.0, 1.0]) is None
+
+
+def test_rewards_that_differ_by_rounding_have_no_variance():
+    keep = FILTERS["zero_variance"]
+    assert keep([0.1 + 0.2, 0.3]) == "zero_variance"
+    assert keep([float(np.float32(0.1)), 0.1]) == "zero_variance"
+    assert keep([0.1 + 0.2 - 0.3, 0.0]) == "zero_variance"
+    assert keep([1e6, 1e6 + 0.5]) == "zero_variance"
+    assert keep([1.0, 1.0 + 3e-6]) is None
+    assert keep([0.0, 3e-9]) is None
+    assert keep([1e-8, 2e-8]) is None
 
 
 def rewards_of(solver, critic):

@@ -1,10 +1,13 @@
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from bus.trajectory import Trajectory
 from learner.algorithms.advantages.grpo import grpo_advantages, relative_rewards
+from learner.algorithms.advantages.maxrl import over_mean
+from learner.algorithms.advantages.rloo import leave_one_out
 from tests.factories import make_trajectory
 
 
@@ -75,3 +78,13 @@ def test_without_normalization_only_the_mean_is_removed():
 def test_a_group_without_variance_teaches_nothing(rewards, std_floor):
     advantages = relative_rewards(np.array(rewards), normalize_std=True, std_floor=std_floor)
     assert advantages.tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize(
+    "relative", [partial(relative_rewards, normalize_std=True, std_floor=0.0), leave_one_out, over_mean]
+)
+def test_rewards_that_differ_by_rounding_have_no_advantages(relative):
+    """Divided by a deviation that is rounding alone, they would have advantages of size 1."""
+    for rewards in ([0.1 + 0.2, 0.3, 0.3], [float(np.float32(0.7)), 0.7], [0.7, 0.7 + 1e-8]):
+        assert relative(np.array(rewards)).tolist() == [0.0] * len(rewards)
+    assert abs(relative(np.array([0.3, 0.3 + 1e-5]))).min() > 0
