@@ -10,6 +10,7 @@ import numpy as np
 from actors.engines.base import Generation, Sampling
 from actors.environments.base import AgentTrajectory, Fork
 from actors.policy.conversation import Conversation
+from bus.errors import EngineError
 from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
 from bus.trajectory import End, FinishReason, Turn
@@ -72,6 +73,7 @@ class Strand:
         images: tuple[PlacedImage, ...] = (),
     ) -> None:  # fmt: skip
         """Append what `prompt` adds to the tokens so far, and a completion. `images` are all of `prompt`."""
+        refuse_unequal_lengths(generation)
         self.images = images
         self.tokens.extend(prompt[len(self.tokens) :])
         self.sampled.append((len(self.tokens), call, generation))
@@ -141,6 +143,19 @@ class Strand:
         pieces = self.routed
         complete = sum(map(len, pieces)) == len(self.tokens) - 1
         return np.concatenate(pieces) if pieces and complete else None
+
+
+def refuse_unequal_lengths(generation: Generation) -> None:
+    """Raise `EngineError` unless each token of a completion has a log-prob and a policy version of its own.
+
+    NumPy would give one value to all tokens in silence."""
+    tokens = np.shape(generation.token_ids)
+    lengths = np.shape(generation.logprobs), np.shape(generation.policy_versions)
+    if len(tokens) != 1 or lengths != (tokens, tokens):
+        raise EngineError(
+            f"the engine gave token ids of shape {list(tokens)}, log-probs of shape {list(lengths[0])} and "
+            f"policy versions of shape {list(lengths[1])}: each token is to have one of both"
+        )
 
 
 def _turn(span: slice, call: Call, generation: Generation, reward: float | None) -> Turn:
