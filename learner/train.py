@@ -30,6 +30,7 @@ from learner.publication.broadcast import Broadcaster
 from learner.publication.dtypes import published_dtype
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
+from learner.publication.unchanged import why_unchanged
 from learner.settings import LearnerSettings, shared_kernels
 from learner.world.rank import Rank
 from learner.world.world import World
@@ -205,7 +206,7 @@ class Learner:
             progress.steps_skipped += result.skipped
             progress.max_staleness_seen = max(progress.max_staleness_seen, batch.staleness_max)
             self._doing = "publishing weights"
-            await self._publish(result)
+            await self._publish(result, why_unchanged(batch, result))
         every = self._settings.evaluation.every_versions
         if every and progress.step % every == 0:
             await self._published()
@@ -285,15 +286,17 @@ class Learner:
 
     # --- publication and evaluation ---
 
-    async def _publish(self, result: StepResult | None = None) -> None:
+    async def _publish(self, result: StepResult | None = None, why: str = "") -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         await self._published()
         probe = None
         if self._settings.learner.publication.probe:
             probe = await self._world.call(Rank.score_probe)
-        self._announce(await self._world.call(Rank.copy_weights), probe, result)
+        self._announce(await self._world.call(Rank.copy_weights), probe, result, why)
 
-    def _announce(self, copied: Copied, probe: Probe | None, result: StepResult | None = None) -> None:
+    def _announce(
+        self, copied: Copied, probe: Probe | None, result: StepResult | None = None, why: str = ""
+    ) -> None:
         progress = self.progress
         is_trained = progress.step == 0 or not self._settings.learner.only_critic_trains(progress.step)
 
@@ -307,6 +310,7 @@ class Learner:
                 probe=probe,
                 is_trained=is_trained,
                 ess_fraction=None if result is None else result.ess_fraction,
+                why_unchanged=why,
             )
 
         # of the group: where nobody awaits it, since no batch comes without its version, it ends the learner

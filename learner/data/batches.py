@@ -7,6 +7,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.agent_rewards import AgentReward, are_equal, episode_rewards
 from bus.trajectory import SOURCE, Groups, Trajectory
 from learner.data.packing import Sample
 
@@ -45,6 +46,12 @@ class StepBatch:
     recorded distribution."""
     digest: int
     """Sum of the samples' digests modulo `DIGESTS`, which packing and division over ranks do not change."""
+    groups: int = 0
+    """Groups with a trajectory that is trained."""
+    equal_groups: int = 0
+    """Of these, the groups in which no agent's rewards differ, but for rounding."""
+    zero_rewards: int = 0
+    """Trained trajectories whose reward is 0."""
     baselines: Mapping[str, float] = field(default_factory=dict)
     """What the advantage estimator keeps for the next step."""
 
@@ -123,6 +130,7 @@ def make_step_batch(
         completed=sum(trajectory.end == "completed" for trajectory in trajectories),
         cut_off_tokens=sum(_cut_off_tokens(trajectory) for trajectory in trajectories),
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
+        **_reward_counts(groups),
         baselines=baselines,
     )
 
@@ -133,6 +141,19 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64], weight: fl
     A weight of 1 is no stream, so that the digest of such a batch is that of one without weights."""
     found = advantages.astype(np.float32) if advantages.ndim else float(advantages)
     return sample.with_streams(advantages=found, **({} if weight == 1.0 else {"group_weights": weight}))
+
+
+def _reward_counts(groups: Groups) -> dict[str, int]:
+    """Return how many groups there are with something to train, in how many rewards are equal, and zeros."""
+    trained = [[one for one in group if one.is_trained] for group in groups]
+    compared = [
+        episode_rewards(AgentReward(one.policy, one.agent, one.rollout, one.reward) for one in group)
+        for group in trained
+        if group
+    ]
+    equal = [all(are_equal(episodes.values()) for episodes in agents.values()) for agents in compared]
+    zero = sum(one.reward == 0 for group in trained for one in group)
+    return {"groups": len(compared), "equal_groups": sum(equal), "zero_rewards": zero}
 
 
 def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None) -> Sample:

@@ -49,9 +49,6 @@ POLL_S = 0.25
 """Time until a wish for a snapshot is seen."""
 LOOK_S = 1.0
 """Seconds between two looks whether the latest version is still announced."""
-UNCHANGED = (
-    "the step was skipped, its learning rate is 0, or it is too small for what learner.publish_dtype can tell"
-)
 NO_KERNELS: Mapping[str, str] = MappingProxyType({})
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
@@ -83,6 +80,8 @@ class WeightPublisher:
         """Figures of the latest publication, for metrics."""
         self.alarm = ""
         """What is wrong with the latest publication, for every screen."""
+        self._why_unchanged = ""
+        """What is known of why a publication changed no weight."""
         self._bus = bus
         self._store = store
         self._config = config
@@ -132,16 +131,19 @@ class WeightPublisher:
     async def publish(
         self, tensors: Tensors, *, policy_version: int, stage: str, trains_from: int,
         probe: Probe | None = None, is_trained: bool = True, ess_fraction: float | None = None,
+        why_unchanged: str = "",
     ) -> PolicyManifest:  # fmt: skip
         """Store what is new, then announce it; the announcement never precedes the bytes.
 
-        A version that `is_trained` differs from the one before it, or there is an alarm. `tensors` must stay
+        A version that `is_trained` differs from the one before it, or there is an alarm, which says
+        `why_unchanged`. `tensors` must stay
         as they are until the publication after this one is done. The same version again announces its new
         stage; its weights must be the same.
         """
         async with self._one:
             began = time.perf_counter()
             tensors = await self._in_format(tensors)
+            self._why_unchanged = why_unchanged
             announcement = Announcement(policy_version, stage, trains_from, probe, is_trained, ess_fraction)
             manifest = await self._as_delta(tensors, announcement) if await self._mended() else None
             if manifest is None:
@@ -406,9 +408,10 @@ class WeightPublisher:
         """Keep an alarm, and log it once, when a version is to the bit the one before it."""
         before, self.alarm = self.alarm, ""
         if unchanged:
-            self.alarm = f"version {policy_version} is to the bit the one before it: {UNCHANGED}"
+            because = f": {self._why_unchanged}" if self._why_unchanged else ""
+            self.alarm = f"version {policy_version} is to the bit the one before it{because}"
         if unchanged and not before:
-            log.warning("weights_unchanged", policy_version=policy_version, why=UNCHANGED)
+            log.warning("weights_unchanged", policy_version=policy_version, why=self._why_unchanged)
 
     def _note(self, weights: Weights, wire_bytes: int, sent_words: int) -> None:
         self.figures = {

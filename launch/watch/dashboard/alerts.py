@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from bus.episode_ends import infra_failed_fraction
+from bus.episode_ends import failed_fraction
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.history.retrain import recorded_config
@@ -28,8 +28,8 @@ LEAST_FALL = 0.5
 """Part of the whole rise of the reward that it has lost when it counts as collapsed."""
 LEAST_ENTROPY = 0.05
 """Part of the entropy of the first steps below which it counts as collapsed."""
-MOST_INFRA_FAILED = 0.1
-"""Part of the recent episodes that may fail for reasons of the infrastructure."""
+MOST_FAILED = 0.1
+"""Part of the recent episodes that may fail for reasons outside the policy."""
 LEAST_FREE = 0.05
 """Part of a disk that should be free."""
 
@@ -81,7 +81,21 @@ class StepAlerts:
 
     def words(self, config: RunConfig) -> list[str]:
         """Return what is wrong in the latest step, each in a sentence."""
-        return [*self._collapses(), *self._staleness(config), *self._out_of_range(config)]
+        return [
+            *self._equal_rewards(),
+            *self._collapses(),
+            *self._staleness(config),
+            *self._out_of_range(config),
+        ]
+
+    def _equal_rewards(self) -> Iterator[str]:
+        if number(self._last, "reward/equal_groups_fraction") != 1:
+            return
+        which = "each was 0" if number(self._last, "reward/zero_fraction") == 1 else "though not 0"
+        yield (
+            f"the rewards within each group of the last step were equal, {which}: nothing was learnt from "
+            "them; the tasks are too easy or too hard, or the reward does not tell answers apart"
+        )
 
     def _collapses(self) -> Iterator[str]:
         reward, entropy = self._reward, self._entropy
@@ -130,8 +144,8 @@ def _alarms(state: RunState) -> Iterator[str]:
 
 def _failures(state: RunState) -> Iterator[str]:
     ends = recent_ends(actor.values for actor in of_role(state, "actor"))
-    failed = infra_failed_fraction(ends)
-    if failed is not None and failed > MOST_INFRA_FAILED:
+    failed = failed_fraction(ends)
+    if failed is not None and failed > MOST_FAILED:
         yield f"many episodes fail for reasons outside the policy, {ends_text(ends)}: actors log why"
 
 

@@ -104,8 +104,10 @@ async def test_a_step_that_changed_no_weight_is_an_alarm_until_one_does(bus, pub
     same_tensors = host_tensors(state(0))
     with capture_logs() as logs:
         for version in (1, 2):
-            await publisher.publish(same_tensors, policy_version=version, stage="rl", trains_from=0)
-            assert publisher.alarm.startswith(f"version {version} is to the bit the one before it: the step")
+            await publisher.publish(
+                same_tensors, policy_version=version, stage="rl", trains_from=0, why_unchanged="all were 0"
+            )
+            assert publisher.alarm == f"version {version} is to the bit the one before it: all were 0"
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["weights_unchanged"]
     await publish(publisher, 3)
     assert publisher.alarm == ""
