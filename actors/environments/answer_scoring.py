@@ -14,6 +14,9 @@ from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from bus.codec import Json
 from bus.trajectory import End, FinishReason
 
+REWARD_FAULT = "reward_fault"
+"""Field of a trajectory's metadata that says how its answer made the reward fail."""
+LONGEST_FAULT = 500
 NOTHING: Mapping[str, Json] = MappingProxyType({})
 
 
@@ -69,12 +72,18 @@ class AnswerScoring:
         if late:
             self._refuse_unless_late_is_possible(answer)
         scored = found if isinstance(found, Scored) else Scored(0.0)
+        if scored.fault:
+            metadata = {**metadata, REWARD_FAULT: scored.fault[:LONGEST_FAULT]}
         recorded = policy.trajectories(scored.reward, end=end, reward_components=scored.components)
         return Episode(
             trajectories=tuple(
                 replace(part, reward_due=late, metadata={**part.metadata, **metadata}) for part in recorded
             ),
-            metrics={**({} if late else {"rollout/reward": scored.reward}), **metrics},
+            metrics={
+                **({} if late else {"rollout/reward": scored.reward}),
+                "rollout/reward_fault_fraction": float(bool(scored.fault)),
+                **metrics,
+            },
             answer=replace(answer, reward=scored.reward) if self.group_scorer else None,
         )
 

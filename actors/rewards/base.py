@@ -37,6 +37,8 @@ class Scored:
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Parts by name, for the record; `reward_weights` makes another reward of them."""
+    fault: str = ""
+    """Says how the answer made the reward fail, which then is the lowest one; empty where it did not."""
 
 
 class Later(Enum):
@@ -65,8 +67,29 @@ class InvalidRewardError(RewardError):
     """A reward function returned what is no reward, as one that is wrong does each time."""
 
 
+class AnswerFaultError(RewardError):
+    """The answer itself made the reward fail, as no other answer would: it gets the lowest reward, not none.
+
+    A reward of one's own raises it for what the policy wrote and the reward cannot read. Were such an answer
+    left out, the policy could learn to write it in place of a wrong one."""
+
+    def __init__(self, message: str, *, reward: float = 0.0) -> None:
+        """Say what is wrong with the answer, and which reward it gets: the lowest that any answer may get."""
+        super().__init__(message)
+        self.reward = reward
+
+
 class BudgetSpentError(RewardError):
     """A reward needs more calls or tokens of a server than the run allows: no later one can succeed."""
+
+
+END_OF_WORKING = "####"
+"""What precedes the number in the labels of GSM8K (arXiv:2110.14168), whose working stands before it."""
+
+
+def without_working(label: str) -> str:
+    """Return what follows the last `####` of a label; all of a label without one."""
+    return label.rpartition(END_OF_WORKING)[2].strip()
 
 
 def label_of(answer: Answer) -> str:

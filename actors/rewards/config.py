@@ -160,17 +160,25 @@ class RewardConfig(Config):
 
     reward_timeout_s: float = Field(30.0, gt=0)
     """Longest time that one call of the reward may take before the rollout counts as failed. `remote` and
-    `judge` have limits of their own."""
+    `judge` have limits of their own; an answer for which a verifier of `reasoning_gym` takes longer gets 0,
+    unless the right answer takes longer too."""
+
+    sample_call: bool = True
+    """Whether a start calls each reward once with a sample answer, the label where a prompt has one, for each
+    source of prompts. A reward of your own is then loaded in a process that ends with the call. The answer's
+    `task_id` is `sample call`."""
 
     reward_threads: int = Field(16, ge=1)
     """Threads in which a plain (not async) reward of your own is called; 1 for one that only one thread may
     call at a time."""
 
     math_processes: int = Field(2, ge=1)
-    """Processes in which the rewards `math` and `deepscaler` compare expressions, if strings do not tell."""
+    """Processes in which the rewards `math` and `deepscaler` compare expressions, if strings do not tell, and
+    those in which `reasoning_gym` runs its verifiers."""
 
     math_timeout_s: float = Field(5.0, gt=0)
-    """Longest time for one such comparison; its process is then killed, and the rollout counts as failed."""
+    """Longest time for one comparison of expressions; its process is then killed. The answer gets 0, or its
+    rollout fails where the label cannot be compared in that time either."""
 
     code: CodeRewardConfig = CodeRewardConfig()
     """Tests of the reward `code`, and the sandbox in which they run."""

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal, InvalidOperation
 
-from actors.rewards.base import Answer, RewardError, Scored, label_of
+from actors.rewards.base import Answer, RewardError, Scored, label_of, without_working
 
 LAST_CHARACTERS = 300
 """Characters at the end of a text in which its answer is looked for."""
@@ -26,7 +26,7 @@ def dapo(answer: Answer) -> Scored:
 
 def _whole_label(answer: Answer) -> int:
     """Return the label, cut to a whole number. Raises RewardError for one that is none."""
-    label = _normalised(label_of(answer))
+    label = _normalised(without_working(label_of(answer)))
     try:
         return int(Decimal(label))
     except (InvalidOperation, ValueError, OverflowError) as error:

@@ -29,6 +29,10 @@ REPEATED = frozenset({408, 429})
 """Statuses below 500 that a later request may not get."""
 
 
+class RefusedError(RewardError):
+    """The server answered that it does not take the request, by a status that a later request gets too."""
+
+
 class TransientError(RewardError):
     """A request failed in a way that a later one may not."""
 
@@ -95,7 +99,7 @@ class Endpoint:
         if status in REPEATED or status >= 500:
             raise self._transient(f"status {status} from {self._url}: {_shown(raw)}")
         if not 200 <= status < 300:
-            raise RewardError(f"{self._what}: {self._url} refused the request, {status}: {_shown(raw)}")
+            raise RefusedError(f"{self._what}: {self._url} refused the request, {status}: {_shown(raw)}")
         try:
             return Reply(status, cast(JSON, json.loads(raw)) if raw.strip() else None)
         except (ValueError, RecursionError) as error:

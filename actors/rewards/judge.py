@@ -1,17 +1,23 @@
 """The reward `judge`: a language model behind an OpenAI-compatible endpoint scores answers."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import structlog
 
-from actors.environments.base import JSON, ChatMessage
-from actors.rewards.base import Answer, RewardError, Scored
+from actors.environments.base import JSON
+from actors.rewards.base import Answer, AnswerFaultError, RewardError, Scored
 from actors.rewards.config import RewardConfig
-from actors.rewards.endpoint import Endpoint
+from actors.rewards.endpoint import Endpoint, RefusedError
+from actors.rewards.message_text import readable, text_of
 
 log = structlog.get_logger()
 SHOWN = 200
+
+
+class NoScoreError(RewardError):
+    """No reply of the judge had a score that counts."""
 
 
 class Judge:
@@ -27,22 +33,31 @@ class Judge:
     async def __call__(self, answer: Answer) -> Scored:
         """Return the judge's score, scaled to [0, 1].
 
-        Raises RewardError when the endpoint cannot be had, or no reply has a score within the bounds: an
-        answer that was not judged is not a wrong one."""
+        An answer that the endpoint refuses, or to which no reply has a score within the bounds, gets 0 by an
+        `AnswerFaultError` where the label, or an empty answer, is judged in its place. Raises RewardError
+        where that is not judged either, and when the endpoint cannot be had: an answer that was not judged is
+        no wrong one."""
+        try:
+            return await self._judged(answer)
+        except (RefusedError, NoScoreError) as error:
+            await self._judged(replace(answer, text=answer.label or ""))  # raises where the judge is to blame
+            raise AnswerFaultError(f"{error}; another answer to it is judged", reward=0.0) from error
+
+    async def _judged(self, answer: Answer) -> Scored:
         reply = ""
         for _ in range(self._config.attempts):
             reply = await self._reply(answer)
             if (score := self._score(reply)) is not None:
                 low, high = self._config.lowest, self._config.highest
                 return Scored((score - low) / (high - low), {"judge_score": score})
-        raise RewardError(
+        raise NoScoreError(
             f"reward judge on task {answer.task_id}: none of {self._config.attempts} replies had a score in "
             f"[{self._config.lowest:g}, {self._config.highest:g}], the last: {reply[-SHOWN:]!r}"
         )
 
     async def _reply(self, answer: Answer) -> str:
         message = self._config.template.format(
-            prompt=_readable(answer.messages), label=answer.label or "", answer=answer.text
+            prompt=readable(answer.messages), label=answer.label or "", answer=answer.text
         )
         body: dict[str, JSON] = {
             "model": self._config.model,
@@ -79,19 +94,6 @@ class Judge:
         await self._endpoint.close()
 
 
-def _readable(messages: Sequence[ChatMessage]) -> str:
-    """Return the text of a chat; roles are named where there are several messages."""
-    texts = [(str(message.get("role", "")), _text(message.get("content"))) for message in messages]
-    return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
-
-
-def _text(content: JSON) -> str:
-    """Return the text of a message, also where it is a list of parts."""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return "".join(_text(part.get("text")) for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
-
-
 def _content(reply: JSON) -> str:
     """Return the text of the first choice of a chat completion. Raises RewardError for another reply."""
     choices = reply.get("choices") if isinstance(reply, Mapping) else None
@@ -99,4 +101,4 @@ def _content(reply: JSON) -> str:
     message = first.get("message") if isinstance(first, Mapping) else None
     if not isinstance(message, Mapping):
         raise RewardError(f"reward judge: the endpoint answered no chat completion: {str(reply)[:SHOWN]!r}")
-    return _text(message.get("content"))
+    return text_of(message.get("content"))

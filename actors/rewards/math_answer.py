@@ -1,14 +1,13 @@
 """Rewards of mathematical answers: 1.0 or 0.0, equal as expressions and not only as text."""
 
-import asyncio
-import multiprocessing
 import re
 
-from pebble import ProcessPool
-
-from actors.rewards.base import Answer, RewardError, label_of
+from actors.rewards import math_equality
+from actors.rewards.answer_faults import verified
+from actors.rewards.base import Answer, RewardError, label_of, without_working
 from actors.rewards.config import RewardConfig
 from actors.rewards.final_text import END_OF_REASONING, last_boxed
+from actors.rewards.verifier_processes import VerifierProcesses
 
 LONGEST = 2000
 """Characters of an expression that is compared; a longer one equals nothing."""
@@ -21,22 +20,22 @@ class MathAnswer:
     """Compares the last boxed expression of a text with the label, by math-verify."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._processes = config.math_processes
-        self._timeout_s = config.math_timeout_s
-        self._pool: ProcessPool | None = None
+        self._verifiers = VerifierProcesses(
+            processes=config.math_processes,
+            timeout_s=config.math_timeout_s,
+            module="math_verify",
+            prepare=math_equality.prepare,
+        )
 
     async def __call__(self, answer: Answer) -> float:
         """Score 1 if the last `\\boxed{...}` equals the label, whose own box does not count.
 
-        Raises RewardError for a comparison that takes too long, which says nothing about the answer."""
+        A label without a box counts whole, or after the last `####` as GSM8K's. An expression scores 0 by an
+        `AnswerFaultError` that makes the comparison fail or take too long, where the label does not."""
         return await self._score(answer, answer.text)
 
     async def _score(self, answer: Answer, text: str) -> float:
-        label, found = label_of(answer), last_boxed(text)
-        boxed = last_boxed(label)
-        wanted = label.strip() if boxed is None else boxed
-        if not wanted:
-            raise RewardError(f"task {answer.task_id}: its label is empty")
+        wanted, found = wanted_expression(answer), last_boxed(text)
         if found is None or len(found) > LONGEST:
             return 0.0
         if (same := quickly_equal(wanted, found)) is not None:
@@ -44,35 +43,15 @@ class MathAnswer:
         return float(await self._equal(answer, wanted, found))
 
     async def _equal(self, answer: Answer, wanted: str, found: str) -> bool:
-        from actors.rewards.math_equality import equal  # sympy takes a second: only who needs it pays
+        async def same(text: str) -> float:
+            return float(await self._verifiers.call(math_equality.equal, wanted, text))
 
-        comparison = self._started().schedule(equal, args=(wanted, found), timeout=self._timeout_s)
-        try:
-            return bool(await asyncio.wrap_future(comparison))
-        except TimeoutError as error:
-            raise RewardError(
-                f"task {answer.task_id}: {found[:100]!r} was not compared with the label {wanted[:100]!r} "
-                f"within {self._timeout_s:g} s"
-            ) from error
-        except OSError as error:  # its process died: pebble's ProcessExpired
-            raise RewardError(f"task {answer.task_id}: the comparison of its answer died: {error}") from error
-
-    def _started(self) -> ProcessPool:
-        """Return the processes, forked from one that has sympy loaded: to replace a killed one is quick."""
-        if self._pool is None:
-            from actors.rewards.math_equality import prepare
-
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["actors.rewards.math_equality"])
-            self._pool = ProcessPool(max_workers=self._processes, initializer=prepare, context=context)
-        return self._pool
+        where = f"task {answer.task_id}: the comparison of {found[:100]!r} with the label {wanted[:100]!r}"
+        return bool(await verified(same, found, control=wanted, lowest=0.0, where=where))
 
     async def close(self) -> None:
         """Kill the processes."""
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            pool.stop()
-            await asyncio.to_thread(pool.join)
+        await self._verifiers.close()
 
 
 class DeepScaleR(MathAnswer):
@@ -83,8 +62,20 @@ class DeepScaleR(MathAnswer):
         for mark in (END_OF_REASONING, RESPONSE_MARK):
             if mark in answer.text:
                 return await self._score(answer, answer.text.rpartition(mark)[2])
-        label_of(answer)
+        wanted_expression(answer)
         return 0.0
+
+
+def wanted_expression(answer: Answer) -> str:
+    """Return the expression in a task's label. Raises RewardError for a task without one."""
+    label = label_of(answer)
+    boxed = last_boxed(label)
+    wanted = without_working(label) if boxed is None else boxed
+    if not wanted:
+        raise RewardError(
+            f"task {answer.task_id}: its label {label[-200:]!r} holds no expression: give it one"
+        )
+    return wanted
 
 
 def quickly_equal(wanted: str, found: str) -> bool | None:

@@ -1,20 +1,57 @@
-"""Checks the reward that a prompt chooses, and the tests that it brings along, before a run starts."""
+"""Checks the reward that a prompt chooses, and what it reads of the prompt, before a run starts."""
 
+from collections.abc import Callable, Mapping
+
+from actors.environments.base import Task
+from actors.rewards.base import Answer, RewardError
 from actors.rewards.code.given_tests import BadTestsError, read_tests
 from actors.rewards.config import RewardConfig
+from actors.rewards.math_answer import wanted_expression
+from actors.rewards.reasoning_gym import entry_of
+from actors.rewards.registry import REWARDS
 from actors.rewards.scoring import CHOICE, refused_choice
 from bus.messages import Prompt
+
+READERS: Mapping[str, Callable[[Answer], object]] = {
+    **REWARDS,
+    "code": lambda answer: read_tests(answer.metadata, answer.label),
+    "deepscaler": wanted_expression,
+    "math": wanted_expression,
+    "reasoning_gym": entry_of,
+}
+"""What reads all of a prompt that its reward needs, by the reward's name. Quick rewards do so themselves,
+before they look at the answer."""
+
+
+def chosen_reward(prompt: Prompt, config: RewardConfig) -> str:
+    """Return the name of the reward that scores a prompt's answers."""
+    return str(prompt.metadata.get(CHOICE, config.reward))
 
 
 def refused_reward(prompt: Prompt, config: RewardConfig) -> str | None:
     """Return why the prompt's reward is none that the run allows, or cannot score it, and the remedy; None if
     it can."""
-    chosen = prompt.metadata.get(CHOICE, config.reward)
+    chosen = chosen_reward(prompt, config)
     if CHOICE in prompt.metadata and (problem := refused_choice(chosen, config.names)):
         return problem
-    if chosen == "code":
-        try:
-            read_tests(prompt.metadata, prompt.label)
-        except BadTestsError as error:
-            return str(error)
+    reader = READERS.get(chosen)
+    if reader is None:
+        return None
+    try:
+        reader(answer_of_nobody(prompt, "", task_id="of this prompt"))
+    except (RewardError, BadTestsError) as error:
+        return str(error)
     return None
+
+
+def answer_of_nobody(prompt: Prompt, text: str, *, task_id: str) -> Answer:
+    """Return an answer to a prompt that no policy gave."""
+    task = Task.of(prompt, task_id)
+    return Answer(
+        task_id=task.task_id,
+        messages=task.messages,
+        text=text,
+        finish_reason="stop",
+        label=task.label,
+        metadata=task.metadata,
+    )

@@ -12,7 +12,7 @@ from actors.rewards.instructions.reward import instructions
 from actors.rewards.judge import Judge
 from actors.rewards.matching import contains, exact, final_answer, last_number
 from actors.rewards.math_answer import DeepScaleR, MathAnswer
-from actors.rewards.reasoning_gym import reasoning_gym_reward
+from actors.rewards.reasoning_gym import ReasoningGym
 from actors.rewards.remote import Remote
 from actors.rewards.word_overlap import exact_match, f1
 from bus.plugins import load_function
@@ -35,23 +35,18 @@ CONFIGURED: Mapping[str, Callable[[RewardConfig], Reward]] = {
     "deepscaler": DeepScaleR,
     "judge": Judge,
     "math": MathAnswer,
+    "reasoning_gym": ReasoningGym,
     "remote": Remote,
 }
 """Rewards with processes or connections, which limit the time of a call themselves. Most open them when they
 are first needed."""
 
 
-PACKAGED: Mapping[str, Callable[[], Reward]] = {"reasoning_gym": reasoning_gym_reward}
-"""Rewards of packages that are extras."""
-
-
 def load_reward(name: str, config: RewardConfig | None = None) -> Reward:
     """Return a built-in reward or `my_pkg.my_module:function`; raises ConfigError if it cannot be loaded."""
     if name in CONFIGURED:
         return CONFIGURED[name](config or RewardConfig())
-    if name in PACKAGED:
-        return PACKAGED[name]()
-    known = {**REWARDS, **cast(Mapping[str, Reward], CONFIGURED), **cast(Mapping[str, Reward], PACKAGED)}
+    known = {**REWARDS, **cast(Mapping[str, Reward], CONFIGURED)}
     return load_function("reward", name, known)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import cast
 
-from actors.rewards.base import LATER, InvalidRewardError, Late, RewardError, Scored
+from actors.rewards.base import LATER, AnswerFaultError, InvalidRewardError, Late, RewardError, Scored
 from bus.trajectory import LARGEST_REWARD
 
 EXPECTED = "a reward is a finite number that float32 holds, a dict of such numbers by name, Scored, or LATER"
@@ -13,8 +13,8 @@ EXPECTED = "a reward is a finite number that float32 holds, a dict of such numbe
 def checked(
     outcome: object, where: str, *, weights: Mapping[str, float], timeout_s: float | None
 ) -> Scored | Late:
-    """Return the reward that a call gave. Raises `RewardError` for an exception, `InvalidRewardError` for
-    what is no reward.
+    """Return the reward that a call gave, also by an `AnswerFaultError`. Raises `RewardError` for another
+    exception, `InvalidRewardError` for what is no reward.
 
     Args:
         outcome: what the function returned, or the exception that it raised.
@@ -22,6 +22,8 @@ def checked(
         weights: of the parts by name; empty where they are summed.
         timeout_s: limit of the call, for the error that says it passed.
     """
+    if isinstance(outcome, AnswerFaultError):
+        return Scored(_number(outcome.reward, where), fault=str(outcome))
     if isinstance(outcome, RewardError):
         raise outcome
     if isinstance(outcome, TimeoutError):

@@ -63,4 +63,4 @@ async def test_an_actor_records_the_numbers_of_its_episodes(bus):
     await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=GROUPS)
     await engine.close()
     means = {"rollout/reward": 0.5, "rollout/completion_tokens": 2.0, "rollout/truncated": 0.0}
-    assert actor.worker.episode_metrics.metrics == means
+    assert actor.worker.episode_metrics.metrics == {**means, "rollout/reward_fault_fraction": 0.0}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from actors.rewards.answer_faults import HostFaultError, verified
 from actors.rewards.base import Answer, RewardError
 from actors.rewards.code.given_tests import BadTestsError, CallTest, GivenTests, InputTest, read_tests
 from actors.rewards.code.program_text import program_in, same_output
@@ -17,6 +18,12 @@ from actors.tools.sandbox.sandbox import Ran
 SPARE_BYTES = 1 << 16
 """Output beyond the expected one after which a program is ended: it is wrong already."""
 LONGEST_REASON = 300
+IDLE_PROGRAM = "pass"
+"""Program that fails every test, and breaks none."""
+
+
+class BrokenTestsError(Exception):
+    """The tests did not end as tests do."""
 
 
 class CodeTests:
@@ -24,7 +31,8 @@ class CodeTests:
 
     What the program does is its own fault and fails tests: to take too long, to raise, to end early. What a
     test expects is compared where the program has no access: its output by the actor, and what its functions
-    return in a sandbox of its own. What the sandbox or a test itself breaks is a RewardError, never a 0."""
+    return in a sandbox of its own. What the sandbox or a test itself breaks, also for a program that does
+    nothing, is a RewardError, never a 0."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Start the sandbox's process. Raises ConfigError where the host allows none."""
@@ -37,24 +45,34 @@ class CodeTests:
             tests = await asyncio.to_thread(read_tests, answer.metadata, answer.label)
         except BadTestsError as error:
             raise RewardError(f"task {answer.task_id}: {error}") from error
-        try:
-            share = await self._passed(program_in(answer.text), tests, answer.task_id) / len(tests)
-        except ToolError as error:
-            raise RewardError(f"task {answer.task_id}: its tests could not be run: {error}") from error
-        return share if self._config.credit == "share" else float(share == 1)
+
+        async def share(program: str) -> float:
+            try:
+                return await self._passed(program, tests) / len(tests)
+            except ToolError as error:
+                raise HostFaultError(f"task {answer.task_id}: its tests could not be run: {error}") from error
+
+        found = await verified(
+            share,
+            program_in(answer.text),
+            control=IDLE_PROGRAM,
+            lowest=0.0,
+            where=f"task {answer.task_id}: the run of its tests",
+        )
+        return found if self._config.credit == "share" else float(found == 1)
 
     async def close(self) -> None:
         """End the sandbox's process."""
         await self._sandbox.close()
 
-    async def _passed(self, program: str, tests: GivenTests, task_id: str) -> int:
+    async def _passed(self, program: str, tests: GivenTests) -> int:
         """Return how many tests pass, of those up to the first that fails where all must pass.
 
-        Raises ToolError and RewardError."""
+        Raises ToolError and BrokenTestsError."""
         if not program.strip():
             return 0
         called = len(tests.calls) + len(tests.statements)
-        passed, took_s = await self._called(program, tests, task_id) if called else (0, 0.0)
+        passed, took_s = await self._called(program, tests) if called else (0, 0.0)
         if passed < called and self._config.credit == "all":
             return passed
         return passed + await self._read(program, tests.inputs, self._config.total_s - took_s)
@@ -73,7 +91,7 @@ class CodeTests:
                 break
         return passed
 
-    async def _called(self, program: str, tests: GivenTests, task_id: str) -> tuple[int, float]:
+    async def _called(self, program: str, tests: GivenTests) -> tuple[int, float]:
         """Return how many calls and statements pass, and the seconds that took."""
         given = {
             "setup": tests.setup,
@@ -89,10 +107,10 @@ class CodeTests:
         results = [json.loads(line) for line in ran.stdout.splitlines()]
         for result in results:
             if isinstance(result, dict):
-                raise RewardError(f"task {task_id}: its tests are wrong: {result['broken']}")
+                raise BrokenTestsError(f"its tests are wrong: {result['broken']}")
         if ran.end == "exited" and ran.status != 0:
             said = ran.stderr[-LONGEST_REASON:]
-            raise RewardError(f"task {task_id}: its tests ended with status {ran.status}: {said!r}")
+            raise BrokenTestsError(f"its tests ended with status {ran.status}: {said!r}")
         return sum(results), ran.took_s
 
 

@@ -38,16 +38,20 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 """IFEval's names and arguments. `language:response_language` is left out: it needs a detector."""
 
 
+CONTROL = "These are a few words, and no instruction is told to them."
+"""Text on which each check works whose arguments can be read."""
+
+
 def instructions(answer: Answer) -> Scored:
     """Score 1 if the answer, after its reasoning, follows every instruction of its prompt; else 0.
 
     The metadata hold `instruction_id_list` and `kwargs` as IFEval's data do. The part `followed` is the share
-    of instructions that are followed. An empty answer follows none. Raises RewardError for instructions that
-    cannot be checked."""
-    text = without_reasoning(answer.text)
-    followed = [
-        bool(text.strip()) and _follows(text, answer, name, arguments) for name, arguments in _given(answer)
-    ]
+    of instructions that are followed. An empty answer follows none, and neither does one that makes a check
+    fail which works on another text. Raises RewardError for instructions that cannot be checked."""
+    text, given = without_reasoning(answer.text), _given(answer)
+    for name, arguments in given:
+        _refuse_unreadable(answer, name, arguments)
+    followed = [bool(text.strip()) and _follows(text, name, arguments) for name, arguments in given]
     return Scored(float(all(followed)), {"followed": sum(followed) / len(followed)})
 
 
@@ -76,14 +80,22 @@ def _present(arguments: JSON, answer: Answer) -> Mapping[str, JSON]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _follows(text: str, answer: Answer, name: str, arguments: Mapping[str, JSON]) -> bool:
+def _follows(text: str, name: str, arguments: Mapping[str, JSON]) -> bool:
+    try:
+        return CHECKS[name](text, **arguments)
+    except (TypeError, ValueError, AttributeError, RecursionError):  # the check works on CONTROL
+        return False
+
+
+def _refuse_unreadable(answer: Answer, name: str, arguments: Mapping[str, JSON]) -> None:
+    """Raise RewardError for an instruction that is unknown, or cannot be checked on any text."""
     check = CHECKS.get(name)
     if check is None:
         close = difflib.get_close_matches(name, CHECKS, 1)
         hint = f": did you mean {close[0]!r}?" if close else f"; known are {', '.join(CHECKS)}"
         raise RewardError(f"task {answer.task_id}: no instruction is named {name!r}{hint}")
     try:
-        return check(text, **arguments)
+        check(CONTROL, **arguments)
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardError(
             f"task {answer.task_id}: the instruction {name!r} cannot be checked: {error}"

@@ -37,6 +37,7 @@ async def test_an_episode_holds_the_answer_and_its_reward(tokenizer):
         "rollout/reward": 1.0,
         "rollout/completion_tokens": 3.0,
         "rollout/truncated": 0.0,
+        "rollout/reward_fault_fraction": 0.0,
     }
 
 

@@ -90,9 +90,8 @@ async def test_expressions_are_compared_in_processes_which_are_killed_when_they_
     found = await asyncio.gather(*(score(text, r"\frac12", math_timeout_s=2.0) for text in cases))
     assert dict(zip(cases, found, strict=True)) == cases
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"was not compared with the label '1' within 2 s"):
-        await score(r"\boxed{9^{9^{9^9}}}", "1")
-    assert time.monotonic() - began < 20
+    assert await score(r"\boxed{9^{9^{9^9}}}", "1") == 0.0  # a policy would learn to write what is left out
+    assert time.monotonic() - began < 60
     assert await score(r"\boxed{0.5}", r"\frac12") == 1.0
 
 

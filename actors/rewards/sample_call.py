@@ -1,0 +1,127 @@
+"""Calls rewards with a sample answer before a run starts: one that never works is found at once.
+
+A reward of the user's own is called in another process, which ends with the call: what it loads, such as a
+model on a GPU, stays there."""
+
+import asyncio
+import json
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from actors.rewards.base import Answer, RewardError
+from actors.rewards.config import RewardConfig
+from actors.rewards.endpoint import TransientError
+from actors.rewards.scoring import GroupScorer, Scorer
+from bus.errors import ConfigError, SluiceError
+
+log = structlog.get_logger()
+LOADING_S = 300.0
+"""Longest time in which the process has to load the reward's module, beside the time of a call."""
+ATTEMPTS = 2
+"""Requests to a server, which may be started after the run."""
+CHILD = "import sys; sys.path[:] = sys.argv[1:]; from actors.rewards import sample_call; sample_call.main()"
+LONGEST = 4000
+"""Characters of a traceback that an error shows, from its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCall:
+    """A reward of a run, and the answer that it is called with."""
+
+    where: str
+    """Where the prompt of the answer comes from, for a human."""
+    name: str
+    config: RewardConfig
+    answer: Answer
+
+
+async def check_calls(calls: Sequence[SampleCall]) -> None:
+    """Call each reward, and the group reward with two answers.
+
+    Raises `ConfigError`, with the traceback, for a reward that raises, takes too long, or returns what is no
+    reward. A server that cannot be reached yet is logged only."""
+    for call in calls:
+        own = ":" in call.name or call.config.group_reward is not None
+        reason = await (_told_by_another_process(call) if own else failure(call))
+        if reason:
+            raise ConfigError(
+                f"{call.where}: the reward {call.name!r} does not work on a sample answer, "
+                f"{call.answer.text[:100]!r}: {reason}\n"
+                "Have it return a number for any text, or raise actors.rewards.base.AnswerFaultError for one "
+                "that it cannot read; actors.environment.sample_call=false starts without this call"
+            )
+
+
+async def failure(call: SampleCall) -> str:
+    """Return why a reward cannot score its answer, with the traceback of its own code; empty where it can."""
+    patient = call.config
+    config = patient.model_copy(
+        update={
+            "remote": patient.remote.model_copy(update={"attempts": ATTEMPTS}),
+            "judge": patient.judge.model_copy(update={"attempts": ATTEMPTS}),
+        }
+    )
+    scorer = Scorer.from_config(call.name, config)
+    try:
+        await scorer.scored(call.answer)
+        if (of_group := GroupScorer.from_config(config)) is not None:
+            await of_group.scored([replace(call.answer, reward=reward) for reward in (0.0, 1.0)])
+    except TransientError as error:
+        log.warning("reward_server_is_away", reward=call.name, reason=str(error))
+    except RewardError as error:
+        return _with_traceback(error)
+    finally:
+        await scorer.close()
+    return ""
+
+
+def _with_traceback(error: BaseException) -> str:
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, SluiceError | TimeoutError):
+        return str(error)
+    return f"{error}\n{''.join(traceback.format_exception(cause, chain=False)).rstrip()[-LONGEST:]}"
+
+
+async def _told_by_another_process(call: SampleCall) -> str:
+    """Return what `failure` tells in a process of its own, or how that ended."""
+    asked = pickle.dumps(call)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CHILD, *sys.path,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    calls = 2 if call.config.group_reward is not None else 1
+    limit_s = LOADING_S + calls * call.config.reward_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            told, said = await child.communicate(asked)
+    except TimeoutError:
+        return f"its process did not end within {limit_s:g} s"
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    try:
+        return str(json.loads(told))
+    except ValueError:
+        return f"its process ended with status {child.returncode}: {said.decode(errors='replace')[-LONGEST:]}"
+
+
+def main() -> None:
+    """Write what `failure` tells of the call on standard input, as JSON, without what the reward prints."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    call: SampleCall = pickle.load(sys.stdin.buffer)
+    try:
+        reason = asyncio.run(failure(call))
+    except ConfigError as error:
+        reason = str(error)
+    print(json.dumps(reason), file=results, flush=True)
+    os._exit(0)  # a call that hangs has a thread of its own

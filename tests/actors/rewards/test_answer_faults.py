@@ -1,0 +1,169 @@
+"""A verifier that an answer breaks scores it lowest; one that is broken scores nothing."""
+
+import signal
+
+import pytest
+
+from actors.rewards.answer_faults import verified
+from actors.rewards.base import AnswerFaultError, RewardError, Scored
+from actors.rewards.config import RewardConfig
+from actors.rewards.scoring import Scorer
+from actors.rewards.verifier_processes import VerifierProcesses
+from tests.actors.rewards import failing_verifiers
+from tests.actors.rewards.answers import answer
+
+
+@pytest.fixture
+async def verify():
+    """Verify a text in a process, by the rule."""
+    processes = VerifierProcesses(
+        processes=1, timeout_s=1.0, module=failing_verifiers.__name__, prepare=failing_verifiers.prepare
+    )
+
+    async def found(text, control="right"):
+        async def once(text):
+            return await processes.call(failing_verifiers.verify, text)
+
+        return await verified(once, text, control=control, lowest=-1.0, where="task t: it")
+
+    yield found
+    await processes.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", ["raise x", "hang", "grow", "segfault", f"signal {int(signal.SIGABRT)}", "exit"]
+)
+async def test_an_answer_that_breaks_the_verifier_has_the_lowest_reward(verify, text):
+    with pytest.raises(
+        AnswerFaultError, match=r"task t: it failed by .* and works on another answer"
+    ) as found:
+        await verify(text)
+    assert found.value.reward == -1.0
+    assert await verify("fine") == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "control"), [("raise x", "raise y"), ("hang", "hang"), ("raise x", "hang")])
+async def test_a_verifier_that_fails_on_a_right_answer_too_is_broken(verify, text, control):
+    with pytest.raises(RewardError, match="the verifier, the label or the host is broken") as found:
+        await verify(text, control)
+    assert not isinstance(found.value, AnswerFaultError)
+
+
+@pytest.mark.slow
+async def test_a_verification_that_the_host_kills_says_nothing_about_the_answer(verify):
+    with pytest.raises(RewardError, match="killed by signal 9, as a host does") as found:
+        await verify(f"signal {int(signal.SIGKILL)}")
+    assert not isinstance(found.value, AnswerFaultError)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, MemoryError])
+async def test_a_failure_of_load_is_blamed_on_the_answer_only_where_it_comes_again(error):
+    calls = []
+
+    async def once(text):
+        calls.append(text)
+        if calls == ["slow"]:
+            raise error
+        return 1.0
+
+    assert await verified(once, "slow", control="right", lowest=0.0, where="it") == 1.0
+    assert calls == ["slow", "right", "slow"]
+
+
+async def test_a_reward_of_ones_own_says_that_the_answer_is_to_blame():
+    def score(given):
+        if given.text == "broken":
+            raise AnswerFaultError("it is no JSON", reward=-2.0)
+        return 1.0
+
+    scorer = Scorer("mine", timeout_s=5, reward=score)
+    assert await scorer.scored(answer("broken")) == Scored(-2.0, fault="it is no JSON")
+    assert await scorer.scored(answer("fine")) == Scored(1.0)
+    bad = Scorer(
+        "mine",
+        timeout_s=5,
+        reward=lambda _: (_ for _ in ()).throw(AnswerFaultError("x", reward=float("nan"))),
+    )
+    with pytest.raises(RewardError, match="nan"):
+        await bad.scored(answer("any"))
+
+
+ODD = [
+    "",
+    "\u0000",
+    "[" * 3000,
+    "9" * 5000,
+    "{",
+    "\\boxed{",
+    "\\boxed{\\frac{}{}}",
+    "-",
+    ".",
+    "\ud83d\ude00",
+    "1e999999999",
+    "a=b=c",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "metadata"),
+    [
+        ("exact", "72", {}),
+        ("contains", "72", {}),
+        ("last_number", "18 + 54 = 72\n#### 72", {}),
+        ("final_answer", "x = 72", {}),
+        ("dapo", "72", {}),
+        ("gpqa", "B", {"choices": ["one", "two", "three"]}),
+        ("f1", "seventy two", {}),
+        ("exact_match", "seventy two", {}),
+        ("instructions", None, {"instruction_id_list": ["detectable_format:json_format"]}),
+    ],
+)
+async def test_no_words_make_a_quick_reward_fail(name, label, metadata):
+    scorer = Scorer.from_config(name, RewardConfig(reward=name))
+    for text in ODD:
+        for end in ("stop", "length"):
+            found = await scorer.scored(answer(text, label, metadata=metadata, finish_reason=end))
+            assert isinstance(found, Scored)
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "metadata"),
+    [
+        ("exact", None, {}),
+        ("contains", None, {}),
+        ("last_number", "seventy", {}),
+        ("last_number", "#### many", {}),
+        ("last_number", "nan", {}),
+        ("final_answer", None, {}),
+        ("dapo", "half", {}),
+        ("gpqa", "Z", {}),
+        ("f1", None, {}),
+        ("exact_match", None, {"answers": []}),
+        ("math", "", {}),
+        ("deepscaler", None, {}),
+        ("instructions", None, {}),
+        ("instructions", None, {"instruction_id_list": ["no:such"]}),
+        ("instructions", None, {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": 3}]}),
+    ],
+)
+@pytest.mark.parametrize("text", ["", "72", "no number"])
+async def test_no_answer_is_scored_before_the_label_is_read(name, label, metadata, text):
+    scorer = Scorer.from_config(name, RewardConfig(reward=name))
+    for end in ("stop", "length"):
+        with pytest.raises(RewardError):
+            await scorer.scored(answer(text, label, metadata=metadata, finish_reason=end))
+
+
+@pytest.mark.parametrize(("text", "reward"), [("so it is 72", 1.0), ("so it is 54", 0.0), ("none", 0.0)])
+async def test_a_label_of_gsm8k_is_read_as_its_last_number(text, reward):
+    label = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
+    assert await Scorer("last_number", timeout_s=5).score(answer(text, label)) == reward
+    assert await Scorer("dapo", timeout_s=5).score(answer(f"Answer: {text[-2:]}", label)) == 2 * reward - 1
+    math = Scorer.from_config("math", RewardConfig(reward="math"))
+    assert (
+        await math.score(answer(rf"\boxed{{{text[-2:]}}}" if reward or "54" in text else text, label))
+        == reward
+    )
+    await math.close()
