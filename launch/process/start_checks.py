@@ -6,7 +6,9 @@ from tempfile import TemporaryDirectory
 
 from actors.environments.build import check_environment
 from actors.environments.prompt_choices import refuse_unknown_choices
+from actors.environments.sample_calls import sample_calls
 from actors.rewards.group_filters import load_filter
+from actors.rewards.sample_call import check_calls
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.policy_names import DEFAULT_POLICY
@@ -47,7 +49,17 @@ async def check_start(config: RunConfig, run: RunDirectory) -> Prompts:
     refuse_unknown_choices(prompts.heldout, config.actors, where="held-out prompts")
     for name, found in prompts.sets.items():
         refuse_unknown_choices(found, config.actors, where=f"evaluation.sets {name!r}")
+    await _call_rewards(config, prompts)
     return prompts
+
+
+async def _call_rewards(config: RunConfig, prompts: Prompts) -> None:
+    """Call each reward once for each source of prompts. Raises `ConfigError` for one that does not work."""
+    parts = [source.count for source in prompts.sources]
+    calls = sample_calls(prompts.training, config.actors, where=prompts.source, parts=parts)
+    for name, measured in prompts.measured.items():
+        calls += sample_calls(measured, config.actors, where=name)
+    await check_calls(calls)
 
 
 def _of_each_policy(config: RunConfig) -> list[RunConfig]:

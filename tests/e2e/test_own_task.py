@@ -56,6 +56,7 @@ def test_own_prompts_model_and_rewards_that_come_later_train_and_are_scored_agai
         "--model.path", "model", "--learner.steps", "3", "--sampling.max-new-tokens", "8",
         "--admission.groups-per-step", "2", "--admission.samples-per-prompt", "4",
         "--learner.loss.type", "ppo_clip", "--learner.loss.clip-eps", "0.1",
+        "--actors.environment.no-sample-call",
     )  # fmt: skip
     run = tmp_path / "runs/mine"
     try:

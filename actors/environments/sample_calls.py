@@ -1,0 +1,55 @@
+"""Chooses the answers with which a start calls the rewards of its prompts."""
+
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from actors.config import ActorsConfig
+from actors.environments.agent_config import POSTED
+from actors.environments.choice import DEFAULT, chosen_environment
+from actors.rewards.config import RewardConfig
+from actors.rewards.prompt_choices import answer_of_nobody, chosen_reward
+from actors.rewards.registry import REWARDS
+from actors.rewards.sample_call import SampleCall
+from bus.messages import Prompt
+
+TEXT = "42"
+"""Sample answer to a prompt without a label; to others the label is one."""
+
+
+def sample_calls(
+    prompts: Iterable[Prompt], actors: ActorsConfig, *, where: str, parts: Sequence[int] = ()
+) -> list[SampleCall]:
+    """Return a call for the first prompt of each source, environment and reward.
+
+    Quick rewards that are built in have read all prompts already, and posted ones are nobody's to call.
+
+    Args:
+        prompts: of one file or of several sources, one after the other.
+        actors: names the environments, all of whose choices are allowed.
+        where: the prompts come from, for an error.
+        parts: number of prompts of each source, where there are several.
+    """
+    environments, ends = actors.by_name, list(accumulate(parts))
+    if not any(_is_called(one) for one in environments.values()):
+        return []
+    found: dict[tuple[int, str, str], SampleCall] = {}
+    for number, prompt in enumerate(prompts):
+        environment = str(chosen_environment(prompt.metadata)) if actors.environments else DEFAULT
+        config = environments[environment]
+        if not isinstance(config, RewardConfig) or not _is_called(config):
+            continue
+        name, source = chosen_reward(prompt, config), bisect(ends, number)
+        key = (source, environment, name)
+        if key not in found and (name not in REWARDS or config.group_reward is not None):
+            text = TEXT if prompt.label is None else prompt.label
+            answer = answer_of_nobody(prompt, text, task_id="sample call")
+            found[key] = SampleCall(f"{where}, prompt {number}", name, config, answer)
+    return list(found.values())
+
+
+def _is_called(config: object) -> bool:
+    """Tell whether an environment may have rewards that a start calls."""
+    if not isinstance(config, RewardConfig) or not config.sample_call or config.reward == POSTED:
+        return False
+    return config.group_reward is not None or any(name not in REWARDS for name in config.names)
