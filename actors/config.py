@@ -15,7 +15,7 @@ from actors.environments.length_config import LengthProfileConfig
 from actors.environments.panel_config import PanelConfig
 from actors.environments.tools_config import ToolsConfig
 from actors.evaluation.config import EvaluationEngine, EvaluatorConfig
-from actors.group_config import GroupLimitsConfig, InterruptionConfig, RetriesConfig
+from actors.group_config import FailureLimitsConfig, GroupLimitsConfig, InterruptionConfig, RetriesConfig
 from actors.opponents.config import OpponentConfig, refuse_misnamed
 from actors.rewards.config import RewardConfig
 from bus.config import MOST_KEPT, Config
@@ -139,6 +139,9 @@ class ActorsConfig(Config):
 
     retries: RetriesConfig = RetriesConfig()
     """How often a rollout that something around the policy failed is repeated."""
+
+    failures: FailureLimitsConfig = FailureLimitsConfig()
+    """Failures of rewards and environments at which the run ends."""
 
     interruption: InterruptionConfig = InterruptionConfig()
     """What becomes of rollouts that go on when the actor ends."""

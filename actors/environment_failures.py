@@ -1,109 +1,128 @@
-"""Failures of each environment of an actor: their numbers, and when an environment cannot be right."""
+"""Failures of each environment of an actor: their numbers, and when an environment or reward is broken."""
 
 import time
-from collections import Counter
+import traceback
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.environments.base import Environment, Episode, FailedEpisode, Task
 from actors.environments.choice import DEFAULT, EnvironmentChoice, chosen_environment
+from actors.group_config import FailureLimitsConfig
 from actors.rewards.base import BudgetSpentError, InvalidRewardError
 from bus.codec import Json
-from bus.errors import ConfigError
-from bus.trajectory import TRUSTED_ENDS, End
+from bus.episode_ends import FAILED_EPISODES, failed_by
+from bus.errors import ConfigError, SluiceError
+from bus.trajectory import End
 
 MOST_INVALID_REWARDS = 200
 """Rewards in a row that are no numbers after which the reward is taken to be wrong, and the run ends."""
-MOST_FAILURES_AT_FIRST = 200
-"""Failures as `environment_error` before any success after which an environment is taken to be wrong."""
-ALARM_AT_FIRST = 16
-"""Failures of that kind from which screens show the latest."""
 SHOWN_CHARACTERS = 150
 """What a screen shows of a long failure: so much of its beginning, and of its end, where tracebacks say what
 was wrong."""
-AT_FIRST_S = 300.0
-"""Shortest time from the first of these failures to the end of the run: a service may be started late."""
+TRACEBACK_CHARACTERS = 3000
+"""Length to which a traceback is cut, from its beginning."""
 UNKNOWN = "unknown"
 """Name under which prompts that choose none of the environments are counted."""
+WORKED = ""
+"""What is noted of a rollout that did not fail."""
 
 
 @dataclass
 class _Failures:
     """Failures of one environment."""
 
+    recent: deque[str]
+    """What failed each of the latest rollouts, `reward` or `environment`; `WORKED` for one that did not."""
     counts: Counter[str] = field(default_factory=Counter)
     invalid_rewards: int = 0
     """Rewards in a row that were none."""
-    at_first: int = 0
-    """Episodes that it failed itself before the first that it did not."""
-    latest: str = ""
-    """The latest of these."""
-    since_s: float = 0.0
-    """Time of the first of these."""
+    latest: dict[str, str] = field(default_factory=dict)
+    """The latest failure by what failed."""
+    since_s: float | None = None
+    """Time since when too many fail; None while they do not."""
     has_worked: bool = False
+
+    @property
+    def failed(self) -> Counter[str]:
+        """Return how many of the latest rollouts each of the two failed."""
+        return Counter(what for what in self.recent if what != WORKED)
 
 
 class EnvironmentFailures:
     """Tells the environments of an actor apart, so that one that never works is not hidden by the others."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, limits: FailureLimitsConfig | None = None) -> None:
+        """Take the environment of an actor, and when its failures end the run."""
         self._names = environment.names if isinstance(environment, EnvironmentChoice) else frozenset()
+        self._limits = limits or FailureLimitsConfig()
         self._of: dict[str, _Failures] = {}
 
-    def failed(self, task: Task, error: BaseException, end: End) -> None:
-        """Note that a rollout failed. What fails now and then, or after it has worked, ends no run.
+    def failed(self, task: Task, error: BaseException, end: End, *, worked_before: int = 0) -> None:
+        """Note that a rollout failed, or that a group did whose rollouts had worked. What an engine broke is
+        not noted.
 
-        Raises `ConfigError` when rewards are never valid or cost more than the run allows, and when an
-        environment has never worked; it names the environment where there are several.
+        Raises `ConfigError`, with the traceback of what failed, when rewards are never valid or cost more
+        than the run allows, and when too many rollouts have failed for too long. It names the environment
+        where there are several.
 
         Args:
             task: what was rolled out.
             error: what the rollout raised.
             end: how its episode ended.
+            worked_before: number of rollouts that it fails, of those that were noted as working; 0 for one
+                that was not noted.
         """
         if isinstance(error, BudgetSpentError):
             raise ConfigError(str(error))
         name = self._name(task.metadata)
-        of = self._of.setdefault(name, _Failures())
+        of = self._failures(name)
         if isinstance(error, InvalidRewardError):
             of.invalid_rewards += 1
             if of.invalid_rewards >= MOST_INVALID_REWARDS:
                 raise ConfigError(
                     f"{self._said(name)}{of.invalid_rewards} rewards in a row were none, the last: {error}"
                 )
-        elif end == "environment_error" and not of.has_worked:
-            of.since_s = of.since_s if of.at_first else time.monotonic()
-            of.at_first += 1
-            of.latest = f"{type(error).__name__}: {error}"
-            if of.at_first >= MOST_FAILURES_AT_FIRST and time.monotonic() - of.since_s >= AT_FIRST_S:
-                raise ConfigError(
-                    f"{self._said(name)}each of the first {of.at_first} rollouts failed, the last: "
-                    f"{of.latest}: correct the environment, or its prompts"
-                )
+        what = failed_by(end)
+        if what == "infrastructure" and (end != "timeout" or of.has_worked):
+            return
+        what = "environment" if what == "infrastructure" else what
+        for _ in range(worked_before):
+            if WORKED in of.recent:
+                of.recent.remove(WORKED)
+        of.recent.extend([what] * max(1, worked_before))
+        of.latest[what] = _told(error)
+        self._judge(of)
+        if of.since_s is not None and time.monotonic() - of.since_s >= self._limits.after_s:
+            raise ConfigError(
+                f"{self._said(name)}{_counted(of)}: correct what failed, or its prompts, or allow more in "
+                f"actors.failures. The last: {_latest(of)}"
+            )
 
     @property
     def alarm(self) -> str:
-        """Return in words which environments have failed each rollout so far, and how; empty for none."""
+        """Return in words which environments fail too many of their rollouts, and how; empty for none."""
         return "; ".join(
-            f"{self._said(name)}each of the first {of.at_first} rollouts failed, the last: "
-            f"{_in_short(of.latest)}"
+            f"{self._said(name)}{_counted(of)}, the last: {_in_short(_latest(of))}"
             for name, of in self._of.items()
-            if of.at_first >= ALARM_AT_FIRST and not of.has_worked
+            if of.since_s is not None
         )
 
     def worked(self, task: Task) -> None:
         """Note that a rollout ended as the policy made it end, before its siblings have."""
-        of = self._of.setdefault(self._name(task.metadata), _Failures())
+        of = self._failures(self._name(task.metadata))
         of.has_worked, of.invalid_rewards = True, 0
+        of.recent.append(WORKED)
+        self._judge(of)
 
     def count(self, metadata: Mapping[str, object], episodes: Mapping[int, Episode | FailedEpisode]) -> None:
         """Count the episodes of a group, by the metadata of its prompt."""
-        name = self._name(metadata)
-        of = self._of.setdefault(name, _Failures())
-        failed = sum(episode.end not in TRUSTED_ENDS for episode in episodes.values())
+        of = self._failures(self._name(metadata))
+        broken = Counter(filter(None, (failed_by(episode.end) for episode in episodes.values())))
         of.counts["episodes"] += len(episodes)
-        of.counts["infra_failed_episodes"] += failed
-        if failed < len(episodes):  # rewards that come late make the first success
+        for kind, metric in FAILED_EPISODES.items():
+            of.counts[metric] += broken[kind]
+        if broken.total() < len(episodes):  # rewards that come late make the first success
             of.has_worked, of.invalid_rewards = True, 0
 
     @property
@@ -116,6 +135,18 @@ class EnvironmentFailures:
             for what, number in of.counts.items()
         }
 
+    def _judge(self, of: _Failures) -> None:
+        """Note since when too many of the latest rollouts fail."""
+        limit, failed = self._limits.fraction, of.failed.total()
+        few = len(of.recent) < min(self._limits.at_least, self._limits.rollouts)
+        if limit is None or few or failed < limit * len(of.recent):
+            of.since_s = None
+        elif of.since_s is None:
+            of.since_s = time.monotonic()
+
+    def _failures(self, name: str) -> _Failures:
+        return self._of.setdefault(name, _Failures(deque(maxlen=self._limits.rollouts)))
+
     def _name(self, metadata: Mapping[str, object]) -> str:
         chosen = chosen_environment(metadata) if self._names else DEFAULT
         return chosen if isinstance(chosen, str) and (chosen in self._names or not chosen) else UNKNOWN
@@ -124,6 +155,31 @@ class EnvironmentFailures:
         if not self._names:
             return ""
         return f"environment {name!r}: " if name else "the environment of prompts that choose none: "
+
+
+def _counted(of: _Failures) -> str:
+    """Return how many of the latest rollouts failed, and by what."""
+    what = " and ".join(
+        f"{number} by {'their reward' if kind == 'reward' else 'their environment'}"
+        for kind, number in of.failed.most_common()
+    )
+    return f"of the latest {len(of.recent)} rollouts failed {what}"
+
+
+def _latest(of: _Failures) -> str:
+    [(kind, _)] = of.failed.most_common(1)
+    return of.latest[kind]
+
+
+def _told(error: BaseException) -> str:
+    """Return an error with the traceback of what caused it, unless that is an error of Sluice's own."""
+    reason, cause = f"{type(error).__name__}: {error}", error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, SluiceError) or cause.__traceback__ is None:
+        return reason
+    lines = "".join(traceback.format_exception(cause, chain=False)).rstrip()
+    return f"{reason}\n{lines[-TRACEBACK_CHARACTERS:]}"
 
 
 def _in_short(failure: str) -> str:

@@ -5,11 +5,12 @@ from collections.abc import Iterable
 
 from bus.codec import Json
 from bus.episode_ends import (
+    FAILED_EPISODES,
     INFRA_FAILED_FRACTION,
     RECENT_EPISODES,
     RECENT_INFRA_FAILED,
-    infra_failed,
-    infra_failed_fraction,
+    failed,
+    failed_fraction,
 )
 from bus.trajectory import End
 
@@ -39,11 +40,11 @@ class EpisodeEnds:
     def metrics(self) -> dict[str, Json]:
         """Return the actor's numbers for the run's record; the fraction is that of recent episodes."""
         recent = Counter(self._recent)
-        fraction = infra_failed_fraction(recent)
+        fraction = failed_fraction(recent, "infrastructure")
         return {
             "rollout/episodes": self._all.total(),
-            "rollout/infra_failed_episodes": infra_failed(self._all),
+            **{f"rollout/{name}": failed(self._all, what) for what, name in FAILED_EPISODES.items()},
             RECENT_EPISODES: recent.total(),
-            RECENT_INFRA_FAILED: infra_failed(recent),
+            RECENT_INFRA_FAILED: failed(recent, "infrastructure"),
             **({} if fraction is None else {INFRA_FAILED_FRACTION: fraction}),
         }

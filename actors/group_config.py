@@ -67,6 +67,26 @@ class RetriesConfig(Config):
         return int(getattr(self, end, 0))
 
 
+class FailureLimitsConfig(Config):
+    """When failures of rewards, environments and tools end the run, each environment by itself.
+
+    They are of the run's own code and of services that it asks, such as a judge. Failures of engines count
+    nowhere here, and time limits only until a rollout of the environment has ended well."""
+
+    fraction: float | None = Field(0.5, gt=0, le=1)
+    """Fraction of the latest rollouts that fail at which the run ends; 1 waits until all do. `None` ends no
+    run, and screens alone show the failures."""
+
+    rollouts: int = Field(100, ge=1)
+    """Number of latest rollouts among which that fraction is."""
+
+    at_least: int = Field(16, ge=1)
+    """Fewest rollouts that are judged."""
+
+    after_s: float = Field(120.0, ge=0)
+    """Time for which so many fail before the run ends: what a judge or a server may be away."""
+
+
 class InterruptionConfig(Config):
     """What becomes of rollouts that an actor does not end: another one goes on from their turns."""
 

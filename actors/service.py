@@ -23,6 +23,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.sglang.kernel_versions import learners_kernels
+from actors.environment_failures import EnvironmentFailures
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
 from actors.evaluation.actor import EvaluatingActor
@@ -207,6 +208,7 @@ def _actor(
         share_after_s=settings.actors.share_after_s,
     )  # fmt: skip
     worker.retries = settings.actors.retries
+    worker.failures = EnvironmentFailures(environment, settings.actors.failures)
     worker.interruption.config = settings.actors.interruption
     worker.further = {name: one.leases for name, one in engines.further.items()}
     worker.room.admission = LeaseAdmission(

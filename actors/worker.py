@@ -13,6 +13,7 @@ from actors.environment_failures import EnvironmentFailures
 from actors.environments.base import (
     Environment,
     Episode,
+    EpisodeError,
     FailedEpisode,
     RunsOnDemand,
     ScoresGroups,
@@ -237,7 +238,8 @@ class Worker:
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
-            self._tell_of_failure(self._task(group.lease, min(episodes)), error)
+            task = self._task(group.lease, min(episodes))
+            self._tell_of_failure(task, error, worked_before=len(episodes))
             scored = dict.fromkeys(episodes, _failed(error))
         for sample, outcome in scored.items():
             if outcome is not episodes[sample]:
@@ -348,6 +350,8 @@ class Worker:
                 self._tell_of_failure(task, error)
                 return _failed(error)
             episode = episode.with_frozen(frozen)
+            if episode.end not in TRUSTED_ENDS:
+                self.failures.failed(task, EpisodeError(f"it ended as {episode.end}"), episode.end)
             oldest = {name: held.version for name, held in group.further.items()}
             if all(t.oldest_version >= oldest.get(t.policy, group.version) for t in episode.trajectories):
                 return episode
@@ -363,7 +367,7 @@ class Worker:
                 return FailedEpisode("cancelled", "its lease was settled meanwhile")
             group.version = lowered
 
-    def _tell_of_failure(self, task: Task, error: BaseException) -> None:
+    def _tell_of_failure(self, task: Task, error: BaseException, *, worked_before: int = 0) -> None:
         """Log a failed rollout, at most one a second. Raises `ConfigError` when failures end the run."""
         reason = f"{type(error).__name__}: {error}"
         if times := self._failure_log.due(time.monotonic()):
@@ -375,7 +379,7 @@ class Worker:
                 reason=reason[:LOGGED_CHARACTERS],
                 exc_info=raised_by_environment(error),
             )
-        self.failures.failed(task, error, end_after(error))
+        self.failures.failed(task, error, end_after(error), worked_before=worked_before)
 
     def _task(self, lease: Lease, sample: int) -> Task:
         return Task.of(lease.prompt, f"{lease.group_id}.{sample}", sample=sample)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bus.codec import Json
-from bus.episode_ends import infra_failed_fraction
+from bus.episode_ends import failed_fraction
 from bus.messages import Status
 from launch.operations.run_status import RunState
 from launch.operations.waiting_reasons import of_role, problems, stage, waits
@@ -137,9 +137,13 @@ def _leases(state: RunState) -> Report:
 
 
 def _episodes(state: RunState) -> Report:
-    """Return how recent episodes ended, and the fraction that something around the policy broke."""
+    """Return how recent episodes ended, and the fractions that failed by anything, and by infrastructure."""
     ends = recent_ends(actor.values for actor in of_role(state, "actor"))
-    return {"recent_ends": ends, "infra_failed_fraction": infra_failed_fraction(ends)}
+    return {
+        "recent_ends": ends,
+        "failed_fraction": failed_fraction(ends),
+        "infra_failed_fraction": failed_fraction(ends, "infrastructure"),
+    }
 
 
 def _rates(state: RunState) -> Report:

@@ -35,6 +35,7 @@ COUNTERS = {
     "kept_turns", "expired_turns", "reused_turns", "reused_tokens",
     "repeated_episodes", "episodes",
     "rollout_episodes", "rollout_infra_failed_episodes",
+    "rollout_reward_failed_episodes", "rollout_environment_failed_episodes",
     "trajectories", "rejected",
     "engine_busy_seconds", "engine_request_seconds", "engine_tokens",
     "replay_read_mapped", "replay_read_mapped_bytes", "replay_read_bus", "replay_read_bus_bytes",

@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from bus.codec import Json
-from bus.episode_ends import infra_failed_fraction
-from bus.trajectory import TRUSTED_ENDS
+from bus.episode_ends import failed_by, failed_fraction
 from launch.watch.units import UNKNOWN, count, share
 
 
@@ -25,14 +24,12 @@ def recent_ends(actors: Iterable[Mapping[str, Json]]) -> dict[str, int]:
 
 
 def ends_text(ends: Mapping[str, int]) -> str:
-    """Return the fraction of episodes that something around the policy broke, and by which ends.
+    """Return the fraction of episodes that something around the policy broke, by which ends, and what did.
 
     Before an episode has ended it is `UNKNOWN`."""
-    fraction = infra_failed_fraction(ends)
+    fraction = failed_fraction(ends)
     if fraction is None:
         return UNKNOWN
-    failed = sorted((-number, end) for end, number in ends.items() if end not in TRUSTED_ENDS)
-    why = ", ".join(f"{-number} {end}" for number, end in failed)
-    return f"{share(fraction)} infra failed of {count(sum(ends.values()))} recent" + (
-        f": {why}" if why else ""
-    )
+    failed = sorted((-number, end) for end, number in ends.items() if failed_by(end))
+    why = ", ".join(f"{-number} {end} ({failed_by(end)})" for number, end in failed)
+    return f"{share(fraction)} failed of {count(sum(ends.values()))} recent" + (f": {why}" if why else "")

@@ -135,7 +135,11 @@ async def test_failures_of_a_tenth_of_the_episodes_bias_neither_rewards_nor_adva
 
     ends = worker.ends.status["ends"]
     assert (sum(ends.values()), ends["completed"]) == (len(everything), len(kept))
-    assert worker.ends.metrics["rollout/infra_failed_episodes"] == failed
+    kinds = ("reward", "environment", "infra")
+    counted = [worker.ends.metrics[f"rollout/{kind}_failed_episodes"] for kind in kinds]
+    assert sum(counted) == failed
+    if expected == 0.1:
+        assert min(counted) > 0
 
 
 class FailingAtFirst:
@@ -181,9 +185,10 @@ async def test_a_rollout_that_fails_more_often_counts_as_failed_once(bus, engine
     assert (rejection.reason, rejection.detail) == ("rollout_failed", "RewardError: the judge is away")
     assert actor.worker.ends.status["ends"] == {"reward_error": 1}
     assert actor.worker.ends.metrics == {
-        "rollout/episodes": 1, "rollout/infra_failed_episodes": 1,
-        "rollout/recent_episodes": 1, "rollout/recent_infra_failed_episodes": 1,
-        "rollout/infra_failed_fraction": 1.0,
+        "rollout/episodes": 1, "rollout/infra_failed_episodes": 0,
+        "rollout/reward_failed_episodes": 1, "rollout/environment_failed_episodes": 0,
+        "rollout/recent_episodes": 1, "rollout/recent_infra_failed_episodes": 0,
+        "rollout/infra_failed_fraction": 0.0,
     }  # fmt: skip
 
 

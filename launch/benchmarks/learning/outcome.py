@@ -6,6 +6,7 @@ from math import isfinite, nan
 
 import numpy as np
 
+from bus.episode_ends import FAILED_EPISODES
 from bus.errors import SluiceError
 from launch.benchmarks.learning.cells import Cell
 from launch.benchmarks.whole_runs.curves import smoothed, steps_to_target
@@ -113,5 +114,5 @@ def outcome_of(cell: Cell, records: Iterable[Record], *, settings: str, wall_s: 
         sampled_trajectories=total(counters.values(), "sampled/trajectories"),
         trained_trajectories=total(trained.values(), "train/trajectories"),
         episodes=total(counters.values(), "rollout/episodes"),
-        failed_episodes=total(counters.values(), "rollout/infra_failed_episodes"),
+        failed_episodes=sum(total(counters.values(), f"rollout/{name}") for name in FAILED_EPISODES.values()),
     )  # fmt: skip
