@@ -220,7 +220,8 @@ class AgentEnvironment:
         if not self._config.program_owns_reward:
             return None
         reward_url = self._gateway.reward_url_of(session, self._base)
-        return json.dumps({"label": task.label, "reward_url": reward_url}).encode()
+        given = {"label": task.label, "metadata": dict(task.metadata), "reward_url": reward_url}
+        return json.dumps(given).encode()
 
     @property
     def _base(self) -> str:
@@ -238,10 +239,10 @@ class AgentEnvironment:
 
 
 def _described(task: Task) -> dict[str, object]:
-    """Return the task for its program, without the label: what the policy controls may read it."""
+    """Return the task for its program, without what tells the answer: the policy may read the file."""
     described: dict[str, object] = {
         "task_id": task.task_id,
         "prompt": task.prompt,
-        "metadata": dict(task.metadata),
+        "metadata": dict(task.public_metadata),
     }
     return described | ({"tools": list(task.tools)} if task.tools else {})

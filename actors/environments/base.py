@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from actors.rewards.base import Answer
 
 DEFAULT_AGENT = "solver"
+ANSWERS = frozenset({"answers", "correct_letter", "reasoning_gym", "tests"})
+"""Fields of a prompt's metadata that tell its answer to rewards (`f1`, `gpqa`, `reasoning_gym`, `code`)."""
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
 ChatMessage: TypeAlias = Mapping[str, JSON]
 """One message of a chat as templates take it: at least `role` and `content`."""
@@ -55,6 +57,11 @@ class Task:
             heldout=heldout,
             tools=tuple(tool for tool in prompt.tools if isinstance(tool, dict)),
         )
+
+    @property
+    def public_metadata(self) -> Mapping[str, JSON]:
+        """Return the metadata without what tells the answer to rewards, for programs of the policy."""
+        return {name: value for name, value in self.metadata.items() if name not in ANSWERS}
 
     @property
     def messages(self) -> Sequence[ChatMessage]:

@@ -58,7 +58,7 @@ def described(task: Task, url: str, key: str, reward_url: str, *, with_label: bo
     return {
         "task_id": task.task_id,
         "prompt": task.prompt,
-        "metadata": dict(task.metadata),
+        "metadata": dict(task.metadata if with_label else task.public_metadata),
         **label,
         **tools,
         "session": key,

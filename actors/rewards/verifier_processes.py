@@ -6,6 +6,7 @@ import multiprocessing
 import resource
 import signal
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from typing import ParamSpec, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
@@ -52,6 +53,8 @@ class VerifierProcesses:
                 _contained, args=(function, arguments, named), timeout=self._timeout_s
             )
             result: T = await asyncio.wrap_future(scheduled)
+        except BrokenProcessPool as error:
+            raise HostFaultError(f"no process for a verification could be started: {error}") from error
         except TimeoutError as error:
             raise TimeoutError(f"no result within {self._timeout_s:g} s") from error
         except ProcessExpired as error:
@@ -64,7 +67,7 @@ class VerifierProcesses:
         return result
 
     def _started(self) -> ProcessPool:
-        if self._pool is None:
+        if self._pool is None or not self._pool.active:  # it gives up where its processes end at their start
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([self._module])
             self._pool = ProcessPool(
