@@ -24,12 +24,12 @@ def recent_ends(actors: Iterable[Mapping[str, Json]]) -> dict[str, int]:
 
 
 def ends_text(ends: Mapping[str, int]) -> str:
-    """Return the fraction of episodes that something around the policy broke, by which ends, and what did.
+    """Return the fraction of episodes that something around the policy broke, and by which ends.
 
     Before an episode has ended it is `UNKNOWN`."""
     fraction = failed_fraction(ends)
     if fraction is None:
         return UNKNOWN
     failed = sorted((-number, end) for end, number in ends.items() if failed_by(end))
-    why = ", ".join(f"{-number} {end} ({failed_by(end)})" for number, end in failed)
+    why = ", ".join(f"{-number} {end}" for number, end in failed)
     return f"{share(fraction)} failed of {count(sum(ends.values()))} recent" + (f": {why}" if why else "")

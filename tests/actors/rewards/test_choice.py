@@ -94,7 +94,10 @@ async def test_a_prompt_chooses_among_the_rewards_that_the_run_allows():
 
 def test_prompts_that_choose_a_reward_which_the_run_does_not_allow_are_refused_before_it_starts():
     config = ActorsConfig(environment=SingleTurnConfig(reward="exact", rewards=("f1",)))
-    good = [Prompt(content="a"), Prompt(content="b", metadata={"reward": "f1", "source": "tables"})]
+    good = [
+        Prompt(content="a", label="x"),
+        Prompt(content="b", label="x", metadata={"reward": "f1", "source": "tables"}),
+    ]
     refuse_unknown_choices(good, config, where="mine.jsonl")
     bad = [*good, Prompt(content="c", metadata={"reward": "exactt"})]
     with pytest.raises(

@@ -79,7 +79,7 @@ def test_every_screen_says_what_share_of_episodes_the_surroundings_broke():
     monitor.on_status(actor(0, recent_ends={"completed": 90, "length": 10, "reward_error": 3}))
     monitor.on_status(actor(1, recent_ends={"completed": 90, "timeout": 7, "tool_error": "many"}))
     clock.now_s += 1
-    text = "5% failed of 200 recent: 7 timeout (infrastructure), 3 reward_error (reward)"
+    text = "5% failed of 200 recent: 7 timeout, 3 reward_error"
     assert f"episodes   {text}" in shown(monitor)
     assert status_line(monitor).endswith(f"2 actors | episodes {text}")
     clock.now_s += 100  # silent actors are not counted

@@ -88,7 +88,7 @@ def test_alarms_failures_and_idle_engines_of_a_live_run_are_told():
     idle = said(waits, yields, actor(1, running=30, waiting=9))
     assert idle == ["no request runs in the engines of actor-host-1000, while 9 requests queue elsewhere"]
     [failed] = said(actor(recent_ends={"completed": 70, "tool_error": 30}, waiting=0))
-    assert "30% failed of 100 recent: 30 tool_error (environment): actors log why" in failed
+    assert "30% failed of 100 recent: 30 tool_error: actors log why" in failed
     assert said(actor(recent_ends={"completed": 95, "tool_error": 5}, waiting=0)) == []
 
 
