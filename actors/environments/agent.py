@@ -171,6 +171,7 @@ class AgentEnvironment:
         arguments = self._config.verifier_arguments
         told = {
             **_described(task),
+            "metadata": dict(task.metadata),
             "label": task.label,
             "answer": str(last.message["content"]),
             "directory": str(work),
