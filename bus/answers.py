@@ -30,12 +30,23 @@ TAKEN_TIMEOUT_S = 30.0
 """Seconds for which the sender waits until the asker has taken a piece."""
 THREAD_BYTES = 1 << 16
 """Size from which a message is decoded in a thread, so that the event loop stays responsive."""
+INBOXES = ("_INBOX.", "_R_.")
+"""Beginnings of the subjects on which answers are awaited. The second one is the server's own, for requests
+from another account; no client can name it."""
+
+
+def is_inbox(subject: str) -> bool:
+    """Return whether `subject` is one on which somebody awaits an answer, and not a process or a stream."""
+    return subject.startswith(INBOXES)
 
 
 async def send_answer(client: Client, reply_to: str, messages: Iterable[Message]) -> None:
     """Send each message when the asker has taken enough of those before; one is encoded at a time.
 
-    Raises `nats.errors.Error` when the connection breaks, and `BusError` when the asker is gone."""
+    Raises `nats.errors.Error` when the connection breaks, and `BusError` when the asker is gone or no answer
+    is awaited at `reply_to`."""
+    if not is_inbox(reply_to):
+        raise BusError(f"no answer is awaited at {reply_to!r}: it is no inbox")
     inbox = client.new_inbox()
     taken = await client.subscribe(f"{inbox}.*")
     waiting: deque[int] = deque()
@@ -48,7 +59,6 @@ async def send_answer(client: Client, reply_to: str, messages: Iterable[Message]
                     waiting.popleft()
                 number = next(numbers)
                 headers = {PART: str(number), **({MORE: "1"} if more else {})}
-                # A subject for each piece: a server with permissions lets the asker answer each subject once.
                 await client.publish(reply_to, piece, reply=f"{inbox}.{number}", headers=headers)
                 waiting.append(len(piece))
     finally:
@@ -71,7 +81,7 @@ async def receive_answer(
             raise BusError(f"nobody serves {subject}: start the process that does")
         if headers.get(PART) != str(number):
             raise BusError(f"{subject}: part {number} of the answer was lost")
-        if raw.reply:
+        if is_inbox(raw.reply):
             await client.publish(raw.reply)
         pieces.append(raw.data)
         if MORE not in headers:

@@ -48,14 +48,17 @@ async def put_blob(
 
 
 async def put_only_blob(bus: Bus, publisher: Publisher, data: bytes, token: str) -> BlobRef:
-    """Store `data` on FILES as the only blob under `token`: those that lie there are removed then."""
+    """Store `data` on FILES as the only blob under `token`: chunks of others that lie there are emptied then.
+
+    A purge would remove them, but who may purge FILES may remove all that others keep there, too."""
     ref = await put_blob(bus, publisher, data, token)
     stream, prefix = bus.topology.stream("FILES"), bus.subject("files", token)
     try:
         found = await bus.js.stream_info(stream, subjects_filter=f"{prefix}.>")
-        for subject in {name.rpartition(".")[0] for name in found.state.subjects or {}} - {ref.subject}:
-            await bus.js.purge_stream(stream, subject=f"{subject}.*")
-    except nats.errors.Error as error:  # they go when the next one is stored
+        for subject in found.state.subjects or {}:
+            if not subject.startswith(f"{ref.subject}."):
+                await publisher.publish(subject, b"", message_id=uuid.uuid4().hex)
+    except (nats.errors.Error, BusError) as error:  # they go when the next one is stored
         log.warning("old_files_not_removed", files=prefix, reason=str(error))
     return ref
 
@@ -90,6 +93,8 @@ async def _get_blob(bus: Bus, ref: BlobRef) -> bytes:
 
     with shown_fetch(ref) as advance:
         chunks = await together(fetch(n) for n in range(ref.chunks))
+    if ref.size_bytes and not any(chunks):  # `put_only_blob` has emptied them
+        raise BusError(f"{ref.subject} is not on the bus any more: another blob took its place")
     return checked(ref, b"".join(chunks))
 
 

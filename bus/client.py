@@ -1,6 +1,7 @@
 """nats-py's client, whose requests always end, and which connects anew where nobody seems to hear them."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.protocol.parser import PERMISSIONS_ERR
 
+from bus.stream_access import StreamAccess
+
 log = structlog.get_logger()
 SEND_S = 5.0
 """Longest time that a request may wait to be sent, beyond its time limit: nats-py itself sets no limit."""
@@ -20,6 +23,16 @@ LONGEST_SILENCE_S = 960.0
 """The same after connecting anew has not helped several times: the limit doubles each time."""
 MOST_SUBJECTS = 1000
 """Subjects without an answer that are remembered."""
+UNREADABLE = "Sluice-Unreadable-Headers"
+"""Header of a message whose own headers cannot be read: it had some, which tells it from one without."""
+
+
+class _RandomNames:
+    """Names of inboxes. nats-py's own follow each other: who knows one could write to the others."""
+
+    def next(self) -> bytearray:
+        """Return a name that cannot be guessed."""
+        return bytearray(secrets.token_hex(11).encode())
 
 
 class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
@@ -28,13 +41,37 @@ class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
     A server of a cluster may lose track of who listens behind another one, and a client of what it has
     subscribed to. Either shows in nothing but requests that time out, and a new connection mends it."""
 
-    def __init__(self, newest_seed: Callable[[], str] | None = None) -> None:
-        """Connect each time with the secret key that `newest_seed` returns, where it is given."""
+    def __init__(
+        self, newest_seed: Callable[[], str] | None = None, access: StreamAccess | None = None
+    ) -> None:
+        """Connect each time with the secret key that `newest_seed` returns, where it is given, and reach
+        JetStream by `access` on a secured bus."""
         super().__init__()
         self._newest_seed = newest_seed
+        self._access = access
+        self._nuid = _RandomNames()
+        self.refusal = ""
+        """The server's latest complaint that this client may not do something."""
         self._silent_since: dict[str, float] = {}
         """When the first request of those that got no answer was sent, by subject."""
         self._silent_s = SILENT_S
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """Publish a message; what JetStream hears goes there by the access of this role."""
+        access = self._access
+        if access is None or not access.is_stored(subject):
+            await super().publish(subject, payload, reply=reply, headers=headers)
+            return
+        if subject.startswith(access.heard):
+            await super().publish(subject, payload)  # nobody can listen where streams do
+        await super().publish(access.prefix + subject, payload, reply, access.own_headers(headers))
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        """Read the headers of a message. Those that cannot be read are not as if there were none."""
+        found: dict[str, str] | None = await super()._process_headers(headers)
+        return found or ({UNREADABLE: ""} if headers else None)
 
     async def request(
         self, subject: str, payload: bytes = b"", timeout: float = 0.5,
@@ -95,6 +132,10 @@ class BusClient(Client):  # type: ignore[misc]  # nats-py has no types
         """Connect anew after a complaint of the server, such as of bytes that were garbled on the way.
 
         nats-py would close the connection for good, and the process would wait for the bus for ever."""
+        if self._access is not None:
+            err_msg = err_msg.replace(self._access.prefix, "")  # a secret, which no log may show
+        if PERMISSIONS_ERR in err_msg:
+            self.refusal = err_msg
         if PERMISSIONS_ERR in err_msg or not self.is_connected:
             await super()._process_err(err_msg)
             return

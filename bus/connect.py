@@ -16,6 +16,8 @@ from bus.config import BusConfig, without_credentials
 from bus.credentials import BUS_NAME, Credentials
 from bus.errors import BusAwayError, ConfigError
 from bus.permissions import inbox_prefix
+from bus.stream_access import StreamAccess
+from bus.topology import Topology
 from bus.waiting import RETRY_S, cancelled
 
 log = structlog.get_logger()
@@ -27,6 +29,8 @@ TLS_PROBE_S = 2.0
 """Longest time in which a server may answer the question whether it begins with TLS."""
 DRAIN_S = 4
 """Longest time that the bus may take to answer for the subscriptions of a connection that ends."""
+STREAMS_S = 2.0
+"""Longest time that JetStream may take to answer a client that has just connected."""
 CLOSE_S = 2.0
 """Longest time that closing a connection may take."""
 
@@ -34,9 +38,9 @@ CLOSE_S = 2.0
 async def connected(
     config: BusConfig, name: str, credentials: Credentials | None,
     newest_seed: Callable[[], str] | None = None,
-) -> Client:  # fmt: skip
+) -> BusClient:  # fmt: skip
     """Return a connected client, which from then on reconnects for ever, with the key of `newest_seed`."""
-    client = BusClient(newest_seed)
+    client = BusClient(newest_seed, StreamAccess.of(credentials) if credentials is not None else None)
     began, starting, complaint, is_ready = time.monotonic(), True, "", False
 
     async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once
@@ -94,6 +98,32 @@ async def connected(
         if client.options and not (is_ready and client.is_connected):
             await close(client)
     return client
+
+
+async def refuse_other_layout(client: BusClient, run: str, timeout_s: float) -> None:
+    """Return if this role of a secured run reaches JetStream, or nobody answers for it now.
+
+    Raises `ConfigError` where the bus lets the role in but not to JetStream by its access, as one that an
+    older build has configured, and `BusAwayError` where no server with JetStream is reached."""
+    deadline = time.monotonic() + timeout_s
+    subject = f"$JS.API.STREAM.INFO.KV_{Topology(run).bucket}"
+    remedy = "start it again by `launch bus --secure` of this build: streams and credentials stay"
+    while True:
+        try:
+            await client.request(subject, timeout=STREAMS_S)
+        except nats.errors.NoRespondersError:
+            if time.monotonic() > deadline:
+                raise BusAwayError(
+                    f"the streams of run {run!r} are not reached over this bus: if an older build made its "
+                    f"configuration, {remedy}"
+                ) from None
+            await asyncio.sleep(RETRY_S)
+        except nats.errors.TimeoutError:  # perhaps JetStream has no leader: whoever asks for more waits
+            if client.refusal:
+                raise ConfigError(f"an older build made the configuration of this bus: {remedy}") from None
+            return
+        else:
+            return
 
 
 def _unusable(config: BusConfig, reason: str, *, tried_s: float) -> str:

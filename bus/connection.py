@@ -12,10 +12,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus.answers import HEADER_BYTES, PART, read_answer, receive_answer, send_answer
+from bus.answers import HEADER_BYTES, PART, is_inbox, read_answer, receive_answer, send_answer
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
 from bus.config import BusConfig, StreamsConfig
-from bus.connect import connected, drain
+from bus.connect import connected, drain, refuse_other_layout
 from bus.credentials import load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError, UnsignedError
 from bus.jetstream import JetStream
@@ -67,6 +67,7 @@ class Bus:
         self.signatures = signatures
         """Signs and verifies records on a bus that lets in only who has credentials; None on another one."""
         self.topology = Topology(run, streams or StreamsConfig())
+        domain = None if self.secured else domain  # its access leads to the streams, wherever they are
         self.js = JetStream(client, timeout_s=10, domain=domain)
         self.js_api = "$JS.API" if domain is None else f"$JS.{domain}.API"
         """Prefix of the subjects on which JetStream hears requests."""
@@ -103,6 +104,8 @@ class Bus:
         newest_seed = signatures.renewed_seed if signatures is not None else None
         client = await connected(config, name, credentials, newest_seed)
         try:
+            if credentials is not None:
+                await refuse_other_layout(client, run, config.connect_timeout_s)
             bus = cls(
                 client,
                 run,
@@ -210,6 +213,7 @@ class Bus:
         """Answer requests on `subject` with the messages that `handle` returns, several at a time.
 
         An exception of `handle` is answered as a refusal; one that is no `SluiceError` is logged in full.
+        What asks for its answer elsewhere than in an inbox, or comes from a stream, is not handled.
         """
         running: set[asyncio.Task[None]] = set()
 
@@ -225,6 +229,9 @@ class Bus:
             await self._reply(raw, answers)
 
         async def on_request(raw: Msg) -> None:  # a task each: long polls must not delay others
+            if not (is_inbox(raw.reply) and self._is_from_a_process(raw)):
+                self._refuse(raw)
+                return
             task = asyncio.create_task(answer(raw), name=f"serve {subject}")
             running.add(task)
             task.add_done_callback(running.discard)
@@ -242,6 +249,19 @@ class Bus:
         except (nats.errors.Error, BusError) as error:  # the asker asks again
             log.warning("answer_not_sent", subject=raw.subject, reason=str(error))
 
+    def _is_from_a_process(self, raw: Msg) -> bool:
+        """Return whether no stream sent a request or notice of a secured bus.
+
+        A role may have JetStream answer wherever processes listen, with what it has stored itself. Such an
+        answer has headers, and our requests and notices have none there."""
+        return not (self.secured and raw.headers)
+
+    def _refuse(self, raw: Msg) -> None:
+        self.state.messages_refused += 1
+        log.warning(
+            "message_refused", subject=raw.subject, reply=raw.reply, headers=sorted(raw.headers or ())
+        )
+
     def _single(self, answer: Message) -> bytes:
         data, limit = encode(answer), self.client.max_payload
         if len(data) + HEADER_BYTES <= limit:
@@ -255,9 +275,13 @@ class Bus:
                 await self.client.publish(subject, self.sealed(subject, message))
 
     async def listen(self, subject: str, expected: type[M], handle: Callable[[M], None]) -> Subscription:
-        """Call `handle` on each notice. A notice that does not decode is logged and skipped."""
+        """Call `handle` on each notice. One that does not decode, or comes from a stream, is logged and
+        skipped."""
 
         async def on_notice(raw: Msg) -> None:
+            if (raw.reply and not is_inbox(raw.reply)) or not self._is_from_a_process(raw):
+                self._refuse(raw)
+                return
             try:
                 handle(decode(await self.opened(raw.subject, raw.data), expected))
             except UnsignedError:  # it is counted and logged

@@ -19,6 +19,7 @@ from bus.connection import Bus
 from bus.errors import BusError, HandBackError, SchemaError
 from bus.message_parts import Parts
 from bus.received import Received, report_progress, understood, while_reporting_progress
+from bus.stream_access import MULTIPLE_ANSWERS_S
 from bus.waiting import RETRY_S, cancelled, set_within
 
 log = structlog.get_logger()
@@ -30,6 +31,8 @@ GONE_S = 20.0
 """Seconds for which a consumer that is gone is waited for: storage makes it again within few."""
 PULL_S = 3.0
 """Seconds for which one pull waits on the server; longer in a run of many actors (`Bus.slower`)."""
+LONGEST_PULL_S = MULTIPLE_ANSWERS_S / 2
+"""Upper bound of that: a secured bus forgets where an answer goes that is twice as late."""
 
 
 class Inbox:
@@ -108,7 +111,7 @@ class Inbox:
                 pending_bytes_limit=0,  # no limit here: `limit` bounds the messages, and none may be dropped
             )
         self._pull = f"{self._inbox}.{next(self._pulls)}"
-        pull_s = PULL_S * self._bus.slower
+        pull_s = min(PULL_S * self._bus.slower, LONGEST_PULL_S)
         self._owed, self._owed_until = limit, time.monotonic() + pull_s + RETRY_S
         self._connection = client.stats["reconnects"]
         request = json.dumps({"batch": limit, "expires": int(pull_s * 1e9)}).encode()

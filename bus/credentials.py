@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -31,6 +31,13 @@ class Credentials:
     """Public key of the run itself, which signs the list of its roles' keys."""
     role_keys: str = ""
     """That list as it was when the file was made (`bus.role_keys`), signed, as base64."""
+    stream_secret: str = field(default="", repr=False)
+    """Secret of the role by which it reaches the run's streams (`bus.stream_access`). It stays when the key
+    is exchanged. Empty in the file of an older build."""
+
+    def reaching_streams(self) -> "Credentials":
+        """Return credentials with a secret for the streams: that of the file, or else one made of the key."""
+        return replace(self, stream_secret=self.stream_secret or self.token("streams"))
 
     def token(self, purpose: str) -> str:
         """Return a secret that whoever has this file knows, and from which its key cannot be told.

@@ -10,6 +10,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import DeadLetter
+from bus.stream_access import MESSAGE_ID
 
 log = structlog.get_logger()
 REASON_CHARS = 1000
@@ -41,7 +42,7 @@ async def set_aside(
     message_id = f"{first.metadata.stream}-{sequence}"
 
     async def move() -> None:
-        headers = {"Nats-Msg-Id": message_id}
+        headers = {MESSAGE_ID: message_id}
         try:
             await bus.js.publish(bus.subject("dead", kind), encode(letter), headers=headers)
             for raw in raws:

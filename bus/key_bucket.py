@@ -16,7 +16,7 @@ from nats.js.kv import KeyValue
 
 from bus.errors import BusError, UnknownKeyError, UnsignedError
 from bus.record_rules import ROLE_KEYS
-from bus.topology import Topology
+from bus.topology import Topology, ensure_keys
 from bus.waiting import cancelled
 
 if TYPE_CHECKING:  # it loads libraries of cryptography, which only a secured bus needs
@@ -59,12 +59,9 @@ class KeyBucket:
 
     async def create(self) -> None:
         """Create the bucket if it does not exist. What an operator has set of it stays."""
-        bucket, replicas = self._topology.bucket, self._topology.config.replicas
         try:
-            try:
-                self._bucket = await self._js.key_value(bucket)
-            except NotFoundError:
-                self._bucket = await self._js.create_key_value(bucket=bucket, history=1, replicas=replicas)
+            await ensure_keys(self._js, self._topology)
+            self._bucket = await self._js.key_value(self._topology.bucket)
         except nats.errors.Error as error:
             raise BusError(f"cannot create the keys of run {self._topology.run!r}: {error}") from error
 

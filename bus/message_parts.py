@@ -20,6 +20,7 @@ from nats.aio.msg import Msg
 from bus.connection import Bus
 from bus.dead_letters import set_aside
 from bus.errors import BusError, SchemaError
+from bus.stream_access import MESSAGE_ID, plain_id
 from bus.topology import ACK_WAIT_S, DUPLICATE_WINDOW_S
 
 log = structlog.get_logger()
@@ -64,7 +65,7 @@ def split(data: bytes, message_id: str, part_bytes: int) -> Iterator[tuple[dict[
     parts = -(-len(data) // part_bytes)
     for n in range(parts):
         headers = {
-            "Nats-Msg-Id": f"{message_id}.{digest}.{n}of{parts}",
+            MESSAGE_ID: f"{message_id}.{digest}.{n}of{parts}",
             SET: f"{n}/{parts}/{len(data)}/{digest}",
         }
         yield headers, bytes(view[n * part_bytes : (n + 1) * part_bytes])
@@ -79,10 +80,10 @@ def _place(raw: Msg) -> tuple[SetKey, int]:
         n = int(number)
     except ValueError as error:
         raise SchemaError(f"{SET} {headers[SET][:100]!r} does not place a part: {error}") from error
-    message_id, found, _ = headers.get("Nats-Msg-Id", "").rpartition(f".{digest}.{n}of{parts}")
+    name, found, _ = plain_id(headers).rpartition(f".{digest}.{n}of{parts}")
     if not (found and 0 <= n < key.parts <= MAX_PARTS and 0 < len(raw.data) <= key.size_bytes):
         raise SchemaError(f"{SET} {headers[SET][:100]!r} does not fit a part of {len(raw.data)} bytes")
-    return key._replace(message_id=message_id), n
+    return key._replace(message_id=name), n
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class StreamMessage:
     @property
     def message_id(self) -> str:
         """Id that it was published under; empty where it had none."""
-        return self.key.message_id if self.key else (self.raws[0].headers or {}).get("Nats-Msg-Id", "")
+        return self.key.message_id if self.key else plain_id(self.raws[0].headers)
 
     async def ack(self) -> None:
         """Acknowledge the message: the stream forgets it."""
@@ -180,7 +181,7 @@ class Parts:
                 completed = await self._add(raw)
             except SchemaError as error:  # no part of it is ever joined: whoever sent it is not to wait
                 if self._on_unreadable is not None:
-                    await self._on_unreadable(raw.subject, (raw.headers or {}).get("Nats-Msg-Id", ""), error)
+                    await self._on_unreadable(raw.subject, plain_id(raw.headers), error)
                 await set_aside([raw], raw.data, self._bus, str(error))
             else:
                 messages += [completed] if completed is not None else []

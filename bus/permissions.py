@@ -8,8 +8,6 @@ from bus.record_rules import ROLE_KEYS
 from bus.topology import Topology
 
 ROLES = ("operator", "storage", "learner", "actor", "judge", "watcher")
-ANSWER_WITHIN = "10m"
-"""Longest time in which a role may answer what it heard, or say that it took a piece of an answer."""
 
 
 @dataclass(frozen=True)
@@ -17,19 +15,23 @@ class Permissions:
     """Subjects of one role. All else is forbidden."""
 
     publish: tuple[str, ...]
+    """Subjects on which it speaks to processes that listen, its answers included."""
     subscribe: tuple[str, ...]
-    answers: bool = False
-    """Says whether it may answer each request that it hears, wherever the asker listens, and take the
-    pieces of long answers."""
+    stored: tuple[str, ...] = ()
+    """Subjects that it reaches JetStream on (`bus/stream_access.py`)."""
 
 
 def permissions(run: str, role: str) -> Permissions:
     """Return what `role`, one of `ROLES`, may do in `run`."""
     topology = Topology(run)
-    if role == "operator":
-        return Permissions((">",), (">",))
     found = _TABLE[role](topology)
-    return Permissions(found.publish, (*found.subscribe, f"{inbox_prefix(run, role)}.>"), found.answers)
+    publish = dict.fromkeys(found.publish)
+    stored = tuple(subject for subject in publish if subject.startswith(topology.stored_subjects()))
+    events = topology.subject("events", "")  # they are stored, and heard by who listens as well
+    spoken = (subject for subject in publish if subject not in stored or subject.startswith(events))
+    answers = (f"{inbox_prefix(run, asker)}.>" for asker in _ANSWERS[role])
+    own = f"{inbox_prefix(run, role)}.>"
+    return Permissions((*spoken, *answers), (*found.subscribe, own), stored)
 
 
 def inbox_prefix(run: str, role: str) -> str:
@@ -44,7 +46,7 @@ def _storage(t: Topology) -> Permissions:
         for stream in streams
         for verb in ("STREAM.INFO", "STREAM.CREATE", "STREAM.UPDATE")
     ]
-    consumers = [f"$JS.API.CONSUMER.*.{stream}.>" for stream in streams]
+    consumers = [f"$JS.API.CONSUMER.{verb}.{stream}.>" for stream in streams for verb in ("CREATE", "INFO")]
     durable = [f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.*" for stream in streams]
     pulls = [f"$JS.API.CONSUMER.MSG.NEXT.{t.stream(name)}.*" for name in ("OUTCOMES", "TRAJECTORIES")]
     taken = [f"$JS.ACK.{t.stream(name)}.>" for name in ("OUTCOMES", "TRAJECTORIES")]
@@ -55,14 +57,12 @@ def _storage(t: Topology) -> Permissions:
             *durable,
             *taken,
             *pulls,
-            f"$JS.API.STREAM.PURGE.{t.stream('FILES')}",
             *_read_keys(t),
             *_read_blobs(t),
             _read_events(t),
             *_keys(t, "run", "identity", "heldout", "heldout.*", "pace", "role.*", ROLE_KEYS),
             *_subjects(t, "tasks.>", "files.>", "dead.>", "outcomes.rejected", "events.>", "rpc.>"),
             *_subjects(t, "notice.stored", "notice.pace", "status.storage", "status.shards"),
-            f"_INBOX.{t.run}.>",
         ),
         subscribe=_subjects(t, "rpc.>", "notice.>", "status.actor", "status.learner", "status.storage"),
     )
@@ -72,7 +72,8 @@ def _learner(t: Topology) -> Permissions:
     blobs = [t.stream(name) for name in ("WEIGHTS", "FILES")]
     return Permissions(
         publish=(
-            *(f"$JS.API.STREAM.{verb}.{stream}" for stream in blobs for verb in ("INFO", "PURGE")),
+            *(f"$JS.API.STREAM.INFO.{stream}" for stream in blobs),
+            f"$JS.API.STREAM.PURGE.{t.stream('WEIGHTS')}",
             *_read_keys(t),
             *_read_blobs(t),
             *_keys(t, "policy", "role.*", HOLD_KEY, f"{USERS}.*"),
@@ -90,7 +91,6 @@ def _learner(t: Topology) -> Permissions:
             "events.evaluation",
             COUNTERS,
         ),
-        answers=True,
     )
 
 
@@ -119,7 +119,6 @@ def _actor(t: Topology) -> Permissions:
             *_subjects(t, "notice.snapshot", "notice.device-user"),
         ),
         subscribe=_subjects(t, "notice.policy", "notice.pace", "notice.device", "relay.*", "rpc.engines.*"),
-        answers=True,
     )
 
 
@@ -143,7 +142,38 @@ def _watcher(t: Topology) -> Permissions:
             *_subjects(t, "rpc.step_groups", "rpc.stored.*", "rpc.read.*"),
         ),
         subscribe=_subjects(t, "status.*", "events.>", "notice.policy"),
-        answers=True,  # it takes the pieces of long answers; what it hears besides asks for no answer
+    )
+
+
+def _operator(t: Topology) -> Permissions:
+    """Return all subjects. Requests of several answers stand apart: the server must know of these."""
+    verbs = (
+        "CREATE",
+        "DURABLE.CREATE",
+        "DELETE",
+        "INFO",
+        "LIST",
+        "NAMES",
+        "PAUSE",
+        "RESET",
+        "UNPIN",
+        "LEADER",
+    )
+    keys, *_ = _keys(t, ">")
+    return Permissions(
+        publish=(
+            ">",
+            "$JS.API.INFO",
+            "$JS.API.STREAM.>",
+            *(f"$JS.API.CONSUMER.{verb}.>" for verb in verbs),
+            "$JS.API.CONSUMER.MSG.NEXT.*.*",
+            "$JS.API.DIRECT.GET.*",
+            "$JS.API.DIRECT.GET.*.>",
+            "$JS.ACK.>",
+            keys,
+            *(subject for config in t.streams() for subject in config.subjects or ()),
+        ),
+        subscribe=(">",),
     )
 
 
@@ -161,12 +191,24 @@ LEARNER_ASKS = (
 )
 """Requests by which the learner gets its batches."""
 _TABLE: dict[str, Callable[[Topology], Permissions]] = {
+    "operator": _operator,
     "storage": _storage,
     "learner": _learner,
     "actor": _actor,
     "judge": _judge,
     "watcher": _watcher,
 }
+_ANSWERS: dict[str, tuple[str, ...]] = {
+    "operator": ROLES,
+    "storage": ROLES,
+    "learner": ("operator", "storage", "actor"),
+    "actor": ("operator", "storage", "learner", "actor"),
+    "judge": (),
+    "watcher": ("operator", "storage"),
+}
+"""Roles in whose inboxes a role may write, to answer them or to say that it took a piece of an answer. Names
+of inboxes cannot be guessed. nats-server's `allow_responses` would be no narrower: a role that hears itself,
+as actors do, could ask itself for an answer on any subject, and write there."""
 
 
 def _subjects(t: Topology, *names: str) -> tuple[str, ...]:

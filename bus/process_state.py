@@ -29,6 +29,8 @@ class ProcessState:
         """Numbers of the latest status."""
         self.metrics: Mapping[str, Json] = {}
         """Numbers of the latest metrics: the learner's last step, an actor's counters."""
+        self.messages_refused = 0
+        """Requests and notices that came from a stream, or ask for an answer elsewhere than in an inbox."""
         self._turned_s = time.monotonic()
 
     @property

@@ -22,6 +22,7 @@ from bus.connection import Bus
 from bus.errors import BusAwayError, BusError
 from bus.message_parts import PART_BYTES, split
 from bus.status import REMEDY
+from bus.stream_access import MESSAGE_ID
 from bus.topology import stream_of
 
 log = structlog.get_logger()
@@ -37,7 +38,6 @@ STREAM_FULL = frozenset({10077, 10047, 10023})
 """Error codes of `discard: new` and of resource limits: wait, since space returns as others ack."""
 
 
-MESSAGE_ID = "Nats-Msg-Id"
 PARTS_IN_FLIGHT = 16
 """Parts that await their ack at a time: few enough for a slow connection to ack them in `ACK_TIMEOUT_S`."""
 T = TypeVar("T")

@@ -4,6 +4,7 @@ each role."""
 import base64
 import json
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,9 @@ from bus.credentials import Credentials, read_credentials
 from bus.errors import ConfigError
 from bus.role_keys import RoleKeys, new_seed, public_key
 from bus.signatures import keys_in, sign_keys
+
+SECRET_BYTES = 24
+"""Size of the secret by which a role reaches the run's streams."""
 
 
 class RunKeyFiles:
@@ -42,14 +46,20 @@ class RunKeyFiles:
         files, keys = {}, self.keys
         for role in roles:
             path, known = self.creds(role), keys.of(role)
-            seed = read_credentials(path).seed if path.exists() else new_seed()
-            key = public_key(seed)
+            found = read_credentials(path) if path.exists() else self._new(role)
+            key = public_key(found.seed)
             if path.exists() and known and key not in known:
                 raise ConfigError(f"the key in {path} was revoked: remove the file, and another one is made")
             if key not in known:
                 keys = keys.replaced(role, [key])
-            files[role] = Credentials(run=self._run, role=role, url=url, seed=seed, authority=authority)
+            files[role] = replace(found.reaching_streams(), url=url, authority=authority)
         self._write(keys, files)
+
+    def _new(self, role: str) -> Credentials:
+        secret = secrets.token_hex(SECRET_BYTES)
+        return Credentials(
+            run=self._run, role=role, url="", seed=new_seed(), authority="", stream_secret=secret
+        )
 
     def rotate(self, role: str) -> None:
         """Give a role another key, besides those that it has."""

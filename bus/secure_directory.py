@@ -7,11 +7,12 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from bus.certificates import make_certificate, pem
-from bus.credentials import BUS_NAME, load_credentials
+from bus.credentials import BUS_NAME, Credentials, load_credentials
 from bus.errors import ConfigError
-from bus.permissions import ANSWER_WITHIN, ROLES, permissions
+from bus.permissions import ROLES, permissions
 from bus.role_keys import public_key
 from bus.run_key_files import RunKeyFiles, write_secret
+from bus.stream_access import MULTIPLE_ANSWERS_S, StreamAccess, has_several_answers
 from bus.topology import Topology
 
 PROBE = "probe"
@@ -66,15 +67,9 @@ class SecureDirectory:
 
     def server_config(self) -> str:
         """Return the part of nats-server's configuration that lets in who has credentials, and no others."""
-        accounts = {
-            f"run-{run}": {
-                "jetstream": "enabled",
-                "users": [
-                    self._user(run, role, key) for role in ROLES for key in self.files(run).keys.of(role)
-                ],
-            }
-            for run in self.runs
-        }
+        accounts: dict[str, object] = {}
+        for run in self.runs:
+            accounts |= self._accounts(run)
         probe = {"nkey": public_key(load_credentials(self.probe).seed)}
         accounts[PROBE] = {"jetstream": "enabled", "users": [probe]}
         tls = {
@@ -85,15 +80,18 @@ class SecureDirectory:
         }
         return f"tls: {json.dumps(tls)}\naccounts: {json.dumps(accounts, indent=1)}\n"
 
-    def _user(self, run: str, role: str, key: str) -> dict[str, object]:
-        allowed = permissions(run, role)
-        rights: dict[str, object] = {
-            "publish": {"allow": list(allowed.publish)},
-            "subscribe": {"allow": list(allowed.subscribe)},
+    def _accounts(self, run: str) -> dict[str, object]:
+        """Return the account of a run's streams, which no user is in, and that of its roles."""
+        # The name decides where nats-server keeps the streams on disk.
+        streams, roles, files = f"run-{run}", f"roles-{run}", self.files(run)
+        credentials = {role: load_credentials(files.creds(role)) for role in ROLES}
+        stored = sorted({subject for role in ROLES for subject in permissions(run, role).stored})
+        imports = [one for found in credentials.values() for one in _imports(found, streams)]
+        users = [_user(credentials[role], key) for role in ROLES for key in files.keys.of(role)]
+        return {
+            streams: {"jetstream": "enabled", "exports": [_export(subject, roles) for subject in stored]},
+            roles: {"imports": imports, "users": users},
         }
-        if allowed.answers:
-            rights["allow_responses"] = {"max": -1, "expires": ANSWER_WITHIN}
-        return {"nkey": key, "permissions": rights}
 
     def _make_certificates(self) -> None:
         """Make an authority, and by it the bus's certificate. The authority's key is not kept."""
@@ -103,3 +101,30 @@ class SecureDirectory:
         write_secret(self.path / "authority.pem", pem(authority))
         write_secret(self.key, pem(key))
         write_secret(self.certificate, pem(certificate))
+
+
+def _user(credentials: Credentials, key: str) -> dict[str, object]:
+    """Return what a user with this public key, one of the role's, may do."""
+    allowed, prefix = permissions(credentials.run, credentials.role), StreamAccess.of(credentials).prefix
+    rights = {
+        "publish": {"allow": [*allowed.publish, *(f"{prefix}{subject}" for subject in allowed.stored)]},
+        "subscribe": {"allow": list(allowed.subscribe)},
+    }
+    return {"nkey": key, "permissions": rights}
+
+
+def _imports(credentials: Credentials, streams: str) -> list[dict[str, object]]:
+    """Return what a role reaches of the account `streams`, under the prefix that is its own."""
+    stored = permissions(credentials.run, credentials.role).stored
+    prefix = StreamAccess.of(credentials).prefix
+    return [
+        {"service": {"account": streams, "subject": subject}, "to": f"{prefix}{subject}"}
+        for subject in stored
+    ]
+
+
+def _export(subject: str, roles: str) -> dict[str, object]:
+    export: dict[str, object] = {"service": subject, "accounts": [roles]}
+    if has_several_answers(subject):
+        export |= {"response_type": "stream", "threshold": f"{MULTIPLE_ANSWERS_S}s"}
+    return export

@@ -27,6 +27,8 @@ MAX_PULLERS = 1 << 16
 NO_ROOM = 10047
 """Code by which nats-server refuses a stream whose bound is above the room that is left."""
 MIB = 1 << 20
+_LOCKED = {"allow_rollup_hdrs": False, "deny_delete": True, "deny_purge": True}
+"""Settings of the keys' stream by which no message, and no request but its deletion, removes others."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Topology:
         """Return the run's key-value bucket."""
         return f"sluice-{self.run}"
 
+    def stored_subjects(self) -> tuple[str, ...]:
+        """Return the beginnings of all subjects that JetStream hears: its API's, the keys', the streams'."""
+        found = (subject.removesuffix(">") for config in self.streams() for subject in config.subjects or ())
+        return "$JS.", "$KV.", *found
+
     def streams(self) -> tuple[StreamConfig, ...]:
         """Return every stream of the run.
 
@@ -77,6 +84,22 @@ class Topology:
             ),
             self._stream("EVENTS", "events", max_bytes=sizes.events_mib * MIB, allow_direct=True),
             self._stream("DEAD", "dead", max_bytes=sizes.dead_mib * MIB),
+        )
+
+    def keys(self) -> StreamConfig:
+        """Return the stream of the run's keys, as `nats.js.kv` reads and writes them.
+
+        Nothing of ours purges it. With the roll-up headers of other buckets whoever may write one key could
+        erase all of them."""
+        return StreamConfig(
+            name=f"KV_{self.bucket}",
+            subjects=[f"$KV.{self.bucket}.>"],
+            storage="file",
+            num_replicas=self.config.replicas,
+            max_msgs_per_subject=1,
+            discard=DiscardPolicy.NEW,
+            duplicate_window=DUPLICATE_WINDOW_S,
+            **_LOCKED,
         )
 
     def consumers(self, shards: int) -> tuple[tuple[str, ConsumerConfig], ...]:
@@ -139,6 +162,22 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
             raise ConfigError(_too_large(topology)) from error
         raise BusError(f"the bus refuses the streams of run {topology.run!r}: {error}") from error
     return created
+
+
+async def ensure_keys(js: JetStreamContext, topology: Topology) -> None:
+    """Create the stream of the run's keys. One of an older build is locked; what else an operator has set of
+    it stays.
+
+    Raises nats-py's errors."""
+    wanted = topology.keys()
+    try:
+        found = (await js.stream_info(wanted.name)).config
+    except NotFoundError:
+        await js.add_stream(wanted)
+        return
+    if changes := {name: value for name, value in _LOCKED.items() if getattr(found, name) != value}:
+        log.info("stream_updated", stream=wanted.name, **changes)
+        await js.update_stream(found.evolve(**changes))
 
 
 def _too_large(topology: Topology) -> str:

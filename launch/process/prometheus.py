@@ -77,6 +77,9 @@ class _Sluice(Collector):
             for name, value in state.client.stats.items():
                 if name in _BUS:
                     yield CounterMetricFamily(f"sluice_bus_{_BUS[name][0]}", _BUS[name][1], float(value))
+            refused = float(state.messages_refused)
+            text = "Requests and notices of streams, or with an answer elsewhere than in an inbox"
+            yield CounterMetricFamily("sluice_bus_messages_refused", text, refused)
         yield from _families(state.role, {**state.metrics, **state.values})
 
 

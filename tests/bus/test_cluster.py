@@ -15,7 +15,7 @@ from bus.errors import BusError
 from bus.publish import Publisher
 from bus.requests import Waiting
 from bus.server import ClusterMember, NatsServer, free_port
-from bus.topology import Topology, ensure
+from bus.topology import ensure
 
 SERVERS = 3
 READY_TIMEOUT_S = 30
@@ -36,7 +36,6 @@ async def running_cluster(directory: Path) -> AsyncIterator[dict[str, NatsServer
 
 async def ensure_replicated(bus: Bus) -> None:
     """The run's streams and keys on three servers each, and one key, once the cluster has found itself."""
-    bus.topology = Topology(bus.topology.run, StreamsConfig(replicas=SERVERS))
     async with asyncio.timeout(READY_TIMEOUT_S):
         while True:
             try:
@@ -56,7 +55,9 @@ async def test_acked_messages_survive_the_death_of_the_streams_leader(
 ):
     async with running_cluster(tmp_path) as cluster:
         url = ",".join(member.url for member in cluster.values())
-        async with Bus.connect(BusConfig(url=url), "test", name="publisher") as bus:
+        async with Bus.connect(
+            BusConfig(url=url, streams=StreamsConfig(replicas=SERVERS)), "test", name="publisher"
+        ) as bus:
             await ensure_replicated(bus)
             load = Load(bus)
             loading = asyncio.create_task(load.run())
@@ -70,6 +71,7 @@ async def test_acked_messages_survive_the_death_of_the_streams_leader(
             await loading
             found = await everything(bus)
             kept = await bus.wait_for("policy", Waiting, timeout_s=30, hint="keys survive as well")
+            assert (await bus.js.stream_info(f"KV_{bus.topology.bucket}")).config.num_replicas == SERVERS
             assert kept.reason == "kept"
             assert (await bus.js.stream_info(stream)).cluster.leader != leader
     gap_s = max(later - at for at, later in zip(load.moments, load.moments[1:], strict=False))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from bus.consume import Inbox
 from bus.messages import RoleHolder
 from bus.publish import Publisher
 from bus.roles import hold_role
+from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, free_port
 from bus.topology import ensure
 
@@ -23,8 +25,10 @@ HOLDER = RoleHolder(incarnation="x", host="h", pid=1)
 class DomainServer(NatsServer):
     """A server whose JetStream has a domain, and that is one end of a leaf node's link."""
 
-    def __init__(self, directory: Path, domain: str, leafnodes: str) -> None:
-        super().__init__(directory)
+    def __init__(
+        self, directory: Path, domain: str, leafnodes: str, secure: SecureDirectory | None = None
+    ) -> None:
+        super().__init__(directory, secure=secure)
         self._domain, self._leafnodes = domain, leafnodes
 
     def _config(self) -> str:
@@ -70,6 +74,45 @@ async def test_actor_at_a_leaf_node_works_on_the_streams_of_the_hub(sites: tuple
                 assert await storage.get("role.learner", RoleHolder) is not None
         state = (await storage.js.stream_info(storage.topology.stream("TASKS"))).state
         assert state.messages == 0
+
+
+class LeafKeys(SecureDirectory):
+    """The same credentials at a leaf node, which has users but no streams of the run."""
+
+    def _accounts(self, run: str) -> dict[str, object]:
+        roles = f"roles-{run}"
+        return {roles: {"users": super()._accounts(run)[roles]["users"]}}
+
+
+async def test_role_at_a_leaf_node_of_a_secured_bus_works_on_the_streams_of_the_hub(tmp_path: Path):
+    port = free_port("127.0.0.1")
+    listen = f'listen: "127.0.0.1:{port}", authorization {{ user: l, password: l, account: "roles-test" }}'
+    link = f'remotes: [{{ url: "nats://l:l@127.0.0.1:{port}", account: "roles-test" }}]'
+    keys = SecureDirectory(tmp_path / "keys")
+    hub = DomainServer(tmp_path / "hub", "hub", listen, keys)
+    leaf = DomainServer(tmp_path / "leaf", "leaf", link, LeafKeys(tmp_path / "keys"))
+    keys.make(["test"], hub.url)
+
+    def connect(role: str, url: str, domain: str | None = None) -> AbstractAsyncContextManager[Bus]:
+        config = BusConfig(url=url, creds=tmp_path / f"keys/test/{role}.creds", domain=domain)
+        return Bus.connect(config, "test", name=role)
+
+    async with hub, leaf, connect("storage", hub.url) as storage:
+        await ensure(storage.js, storage.topology, shards=1)
+        await storage.create_keys()
+        await storage.put("run", HOLDER)
+        for domain in (None, "hub"):
+            async with connect("actor", leaf.url, domain) as actor, asyncio.timeout(20):
+                assert await actor.wait_for("run", RoleHolder, timeout_s=10, hint="the link") == HOLDER
+                name = f"task-{domain}"
+                tasks = storage.subject("tasks", "rollout", 7)
+                await Publisher(storage).publish(tasks, name.encode(), message_id=name)
+                [taken] = await Inbox(actor, "TASKS", "rollout").take(1, 5.0)
+                await taken.ack_sync(timeout=20)
+                await Publisher(actor).publish(actor.subject("trajectories", 0), b"done", message_id=name)
+                [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
+                await stored.ack_sync(timeout=20)
+                assert (taken.data, stored.data) == (name.encode(), b"done")
 
 
 async def test_a_domain_that_cannot_be_part_of_a_subject_is_refused():
