@@ -61,16 +61,20 @@ class LossTokens:
         return (self.logprobs - self.streams[name]).clamp(-LARGEST_DISTANCE, LARGEST_DISTANCE)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Add up values [N] by sequence, [sequences], over the ranks that share these; with gradient."""
-        sums = torch.zeros(self.sequences, dtype=values.dtype, device=values.device)
-        sums = sums.index_add(0, self.sequence, values)
+        """Add up values [N] by sequence, float64 [sequences], over the ranks that share these; with gradient.
+
+        An exponential of the sum turns the rounding of thousands of float32 terms into an error of the loss.
+        """
+        sums = torch.zeros(self.sequences, dtype=torch.float64, device=values.device)
+        sums = sums.index_add(0, self.sequence, values.double())
         if self.context_group is None or self.context_group.size() == 1:
             return sums
         total: Tensor = _SumOverRanks.apply(sums, self.context_group)  # type: ignore[no-untyped-call]
         return total
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Return the mean of values [N] over each sequence's trained tokens, [sequences]; 0 without any."""
+        """Return the mean of values [N] over each sequence's trained tokens, float64 [sequences]; 0 without
+        any."""
         counts = self.sequence_sum(torch.ones_like(values, requires_grad=False))
         return self.sequence_sum(values) / counts.clamp(min=1)
 

@@ -15,7 +15,9 @@ tokens are kept [N], and what to log: sums [], or which tokens are counted [N]."
 
 
 def by_sequence(values: Tensor, sequence: Tensor, over: Literal["product", "mean"]) -> Tensor:
-    """Add up log values [N] over each token's sequence (the log of their product), or take the mean; [N]."""
+    """Add up log values [N] over each token's sequence (the log of their product), or take the mean; float64
+    [N]."""
+    values = values.double()
     _, number = torch.unique(sequence, return_inverse=True)
     sums = torch.zeros_like(values).index_add(0, number, values)
     if over == "mean":
