@@ -58,6 +58,7 @@ def build_view(request: ProgramRequest) -> None:
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kept = [_Kept(path, kernel.writable_copy(path)) for path in (request.directory, *request.writable)]
     kept += [_Kept(path, kernel.read_only_copy(path)) for path in request.readable]
+    kept.sort(key=lambda one: len(one.path))  # what lies in another one comes on top of it
     places = [(one, Path(one.path).is_dir()) for one in kept]
     kernel.make_read_only("/")
     for path in (*PRIVATE, *DAEMONS, *request.covered):

@@ -35,6 +35,15 @@ async def test_root_may_run_programs_as_an_ordinary_user(monkeypatch, allows_nam
     await runner.close()
 
 
+async def test_directory_to_write_may_lie_in_one_to_read(tmp_path):
+    (tmp_path / "inside").mkdir()
+    runner = ProgramRunner(IsolationConfig(readable=(tmp_path,), writable=(tmp_path / "inside",)))
+    end = await ran(runner, f"echo yes > {tmp_path}/inside/there; touch {tmp_path}/here")
+    assert (tmp_path / "inside/there").read_text() == "yes\n"
+    assert "Read-only" in end.output
+    await runner.close()
+
+
 async def test_what_a_program_is_handed_can_be_read_once():
     runner = ProgramRunner(IsolationConfig())
     end = await ran(runner, "cat; cat; cat /proc/self/fd/0; cat /proc/$$/fd/0", handed=b"secret ")
