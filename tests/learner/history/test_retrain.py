@@ -11,6 +11,8 @@ import torch
 
 from bus.errors import ConfigError, StorageError
 from bus.messages import parse_trajectory_name
+from bus.topology import shard_of
+from bus.trajectory import Trajectory
 from learner import trained_logprobs
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import read_extra
@@ -20,7 +22,7 @@ from learner.history.retrain import last_step, retrain_steps, summary
 from learner.initial import prepare
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
-from tests.learner.mini_run import LEARNER, MiniRun, in_one_process, mini_run, past_run
+from tests.learner.mini_run import LEARNER, TRAINS_FROM, MiniRun, in_one_process, mini_run, past_run
 from tests.storage.serving import SHARDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
@@ -54,6 +56,21 @@ def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bi
     assert report["first_step_that_differs"] is None
     assert [step.loss for step in again] == [past.steps()[n].loss for n in range(1, 7)]
     assert len({step.loss for step in again}) == 6
+
+
+def test_each_step_is_recorded_with_the_version_that_it_made(past: MiniRun):
+    """No group may be stale here, so that its tokens say of which weights their step is."""
+    for step, line in past.steps().items():
+        assert line.policy_version == TRAINS_FROM + step
+        sampled = [rollouts_of(past, lease) for lease in line.leases]
+        versions = {int(v) for group in sampled for t in group for v in t.policy_versions[t.loss_mask]}
+        assert versions == {line.policy_version - 1}
+
+
+def rollouts_of(run: MiniRun, lease: int) -> list[Trajectory]:
+    shard = run.directory / str(shard_of(lease, SHARDS))
+    with closing(ReplayStore.open(shard, writable=False)) as store:
+        return store.read([lease])
 
 
 def test_log_probs_of_a_few_trajectories_of_the_first_step_are_recorded(past: MiniRun):
