@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import structlog
 import xxhash
 
+from actors.account import ActorAccount
 from actors.group import NOTHING, Group
 from actors.log_throttle import LogThrottle
 from actors.weights.follow import PolicyFollower
@@ -44,6 +45,8 @@ class PolicyLeases:
         self.counts = counts
         self.stop = asyncio.Event()
         """Set when this process is to end."""
+        self.account = ActorAccount(None, actor)
+        """Notes what is published; it keeps none unless it is replaced."""
         self._bus = bus
         self._follower = follower
         self._shards = shards
@@ -145,11 +148,14 @@ class PolicyLeases:
         """Send what is finished and was not sent yet."""
         subject = self._bus.subject("trajectories", shard_of(group.lease.lease_id, self._shards))
         messages = group.unsent()
-        await together(
-            self._publisher.publish(subject, encode(batch), message_id=name) for name, batch in messages
-        )
+        await together(self._publish(subject, name, batch) for name, batch in messages)
         sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
         self.counts["trajectories"] += len(sent)
+
+    async def _publish(self, subject: str, name: str, batch: TrajectoryBatch) -> None:
+        sent = await self.account.sent(batch.trajectories)
+        ack = await self._publisher.publish(subject, encode(batch), message_id=name)
+        await self.account.acknowledged(sent, ack, run=batch.trajectories[0].run)
 
     async def publish_soon(self, group: Group) -> bool:
         """Send what is finished of a group that is handed back; return whether the bus took it in time."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.account import ActorAccount
 from actors.actor import Actor, Engines
 from actors.colocation import DeviceSharing, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
@@ -66,6 +67,8 @@ class ActorSettings:
     """Versions that a trajectory may lag the learner."""
     logs: Path
     """Directory for what an engine in a process of its own prints."""
+    account: Path | None = None
+    """Directory for the account of what is published (storage/account/records.py); None keeps none."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
     """Whether its engines share the devices of this host with the learner."""
     gateway_token: str | None = field(default=None, repr=False)
@@ -207,6 +210,7 @@ def _actor(
         bus, policy, environment, follower=follower, keep=keep, shards=settings.shards, name=actor_name(),
         share_after_s=settings.actors.share_after_s,
     )  # fmt: skip
+    worker.keep_account(ActorAccount(settings.account, actor_name()))
     worker.retries = settings.actors.retries
     worker.failures = EnvironmentFailures(environment, settings.actors.failures)
     worker.interruption.config = settings.actors.interruption

@@ -9,6 +9,7 @@ from itertools import count
 
 import structlog
 
+from actors.account import ActorAccount
 from actors.environment_failures import EnvironmentFailures
 from actors.environments.base import (
     Environment,
@@ -118,6 +119,10 @@ class Worker:
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
         self._stop = asyncio.Event()
 
+    def keep_account(self, account: ActorAccount) -> None:
+        """Note what is published of the run's own policy, until the end of `run`."""
+        self._leases.account = account
+
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
         """Work until `stop`, then finish what was begun and soon ends, and hand back the rest."""
         self._stop = self._leases.stop = stop
@@ -139,6 +144,7 @@ class Worker:
         finally:
             await cancelled(interrupting)
             await self.interruption.handed_on()
+            self._leases.account.close()
 
     async def _on_lease(self, received: Received[Lease]) -> None:
         """The lease is acked when this returns: its group is on the stream, or its rejection is.

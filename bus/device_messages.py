@@ -20,7 +20,7 @@ class DeviceHold(Message, tag="device_hold"):
     number: int
     """Number of this claim, counted by the learner."""
     host: str
-    """Host of the devices, by `storage.client.addresses.host_identity`."""
+    """Host of the devices, by `storage.disk.host_identity.host_identity`."""
     held: bool
 
     @property

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import nats.errors
 import structlog
@@ -42,8 +42,17 @@ PARTS_IN_FLIGHT = 16
 """Parts that await their ack at a time: few enough for a slow connection to ack them in `ACK_TIMEOUT_S`."""
 T = TypeVar("T")
 Answer = dict[str, object]
-Outcome = Literal["stored", "refused", "unanswered"]
-"""Result of sending a message once. Both `refused` (for now) and `unanswered` messages are sent again."""
+Refusal = Literal["refused", "unanswered"]
+"""Why a message is sent again: the stream refuses it for now, or nobody answered."""
+
+
+class StreamAck(NamedTuple):
+    """The stream's word that it has stored a message."""
+
+    sequence: int
+    """Number of the message on its stream, or of its last part."""
+    duplicate: bool
+    """Says whether the stream had a message of this id before, such as an earlier attempt of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ class Publisher:
 
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, timeout_s: float | None = None
-    ) -> None:
+    ) -> StreamAck:
         """Return once the stream has stored `data`, however often that takes.
 
         Raises `BusError` when the message or its parts are larger than the server takes, or when the server
@@ -95,24 +104,29 @@ class Publisher:
         deadline = began + (self._bus.patience_s if timeout_s is None else timeout_s)
         try:
             if len(data) <= self._part_bytes:
-                await self._publish(subject, data, {MESSAGE_ID: message_id}, deadline)
-            else:
-                async with self._one_in_parts:  # the consumer holds one message instead of many
-                    await self._publish_parts(subject, split(data, message_id, self._part_bytes), deadline)
+                return await self._publish(subject, data, {MESSAGE_ID: message_id}, deadline)
+            async with self._one_in_parts:  # the consumer holds one message instead of many
+                parts = split(data, message_id, self._part_bytes)
+                return await self._publish_parts(subject, parts, deadline)
         except TimeoutError as error:
             waited_s = time.monotonic() - began
             raise BusAwayError(f"{subject}: {message_id} was not stored within {waited_s:.1f} s") from error
 
     async def _publish_parts(
         self, subject: str, parts: Iterator[tuple[dict[str, str], bytes]], deadline: float
-    ) -> None:
+    ) -> StreamAck:
+        acks: list[StreamAck] = []
+
         async def send_next() -> None:
             for headers, part in parts:
-                await self._publish(subject, part, headers, deadline)
+                acks.append(await self._publish(subject, part, headers, deadline))
 
         await together(send_next() for _ in range(PARTS_IN_FLIGHT))
+        return StreamAck(max(ack.sequence for ack in acks), any(ack.duplicate for ack in acks))
 
-    async def _publish(self, subject: str, data: bytes, headers: dict[str, str], deadline: float) -> None:
+    async def _publish(
+        self, subject: str, data: bytes, headers: dict[str, str], deadline: float
+    ) -> StreamAck:
         limit = self._bus.client.max_payload  # for data and headers: a server closes the connection above it
         if len(data) + HEADER_BYTES + sum(len(value.encode()) for value in headers.values()) > limit:
             raise BusError(
@@ -121,7 +135,7 @@ class Publisher:
         pause, unanswered, heard_s = 0.02, 0, time.monotonic()
         longest_s = LARGE_PAUSE_S if len(data) >= LARGE_BYTES else LONGEST_PAUSE_S
         async with self._slots:
-            while (outcome := await self._send(subject, data, headers)) != "stored":
+            while not isinstance(outcome := await self._send(subject, data, headers), StreamAck):
                 if outcome == "refused":
                     heard_s = time.monotonic()
                 if time.monotonic() > min(deadline, heard_s + self._bus.longest_outage_s):
@@ -135,6 +149,7 @@ class Publisher:
                 pause = min(2 * pause, longest_s if outcome == "refused" else LONGEST_PAUSE_S)
         if self._bus.not_storing:
             self._bus.not_storing.discard(stream_of(subject))
+        return outcome
 
     async def _warn(self, subject: str) -> None:
         """Report once that a stream does not store, unless the whole server does not answer."""
@@ -148,7 +163,7 @@ class Publisher:
             self._bus.not_storing.add(stream)
             log.warning("bus_does_not_store", stream=stream, remedy=REMEDY)
 
-    async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> Outcome:
+    async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> StreamAck | Refusal:
         """Send once, unless there is no connection; return the result."""
         if not self._bus.client.is_connected:
             return "unanswered"
@@ -186,12 +201,13 @@ class Publisher:
         self._sweep = None
         self._sweep_later()
 
-    def _outcome(self, subject: str, answer: Answer) -> Outcome:
+    def _outcome(self, subject: str, answer: Answer) -> StreamAck | Refusal:
         error = answer.get("error")
         if not isinstance(error, dict):
-            self.counts.duplicates += bool(answer.get("duplicate"))
-            self.counts.stored += not answer.get("duplicate")
-            return "stored"
+            ack = StreamAck(int(str(answer["seq"])), bool(answer.get("duplicate")))
+            self.counts.duplicates += ack.duplicate
+            self.counts.stored += not ack.duplicate
+            return ack
         if error.get("code") == NO_ANSWER:
             return "unanswered"
         if error.get("err_code") in STREAM_FULL:

@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.device_messages import BEAT_S, HOLD_KEY, USERS, Beats, DeviceHold, DeviceUser
 from bus.errors import BusError, ConfigError
 from bus.waiting import set_within
-from storage.client.addresses import host_identity
+from storage.disk.host_identity import host_identity
 
 log = structlog.get_logger()
 POLL_S = 0.25

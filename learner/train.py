@@ -34,6 +34,7 @@ from learner.publication.unchanged import why_unchanged
 from learner.settings import LearnerSettings, shared_kernels
 from learner.world.rank import Rank
 from learner.world.world import World
+from storage.account.records import TRAINED, AccountRecord, AccountWriter, Kind
 from storage.client.reader import ReplayReader
 from storage.weights.blob_stores import BlobStore
 
@@ -56,6 +57,8 @@ class Learner:
         self._incarnation = incarnation
         self._stop = stop
         self._reader = reader
+        self._account = AccountWriter(settings.lineage.parent / TRAINED, incarnation)
+        """Account of what each step trained on."""
         self._doing, self._waits = "starting", {"batch": "", "devices": ""}
         publication = settings.learner.publication
         kept = settings.export.parent / "kept-versions"
@@ -116,6 +119,7 @@ class Learner:
                 await self._next_batch.drop()
                 await self._broadcaster.close()
                 await self._weights.close()
+                await asyncio.to_thread(self._account.close)
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
@@ -227,6 +231,9 @@ class Learner:
         """Train, and write down what the step consumed and what came of it."""
         version = self.progress.policy_version
         batch, result = await self._world.call(Rank.train, lease.step, version, self.progress.baselines)
+        copies = self._world.rank.trained_copies
+        trained = [AccountRecord(Kind.TRAINED, copy, lease.step) for copy in copies]
+        await asyncio.to_thread(self._account.add, trained)
         line = lineage_line(lease.step, version + 1, self._incarnation, lease.groups, batch, result)
         await asyncio.to_thread(lineage.record, self._settings.lineage, line)
         run, recorded = self._settings.lineage.parent, self._world.rank.recorded

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from actors.account import ActorAccount
 from actors.config import ActorsConfig
 from actors.counters import report_metrics
 from actors.engine_report import EngineReport
@@ -51,6 +52,8 @@ class FurtherSettings:
     """Whether its engines give its learner's log-probs to the bit (model.numerics)."""
     shares_servers: bool = False
     """Whether the servers of the run's own policy serve it too, beside the same frozen weights."""
+    account: Path | None = None
+    """Directory for the account of what is published for it; None keeps none."""
 
 
 class FurtherPolicy:
@@ -186,6 +189,8 @@ class PolicyOpener:
             self._shared.admit(name, fleet)
             admin.refusal = f"policy {name!r} is at the servers of the run's own: change those of that run"
         asked = PolicyLeases(bus, follower, shards=self._shards, actor=actor_name(), counts=Counter())
+        asked.account = ActorAccount(self._policies[name].account, actor_name())
+        opened.callback(asked.account.close)
         leases = FurtherLeases(name, bus, asked, follower)
         return FurtherPolicy(name, bus, _Parts(fleet, follower, probe, admin), leases)
 

@@ -38,6 +38,7 @@ from launch.process.record_trust import restrict_to_own, with_own_engine
 from launch.process.vision_checks import counts_images
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
+from storage.account.records import ACTORS
 from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
 from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import generate_task
@@ -330,6 +331,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
                 actors=config.actors, sampling=config.sampling, rollout_engine=engine_of(config),
                 shards=config.replay.shards,
                 logs=config.directory / config.run / "logs",
+                account=config.directory / config.run / ACTORS,
                 colocation=config.colocation,
                 gateway_token=gateway_token(config),
                 further=further,
@@ -356,6 +358,7 @@ async def _further_policies(
             max_staleness=own.admission.max_staleness,
             exact=own.model.numerics == "exact",
             shares_servers=shares_servers(config, name, own.actors.engine),
+            account=own.directory / own.run / ACTORS,
         )  # fmt: skip
     return found
 

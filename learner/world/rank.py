@@ -35,6 +35,7 @@ from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teac
 from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
 from learner.world.process_group import Peers, gathered
+from storage.account.records import Copy
 from storage.client.reader import ReplayReader
 from storage.images.reader import ImageReader
 
@@ -62,6 +63,8 @@ class Rank:
         self.hf_config = backend.hf_config
         self.recorded: Mapping[str, NDArray[np.float32]] = {}
         """Log-probs of a few trajectories of the latest step (learner/scoring/recorded_logprobs.py)."""
+        self.trained_copies: list[Copy] = []
+        """Every trajectory of the groups of the latest step, those of all ranks."""
         self.share, self.shares = backend.data_parallel_group.rank(), backend.data_parallel_group.size()
         self._backend = backend
         self._settings = settings
@@ -141,6 +144,9 @@ class Rank:
         peers, learner = self._peers, self._settings.learner
 
         def work() -> tuple[StepBatch, StepResult]:
+            mine = [Copy.of(trajectory) for group in groups for trajectory in group]
+            by_share = dict(gathered((self.share, mine)))  # ranks that share a model have the same groups
+            self.trained_copies = [copy for copies in by_share.values() for copy in copies]
             self.recorded = recorded_logprobs(self._backend, groups, learner, step=step)
             return train_on(
                 self._backend,

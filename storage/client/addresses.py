@@ -1,6 +1,5 @@
 """Addresses of trajectories on a disk, by which a reader on the same host maps them itself."""
 
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,19 +7,8 @@ import numpy as np
 
 from bus.errors import StorageError
 from bus.requests import Located
+from storage.disk.host_identity import host_identity
 from storage.store.replay import ReplayStore
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def host_identity() -> str:
-    """Return the identity of this machine since its last boot; "" (no files are shared) if it has none.
-
-    Containers on one machine have different identities."""
-    try:
-        return f"{BOOT_ID.read_text().strip()} {platform.node()}"
-    except OSError:
-        return ""
 
 
 def directory_identity(directory: Path) -> tuple[int, int]:

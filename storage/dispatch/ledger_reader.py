@@ -14,6 +14,12 @@ def states_of(ledger: Path) -> dict[int, tuple[str, int]]:
     return {lease_id: (state, version) for lease_id, state, version in rows}
 
 
+def reasons_of(ledger: Path) -> dict[int, str]:
+    """Return why leases were rejected, by lease. Raises `ConfigError`."""
+    rows = _rows(ledger, "SELECT lease_id, reason FROM leases WHERE state = 'rejected'")
+    return {lease_id: reason or "" for lease_id, reason in rows}
+
+
 def leases_of_steps(ledger: Path) -> dict[int, list[int]]:
     """Return, by step, the leases that it trained on. Raises `ConfigError`."""
     steps: dict[int, list[int]] = {}

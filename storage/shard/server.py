@@ -30,7 +30,8 @@ from bus.requests import (
 )
 from bus.topology import shard_of
 from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
-from storage.client.addresses import host_identity, locate
+from storage.client.addresses import locate
+from storage.disk.host_identity import host_identity
 from storage.dispatch.short_groups import serve_closing
 from storage.shard.group_status import serve_siblings, serve_turns
 from storage.shard.ingest_checks import Quarantine

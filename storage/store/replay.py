@@ -11,13 +11,14 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from bus.errors import SchemaError, StorageError
+from bus.errors import StorageError
 from bus.messages import RewardGiven
 from bus.trajectory import Trajectory
+from storage.account.records import DROPPED, AccountRecord, AccountWriter, Copy, Kind
 from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
 from storage.store.archive import archive_segment
+from storage.store.arrivals import sort_arrivals
 from storage.store.contents import StoreContents
-from storage.store.index import LARGEST_GROUP
 from storage.store.kept_turns import KeptTurns
 from storage.store.layout import SegmentEntry, choose_merge, find_entries, merged
 from storage.store.loading import load_store, save_index
@@ -47,6 +48,8 @@ class ReplayStore:
         """Segments and rows in the index file."""
         self.late_siblings = 0
         """Trajectories not stored, since their groups had been closed without them; from the opening on."""
+        self._dropped = AccountWriter(directory / DROPPED, "shard")
+        """Account of what arrived and was not stored."""
         self._held = StoreContents(directory, writable=writable)
         self._writing = threading.Lock()  # held while groups become complete: their order is durable
         self._housekeeping = threading.Lock()
@@ -177,26 +180,13 @@ class ReplayStore:
         return completed
 
     def _fresh(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return those not stored yet, each once; `SchemaError` if siblings disagree on `group_size`."""
-        fresh: dict[tuple[int, int], Trajectory] = {}
-        sizes: dict[int, int] = {}
-        late = 0
-        for t in trajectories:
-            if self._held.groups.is_forgotten(t.lease_id):
-                continue  # delivered once more, or of a group that was rejected: no step will have it
-            held = self._held.index.holds(t.lease_id, t.sample)
-            if self._held.groups.is_closed(t.lease_id):
-                late += not held
-                continue
-            size = self._held.index.group_size(t.lease_id) or sizes.setdefault(t.lease_id, t.group_size)
-            if t.group_size != size:
-                raise _misfit(t, f"its group has {size} samples, it says {t.group_size}")
-            if size > LARGEST_GROUP:
-                raise _misfit(t, f"a group of {size} samples cannot be stored")
-            if not held:
-                fresh.setdefault((t.lease_id, t.sample), t)
-        self.late_siblings += late
-        return list(fresh.values())
+        """Return those not stored yet, each once; the account says which are not stored, and why.
+
+        Raises `SchemaError` if siblings disagree on `group_size`."""
+        arrived = sort_arrivals(self._held, trajectories)
+        self._dropped.add([AccountRecord(Kind.DROPPED, Copy.of(t), reason) for t, reason in arrived.dropped])
+        self.late_siblings += arrived.late_siblings
+        return arrived.fresh
 
     def _store(self, fresh: Sequence[Trajectory]) -> list[int]:
         """Write these as the next segment, and index them; return the groups that are full now."""
@@ -252,6 +242,11 @@ class ReplayStore:
                 f"{due[0].trajectory_id} is due"
             )
         return found
+
+    def late_reward(self, lease_id: int, sample: int) -> float | None:
+        """Return the reward that a trajectory was given after it was stored, or None."""
+        given = self._held.groups.rewards.reward_of(lease_id, sample)
+        return None if given is None else given.reward
 
     def locate(self, lease_ids: Iterable[int]) -> list[tuple[SegmentEntry, int]]:
         """Return entry and row of each trajectory of these complete groups, in the order of `read`.
@@ -339,6 +334,7 @@ class ReplayStore:
             held = self._held.layout.segments, self._held.index.total
             if self._lock is not None and self._indexed != held:
                 self._save_index()
+            self._dropped.close()
             self._release()
 
     def _refuse_reader(self) -> None:
@@ -392,8 +388,3 @@ class ReplayStore:
 
     def _save_index(self) -> None:
         self._indexed = save_index(self.directory, self._held.index, self._held.layout) or self._indexed
-
-
-def _misfit(trajectory: Trajectory, why: str) -> SchemaError:
-    reason = f"{trajectory.trajectory_id}: {why}"
-    return SchemaError(reason, kind="group_size", actor=trajectory.actor)

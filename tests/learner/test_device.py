@@ -11,7 +11,7 @@ from bus.config import ColocationConfig
 from bus.device_messages import HOLD_KEY, DeviceHold, DeviceUser, user_key
 from bus.errors import BusError
 from learner.colocation import Device
-from storage.client.addresses import host_identity
+from storage.disk.host_identity import host_identity
 
 pytestmark = pytest.mark.nats
 

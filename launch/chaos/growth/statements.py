@@ -37,6 +37,8 @@ class Stated:
 STATED = (
     Stated("local memory_bytes", "20,000, of about 0.4 KB each: older ones are thinned out", amount=400.0),
     Stated("disk lineage bytes", "about 0.3 KB and 2 KB a step", amount=300.0),
+    Stated("disk account bytes", "72 and 144 bytes a trajectory", "group", 2 * 216.0),
+    Stated("disk account files", "a file for each start of an actor or a learner", amount=inf),
     Stated("disk metrics bytes", "about 0.3 KB and 2 KB a step", amount=2000.0),
     Stated("disk progress bytes", "about 60 and 300 bytes an evaluation", "evaluation", 60.0),
     Stated("disk ledger bytes", "about 60 bytes a group", "group", 60.0),

@@ -17,6 +17,7 @@ from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client import addresses, local_reader, reader
 from storage.client.local_reader import LocalReader
 from storage.client.reader import ReplayReader
+from storage.disk import host_identity
 from storage.store import layout
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE
@@ -99,7 +100,7 @@ async def test_reader_on_another_host_gets_the_same_over_the_bus(bus, store, mon
 
 
 async def test_host_without_an_identity_never_takes_another_for_itself(bus, store, monkeypatch, tmp_path):
-    monkeypatch.setattr(addresses, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(host_identity, "BOOT_ID", tmp_path / "missing")
     async with fetching(bus, store) as reader:
         await fetched(reader, 0)
         assert (reader.read["mapped"], reader.read["bus"]) == (0, 2)
