@@ -59,7 +59,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Prepare": ("init", "doctor", "convert", "completion"),
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
     "Act on a run that goes on": ("data", "engines", "keys", "reward"),
-    "Look back": ("retrain", "witness", "rescore", "restore"),
+    "Look back": ("verify", "retrain", "witness", "rescore", "restore"),
     "Measure and test": ("bench", "soak"),
 }
 """Commands under the heading that `launch --help` shows them with, the most wanted first."""

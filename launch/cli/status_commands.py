@@ -1,4 +1,4 @@
-"""`launch status` and `launch tail`: show how a live run is, and its trajectories."""
+"""`launch status`, `launch verify` and `launch tail`: how a live run is, and its trajectories."""
 
 import json
 from functools import partial
@@ -47,6 +47,41 @@ def status(
     found = report(run(partial(look_at_run, where)))
     print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
     raise SystemExit(0 if found["healthy"] else 1)
+
+
+@app.command(usage="Usage: launch verify --run NAME [--records DIR...] [OPTIONS]")
+def verify(
+    *,
+    run_name: RunName = "default",
+    bus: RunBusUrl = None,
+    creds: CredsFile = None,
+    directory: RunsDirectory = Path("runs"),
+    records: tuple[Path, ...] = (),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Account for every trajectory: compare what actors sent, what is stored and what was trained on.
+
+    The run may go on, or have ended. The exit status is 1 if a trajectory was lost, altered or used twice.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Directory of all runs, where those of the run's stores, ledger and lineage are.
+    records
+        Directories with the account/ of other hosts of actors, copied here.
+    as_json
+        Print one JSON object on one line, which names everything that was found.
+    """
+    from launch.operations.verify.comparison import BROKEN
+    from launch.operations.verify.verify import screen, verify_run
+
+    configure_logging("error")
+    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    found = run(partial(verify_run, where, records))
+    print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
+    raise SystemExit(1 if any(found[name] for name in BROKEN) else 0)
 
 
 @app.command(usage="Usage: launch tail --run NAME [OPTIONS]")

@@ -33,6 +33,7 @@ FLAGS = {
     "shards": ("--shards", "--bus", "--run", "--directory"),
     "learner": ("--bus", "--run", "--shadow", "--warmup.steps", "--learner.loss.type"),
     "retrain": ("--run", "--from-step", "--to-step", "--json", "--learner.loss.type"),
+    "verify": ("--run", "--bus", "--records", "--json"),
     "witness": ("--run", "--directory", "--json"),
     "restore": ("--run", "--directory", "--archive"),
     "bench overlap": ("--model", "--learner-device", "--rounds", "--admission.max-staleness"),
