@@ -100,8 +100,10 @@ async def roll_back_bus(target: Target) -> None:
         finally:
             send_signal(server, signal.SIGCONT)
         await asyncio.sleep(target.random.uniform(5, 20))
+        await target.account.take_account()
         await _down(server)
         await asyncio.to_thread(copy_tree, before, store)
+        target.account.bus_damaged()
         await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
         target.faults["bus directory rolled back"] += 1
         _up(server)
@@ -112,7 +114,9 @@ async def damage_bus(target: Target) -> None:
     how = target.random.choice(["truncated", "flipped", "wiped"])
     async with target.servers.lock:
         server = target.server()
+        await target.account.take_account()
         await _down(server)
+        target.account.bus_damaged()
         store = server.directory / "jetstream"
         blocks = sorted(path for path in store.rglob("*.blk") if path.stat().st_size > 0)
         if how == "wiped":

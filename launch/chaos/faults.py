@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.chaos.clock import ShiftedClock
 from launch.chaos.local_run import LocalRun
+from launch.chaos.lost_with_bus import LostWithBus
 from launch.chaos.servers import BusServers, Server
 
 
@@ -28,6 +29,7 @@ class Target:
     outages_s: tuple[float, float]
     """Shortest and longest time for which the bus is away."""
     random: random.Random
+    account: LostWithBus
     faults: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
     """Promises that were seen broken at once."""

@@ -18,12 +18,15 @@ from launch.chaos.clock import ShiftedClock
 from launch.chaos.disk import small_disk
 from launch.chaos.faults import Fault, Target, inject_one
 from launch.chaos.local_run import LocalRun
+from launch.chaos.lost_with_bus import LostWithBus
 from launch.chaos.paced_lengths import LONGEST, expected_lengths
 from launch.chaos.resume_check import ask_witness, retrain
 from launch.chaos.run_faults import RUN_FAULTS
 from launch.chaos.segment_check import check_segments, segments_broken
 from launch.chaos.servers import BusServers
 from launch.history.trajectory_account import account, ks_p
+from launch.operations.verify.comparison import Verdicts
+from launch.operations.verify.verify import verified
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import leases_of_steps
 from storage.store.many_groups import each_trajectory
@@ -85,12 +88,12 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
     """
     began = time.monotonic()
     with small_disk(directory / "disk") as mounted:
-        target = await _soaked(plan, directory, stop, disk_fills=mounted)
+        target, verdicts = await _soaked(plan, directory, stop, disk_fills=mounted)
         if mounted:
             await asyncio.to_thread(shutil.copytree, target.local.run.path, directory / RUN)
     run = RunDirectory(directory if mounted else directory / "disk", RUN)
     took_s = time.monotonic() - began
-    found = await accounted(run, took_s)
+    found = await accounted(run, took_s, verdicts=verdicts)
     damaged = await check_segments(run, SETTINGS, shards=SHARDS, seed=plan.seed)
     return {
         "minutes": plan.minutes,
@@ -105,16 +108,21 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
     }
 
 
-async def accounted(run: RunDirectory, took_s: float, *, until_lease: int | None = None) -> dict[str, Json]:
+async def accounted(
+    run: RunDirectory, took_s: float, *, until_lease: int | None = None, verdicts: Verdicts | None = None
+) -> dict[str, Json]:
     """Account for every trajectory of a run that has ended, and train its steps again.
 
     Args:
         took_s: duration of the run; training again waits for nobody, and so may take as long at most.
         until_lease: bound of the leases whose lengths are compared with the known ones; None for all.
+        verdicts: the account by id and digest; None to take it from the run's directory alone.
 
     Raises `SluiceError` when something to compare is missing, or when it cannot be trained again.
     """
+    verdicts = verdicts or await verified(run)
     return {
+        "verify": verdicts.to_json(),
         **account(run, shards=SHARDS, samples=SAMPLES, max_staleness=MAX_STALENESS),
         "known_length_ks_p": known_length_p(run, until_lease),
         **await retrain(run, timeout_s=took_s),
@@ -122,13 +130,17 @@ async def accounted(run: RunDirectory, took_s: float, *, until_lease: int | None
     }
 
 
-async def _soaked(plan: SoakPlan, directory: Path, stop: asyncio.Event, *, disk_fills: bool) -> Target:
-    """Let a run go through its faults, and to its end."""
+async def _soaked(
+    plan: SoakPlan, directory: Path, stop: asyncio.Event, *, disk_fills: bool
+) -> tuple[Target, Verdicts]:
+    """Let a run go through its faults, and to its end; return its account of every trajectory too."""
     disk = directory / "disk"
     clock = ShiftedClock(directory)
     servers = BusServers(disk / "bus", plan.servers)
     local = LocalRun(RunDirectory(disk, RUN), _settings(servers, clock))
-    target = Target(local, servers, disk, disk_fills, clock, plan.outages_s, random.Random(plan.seed))
+    lost = LostWithBus(local.run, servers.url)
+    draw = random.Random(plan.seed)
+    target = Target(local, servers, disk, disk_fills, clock, plan.outages_s, draw, lost)
     try:
         async with servers.running():
             try:
@@ -138,12 +150,17 @@ async def _soaked(plan: SoakPlan, directory: Path, stop: asyncio.Event, *, disk_
                 await wait_for_a_step(local)
                 await asyncio.sleep(SETTLE_S)
                 await local.end()
+                found = await lost.take_account()
             finally:
                 target.slow_consumers.close()
                 await local.kill()
     finally:
         await asyncio.to_thread(_keep_logs, disk, local, directory)
-    return target
+    if found is None:
+        raise SluiceError("the account of the run's trajectories could not be taken: its bus was away")
+    for name, why in lost.lost.items():
+        found.add("lost", name, why)
+    return target, found
 
 
 def _keep_logs(disk: Path, local: LocalRun, directory: Path) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bus.codec import Json
 from bus.errors import StorageError
+from launch.operations.verify.comparison import BROKEN
 from learner import lineage
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
@@ -18,8 +19,6 @@ from storage.dispatch.ledger_reader import states_of
 from storage.store.many_groups import each_trajectory
 from storage.store.replay import ReplayStore
 
-LOSS_TOLERANCE = 1e-5
-"""Largest difference between the loss of a step and that of the same step trained again; of weights too."""
 USED = ("stored", "leased", "committed")
 
 
@@ -60,20 +59,23 @@ def account(
 
 
 def exit_status(result: dict[str, Json]) -> int:
-    """Return 0 when nothing was lost or trained on twice, the bound held, and resumes left no trace."""
+    """Return 0 when nothing was lost, altered or used twice, the bound held, and resumes left no trace."""
     clean = all(result[key] == 0 for key in ("lost", "trained_too_often", "trained_but_not_in_ledger"))
+    verified = result["verify"]
+    whole = isinstance(verified, dict) and all(verified[verdict] == 0 for verdict in BROKEN)
     fair = float(str(result["length_ks_p"])) > 0.01
     bounded = int(str(result["max_staleness_seen"])) <= int(str(result["max_staleness_allowed"]))
     kept = not result.get("broken_promises") and float(str(result.get("known_length_ks_p", 1.0))) > 0.01
-    return 0 if clean and fair and bounded and kept and _continuous(result) else 1
+    return 0 if clean and whole and fair and bounded and kept and _continuous(result) else 1
 
 
 def _continuous(result: dict[str, Json]) -> bool:
     """Return whether one process, trained on the same groups from step 0, had the same batches and losses and
-    ended with the same weights, and whether these say of one group that it was trained on once."""
+    ended with the same weights to the last bit, and whether these say of one group that it was trained on
+    once."""
     whole = result["steps"] == result["retrained_batches"] == result["retrained_batches_equal"]
     apart = result["loss_max_abs_diff"], result["weights_max_abs_diff"]  # null if one was finite only once
-    equal = all(isinstance(value, (int, float)) and value <= LOSS_TOLERANCE for value in apart)
+    equal = all(value == 0 and value is not None for value in apart)
     witness = result["witness"]
     return whole and equal and isinstance(witness, dict) and witness["trained"] == "once"
 
