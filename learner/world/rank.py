@@ -98,14 +98,16 @@ class Rank:
         """Fetch these groups. Those that cannot be read are reported first: a restart is given others.
 
         Teachers behind servers are asked here, where no rank waits in a collective for an answer."""
+        vocab_size = self.hf_config.get_text_config().vocab_size
         try:
             groups = await self._reader.fetch(refs)
+            refuse_other_tokens(groups, vocab_size)
         except UnreadableGroupsError as error:
             await self._reader.report_unreadable(step, error, given_to)
             raise
         if self._peers is None or not self._peers.is_first:
             return groups, NO_ANSWERS
-        learner, vocab_size = self._settings.learner, self.hf_config.get_text_config().vocab_size
+        learner = self._settings.learner
         self._asking.add(step)
         try:
             return groups, await ask_teachers(groups, learner, vocab_size=vocab_size)
@@ -270,6 +272,19 @@ class Rank:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run torch work where all of it runs. Raises `WorldError` when another rank was lost meanwhile."""
         return await in_thread(self._thread, work)
+
+
+def refuse_other_tokens(groups: Groups, vocab_size: int) -> None:
+    """Raise `UnreadableGroupsError` for groups with token ids that the model has no embedding of.
+
+    A shard refuses them where it knows the vocabulary; on CUDA such an id ends the process by an assert."""
+    highest = ((t.lease_id, int(t.token_ids.max(initial=-1))) for group in groups for t in group)
+    if lost := {lease: token for lease, token in highest if token >= vocab_size}:
+        lease, token = next(iter(lost.items()))
+        raise UnreadableGroupsError(
+            f"group {lease} has token id {token}, of a vocabulary of {vocab_size}: another tokenizer?",
+            tuple(lost),
+        )
 
 
 def _state(task: asyncio.Task[Fetched]) -> tuple[bool, bool]:
