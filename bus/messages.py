@@ -309,6 +309,10 @@ class Status(Message, tag="status"):
     """Time at which the process began, in seconds since the epoch by its host's clock."""
     next_s: float = 0.5
     """Seconds until the next one: they are rarer in a run of many actors."""
+    revision: str = ""
+    """Digest of the run's settings that the process works by."""
+    settings_differ: tuple[str, ...] = ()
+    """Settings that are others in the run by now, each with both values: it goes on by its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,12 @@ class ProcessState:
         """Numbers of the latest metrics: the learner's last step, an actor's counters."""
         self.messages_refused = 0
         """Requests and notices that came from a stream, or ask for an answer elsewhere than in an inbox."""
+        self.revision = ""
+        """Digest of the run's settings that the process works by."""
+        self.following: asyncio.Task[None] | None = None
+        """Compares the run's settings with those that the process works by, as long as it is connected."""
+        self.settings_differ: tuple[str, ...] = ()
+        """Settings that are others in the run by now, each with both values."""
         self._turned_s = time.monotonic()
 
     @property

@@ -47,6 +47,8 @@ async def report_status(
             host=platform.node(),
             started_s=psutil.Process().create_time(),
             next_s=PERIOD_S * bus.slower,
+            revision=bus.state.revision,
+            settings_differ=bus.state.settings_differ,
         )
         await bus.notify(bus.subject("status", role), status)
         if stopping:

@@ -71,6 +71,7 @@ def _member(status: Status) -> Report:
         "pid": status.pid,
         "since_s": status.started_s or None,
         "doing": status.doing,
+        "revision": status.revision or None,
         "policy_version": values.get("policy_version") if status.role in ("actor", "learner") else None,
         "engines": values.get("engines") if status.role == "actor" else None,
     }
@@ -90,6 +91,7 @@ def _silent(state: RunState) -> Iterator[Report]:
                 "pid": holder.pid,
                 "since_s": None,
                 "doing": "renews its role, but sends no status" if renewed else "sends nothing",
+                "revision": None,
                 "policy_version": None,
                 "engines": None,
             }

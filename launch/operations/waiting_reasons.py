@@ -44,6 +44,9 @@ def problems(state: RunState) -> list[str]:
         if name in REFUSING and bound > 0 and info.state.bytes >= FULL * bound:
             found.append(f"the stream {name} is full: {info.state.bytes} of {bound} bytes, its senders wait")
     for status in state.statuses.values():
+        if status.settings_differ:
+            names = "; ".join(status.settings_differ)
+            found.append(f"{status.source} works by other settings than the run has, start it again: {names}")
         if status.doing.startswith("the bus stores nothing") and not state.full_disk:  # which explains it
             found.append(f"{status.source} says: {status.doing}")
     return found

@@ -35,6 +35,7 @@ from launch.process.hub_revision import pin
 from launch.process.model_directory import model_directory, model_here, refuse_full_context
 from launch.process.ranks import serves_probes
 from launch.process.record_trust import restrict_to_own, with_own_engine
+from launch.process.settings_revision import follow_settings, revision_of
 from launch.process.vision_checks import counts_images
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
@@ -169,10 +170,10 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     async with (
         metric_sinks(config.metrics, directory, settings.config_json) as sinks,
         connected(config, "storage", stop) as bus,
+        concluding(bus, config, directory) if summary else nullcontext(),
     ):
-        log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
-        async with concluding(bus, config, directory) if summary else nullcontext():
-            await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
+        bus.state.revision = revision_of(settings.config_json)
+        await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
 
 
 async def serve_shards(
@@ -378,7 +379,11 @@ async def connected(
         Bus.connect(where.bus, where.run, name=name or role, stop=stop, state=state) as bus,
     ):
         state.wait_for(_FIRST_WAIT.get(role, "the run's storage: is `launch storage` running?"))
-        yield bus
+        try:
+            yield bus
+        finally:
+            if state.following is not None:
+                await cancelled(state.following)
 
 
 _FIRST_WAIT = {"storage": "its prompts, ledger and shards to be opened"}
@@ -407,6 +412,14 @@ async def joined(
         "allow": where.allow.model_dump(),
         "monitoring": where.monitoring.model_dump(),
     }
-    config = resolve(json.loads(waiting.result().config_json), overrides, own)
+
+    def resolved(config_json: str) -> RunConfig:
+        return resolve(json.loads(config_json), overrides, own)
+
+    config_json = waiting.result().config_json
+    config = resolved(config_json)
     restrict_to_own(bus, config, overrides)
+    bus.state.revision = revision_of(config_json)
+    following = follow_settings(bus, bus.state.role, config, resolved)
+    bus.state.following = asyncio.create_task(following, name="follow the run's settings")
     return config

@@ -1,0 +1,92 @@
+"""Which settings of a run a process works by, and which the run has by now.
+
+Storage alone may be started again with other settings. A process that goes on keeps those it joined with,
+names the others in its log and its status, and takes them when it is started again."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError, SchemaError
+from bus.messages import RunRecord
+from launch.config import RunConfig
+from launch.settings_sources import leaves
+
+log = structlog.get_logger()
+PERIOD_S = 5.0
+"""Time between two looks at the run's record; longer in a run of many actors."""
+SHOWN = 8
+"""Most settings that are named."""
+REMEDY = "start this process again: it goes on by the settings that it joined with"
+READ_BY = {
+    "learner": ("seed", "data", "admission", "replay", "sampling", "model", "warmup", "learner", "evaluation",
+                "actors", "colocation", "policies"),
+    "shadow": ("seed", "model", "warmup", "learner"),
+    "actors": ("admission", "replay", "sampling", "model", "evaluation", "actors", "colocation", "policies"),
+    "shards": ("replay",),
+}  # fmt: skip
+"""Sections of a run's settings that a process of each role reads."""
+
+
+def revision_of(config_json: str) -> str:
+    """Return a short digest of a run's settings, whatever the order of their keys."""
+    canonical = json.dumps(json.loads(config_json), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def differences(own: RunConfig, now: RunConfig, role: str) -> list[str]:
+    """Return each setting that `role` reads and that is another now, with both values."""
+    read = READ_BY.get(role, ())
+    before, after = (dict(_leaves(config, read)) for config in (own, now))
+    return [
+        f"{name}: {_shown(before, name)} here, {_shown(after, name)} in the run"
+        for name in {**before, **after}
+        if before.get(name, "none") != after.get(name, "none")
+    ]
+
+
+async def follow_settings(bus: Bus, role: str, own: RunConfig, resolved: Callable[[str], RunConfig]) -> None:
+    """Keep `bus.state.settings_differ` true until cancelled. `resolved` makes this process's settings of a
+    record of the run."""
+    seen: str | None = None
+    while True:
+        await asyncio.sleep(PERIOD_S * bus.slower)
+        try:
+            found = await bus.get("run", RunRecord)
+        except (BusError, SchemaError) as error:  # the bus is away, or its storage is about to announce it
+            log.debug("settings_not_seen", reason=str(error))
+            continue
+        if found is None or found[0].config_json == seen:
+            continue
+        seen = found[0].config_json
+        bus.state.settings_differ = _named(_compared(own, seen, role, resolved))
+        if bus.state.settings_differ:
+            log.warning("settings_differ", settings=list(bus.state.settings_differ), remedy=REMEDY)
+
+
+def _compared(
+    own: RunConfig, config_json: str, role: str, resolved: Callable[[str], RunConfig]
+) -> Sequence[str]:
+    try:
+        return differences(own, resolved(config_json), role)
+    except ConfigError as error:  # of another build, or they do not go with this process's own settings
+        return [f"the run's settings do not go with those of this process: {error}"]
+
+
+def _named(found: Sequence[str]) -> tuple[str, ...]:
+    more = (f"and {len(found) - SHOWN} more",) if len(found) > SHOWN else ()
+    return (*found[:SHOWN], *more)
+
+
+def _leaves(config: RunConfig, sections: Sequence[str]) -> list[tuple[str, Any]]:
+    table = config.model_dump(mode="json", include=set(sections))
+    return [(".".join(location), value) for location, value in leaves(table)]
+
+
+def _shown(values: dict[str, Any], name: str) -> str:
+    return json.dumps(values[name])[:80] if name in values and values[name] is not None else "none"

@@ -1,0 +1,97 @@
+"""A process that goes on while storage is started again with other settings says by which it works."""
+
+import asyncio
+import json
+
+import pytest
+from structlog.testing import capture_logs
+
+from bus.connection import Bus
+from bus.messages import RunRecord, Status
+from bus.status import report_status
+from launch.config import RunConfig, validate
+from launch.operations.run_status import RunState
+from launch.operations.status_report import report
+from launch.operations.waiting_reasons import problems
+from launch.process import settings_revision
+from launch.process.services import connected, joined
+from launch.process.settings_revision import differences, revision_of
+
+LR = "learner.optimizer.lr"
+
+
+def record(**optimizer: float) -> RunRecord:
+    config = validate({"run": "test", "learner": {"optimizer": optimizer}, "data": {"task": "sort"}})
+    return RunRecord(name="test", config_json=config.model_dump_json())
+
+
+async def statuses(bus: Bus, wanted: bool) -> Status:
+    """The next status that names settings which differ, or that names none."""
+    found: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+
+    def hear(status: Status) -> None:
+        if bool(status.settings_differ) == wanted and not found.done():
+            found.set_result(status)
+
+    heard = await bus.listen(bus.subject("status", "*"), Status, hear)
+    try:
+        async with asyncio.timeout(20):
+            return await found
+    finally:
+        await heard.unsubscribe()
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize("role", ["learner", "actors"])
+async def test_settings_that_storage_alone_has_taken_are_named_by_who_goes_on_without_them(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, role: str
+):
+    monkeypatch.setattr(settings_revision, "PERIOD_S", 0.02)
+    where = RunConfig(run="test", bus=validate({"bus": {"url": bus.client.connected_url.geturl()}}).bus)
+    first, other = record(lr=1e-4), record(lr=5e-4)
+    await bus.put("run", first)
+    with capture_logs() as said:
+        async with connected(where, role, asyncio.Event()) as own:
+            config = await joined(own, where, {}, asyncio.Event())
+            assert config.learner.optimizer.lr == 1e-4
+            stop = asyncio.Event()
+            reporting = asyncio.create_task(
+                report_status(own, source=role, role=role, look=lambda: ("works", {}), stop=stop)
+            )
+            assert (await statuses(bus, wanted=False)).revision == revision_of(first.config_json)
+            await bus.put("run", other)
+            if role == "learner":
+                status = await statuses(bus, wanted=True)
+                assert status.settings_differ == (f"{LR}: 0.0001 here, 0.0005 in the run",)
+                state = RunState("test", 1.0, statuses={role: status})
+                assert any(LR in problem and "start it again" in problem for problem in problems(state))
+                assert report(state)["members"][0]["revision"] == revision_of(first.config_json)
+                await bus.put("run", first)
+            await statuses(bus, wanted=False)
+            stop.set()
+            await reporting
+    warned = [line["settings"] for line in said if line["event"] == "settings_differ"]
+    assert warned == ([[f"{LR}: 0.0001 here, 0.0005 in the run"]] if role == "learner" else [])
+
+
+def test_a_process_is_told_of_what_it_reads_alone():
+    before = validate({"run": "test"})
+    after = validate({
+        "run": "test", "replay": {"linger_s": 9.0}, "metrics": {"tensorboard": True},
+        "sampling": {"temperature": 0.5}, "learner": {"loss": {"type": "gspo"}},
+    })  # fmt: skip
+    named = {
+        role: {one.split(":")[0] for one in differences(before, after, role)} for role in ("shards", "actors")
+    }
+    assert named["shards"] == {"replay.linger_s"}
+    assert named["actors"] == {"replay.linger_s", "sampling.temperature"}
+    assert "learner.loss.type" in {one.split(":")[0] for one in differences(before, after, "learner")}
+    assert not any(one.startswith("metrics") for one in differences(before, after, "learner"))
+
+
+def test_a_revision_is_that_of_the_settings_whatever_their_order():
+    config = json.loads(record(lr=1e-4).config_json)
+    backwards = json.dumps(dict(reversed(config.items())))
+    assert (
+        revision_of(backwards) == revision_of(json.dumps(config)) != revision_of(record(lr=2e-4).config_json)
+    )
