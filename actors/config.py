@@ -178,7 +178,7 @@ class ActorsConfig(Config):
         if self.evaluation.only or self.evaluation.has_own_servers:
             return "own"
         default: EvaluationEngine = "rollout" if self.engine.type == "sglang" else "own"
-        return self.evaluation.engine or default
+        return default if self.evaluation.engine == "auto" else self.evaluation.engine
 
     @property
     def by_name(self) -> Mapping[str, EnvironmentConfig]:

@@ -88,5 +88,9 @@ class StorageError(SluiceError):
     """Data on disk is missing, torn, or not what its manifest says."""
 
 
+class DiskFullError(StorageError):
+    """A disk has no room: start this process again once it has."""
+
+
 class LostDataError(StorageError):
     """Data on disk is damaged or was retired: reading it again is useless."""

@@ -12,6 +12,7 @@ from bus.errors import ConfigError
 from bus.permissions import ROLES, permissions
 from bus.role_keys import public_key
 from bus.run_key_files import RunKeyFiles, write_secret
+from bus.server_config import quoted
 from bus.stream_access import MULTIPLE_ANSWERS_S, StreamAccess, has_several_answers
 from bus.topology import Topology
 
@@ -72,13 +73,13 @@ class SecureDirectory:
             accounts |= self._accounts(run)
         probe = {"nkey": public_key(load_credentials(self.probe).seed)}
         accounts[PROBE] = {"jetstream": "enabled", "users": [probe]}
-        tls = {
-            "cert_file": str(self.certificate.absolute()),
-            "key_file": str(self.key.absolute()),
-            "handshake_first": True,  # else somebody in between could have a client go on without TLS
-            "min_version": "1.3",
-        }
-        return f"tls: {json.dumps(tls)}\naccounts: {json.dumps(accounts, indent=1)}\n"
+        files = (
+            f"cert_file: {quoted(str(self.certificate.absolute()))}, "
+            f"key_file: {quoted(str(self.key.absolute()))}"
+        )
+        # the handshake is first, else somebody in between could have a client go on without TLS
+        tls = f'{files}, handshake_first: true, min_version: "1.3"'
+        return f"tls: {{ {tls} }}\naccounts: {json.dumps(accounts, indent=1)}\n"
 
     def _accounts(self, run: str) -> dict[str, object]:
         """Return the account of a run's streams, which no user is in, and that of its roles."""

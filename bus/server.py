@@ -17,6 +17,7 @@ import structlog
 
 from bus.child_process import tied_to_parent
 from bus.errors import BusError, ConfigError
+from bus.server_config import quoted
 
 if TYPE_CHECKING:  # it loads a library of cryptography, which few processes need
     from bus.secure_directory import SecureDirectory
@@ -181,11 +182,11 @@ class NatsServer:
 
     def _config(self) -> str:
         return (
-            f'listen: "{self.host}:{self.port}"\n'
+            f"listen: {quoted(f'{self.host}:{self.port}')}\n"
             f"max_payload: {MAX_PAYLOAD}\n"
             f"logfile_size_limit: {LOG_BYTES}\nlogfile_max_num: {LOG_FILES}\n"
             f'ping_interval: "{PING_S}s"\nping_max: {PINGS}\nwrite_deadline: "{WRITE_S}s"\n'
-            f'jetstream {{ store_dir: "{self.directory / "jetstream"}" }}\n'
+            f"jetstream {{ store_dir: {quoted(str(self.directory / 'jetstream'))} }}\n"
             + (self._secure.server_config() if self._secure is not None else "")
             + (self._cluster.server_config(self.host) if self._cluster is not None else "")
             + (f'http: "{HTTP_HOST}:{self._http_port}"\n' if self._http_port is not None else "")

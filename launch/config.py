@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -258,8 +258,11 @@ def validate(*layers: Layer) -> RunConfig:
 
     It serves where further layers may follow.
     """
+    merged = merge(RunConfig().model_dump(), *layers)
+    if empty := list(_empty_values(merged, ())):
+        raise ConfigError("\n".join(f"{name} is empty: name a value, or give none" for name in empty))
     try:
-        return RunConfig.model_validate(merge(RunConfig().model_dump(), *layers))
+        return RunConfig.model_validate(merged)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from error
 
@@ -336,6 +339,18 @@ def _without_none(table: Mapping[str, Any], above: tuple[str, ...]) -> dict[str,
         else:
             layer[key] = None if value == "none" and _may_be_none(here) else value
     return layer
+
+
+def _empty_values(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+    """Yield settings that may have no value and have an empty text instead.
+
+    A shell writes one for a variable that is not set, and an empty path would be the present directory."""
+    for key, value in table.items():
+        here = (*above, key)
+        if isinstance(value, Mapping):
+            yield from _empty_values(value, here)
+        elif value == "" and _may_be_none(here):
+            yield ".".join(here)
 
 
 def _may_be_none(location: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.errors import LostDataError, StorageError
+from storage.disk.file_errors import naming
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ def record(path: Path, step: TrainedStep) -> None:
 def append_line(path: Path, values: Mapping[str, object]) -> None:
     """Add `values` to a file of JSON lines; from then on a kill of this process does not lose them."""
     line = json.dumps(values, separators=(",", ":")) + "\n"
-    with path.open("ab+") as file:
+    with naming(path), path.open("ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -57,6 +57,8 @@ from storage.weights.model_files import vocabulary_size
 
 log = structlog.get_logger()
 QUEUES_PERIOD_S = 1.0
+READY_PERIOD_S = 0.05
+"""Time between two looks whether the dispatcher and the shards serve."""
 LENGTHS_CHECKED = "lengths_checked"
 """Fact of the ledger: which prompts, for which model and length of answers, were found to fit."""
 _QUEUES = {"TASKS": "tasks_pending", "TRAJECTORIES": "trajectories_pending", "DEAD": "dead"}
@@ -208,13 +210,12 @@ class _Service:
                     role="storage",
                     look=self._look,
                     stop=finished,
-                    waits_for=lambda: "" if self._dispatcher.serving else "its dispatcher to serve",
+                    waits_for=self._waits_for,
                 )
             )
+            tasks.create_task(self._tell_when_ready(finished))
             tasks.create_task(self._watch_queues(finished))
-            tasks.create_task(
-                record_metrics(self._bus, self._settings.run, finished, sinks=self._settings.sinks)
-            )
+            tasks.create_task(self._record(stop, finished))
             tasks.create_task(tell_pace(self._bus, finished))
             tasks.create_task(self._records.keep(finished), name="keep the run's records")
             tasks.create_task(
@@ -233,6 +234,31 @@ class _Service:
                     )
             finally:
                 finished.set()
+
+    async def _record(self, stop: asyncio.Event, finished: asyncio.Event) -> None:
+        """Record the run's metrics; where that fails, have the others end as on `stop`.
+
+        They are cancelled too, but one that just gets an answer of the bus may not notice that."""
+        try:
+            await record_metrics(self._bus, self._settings.run, finished, sinks=self._settings.sinks)
+        except BaseException:
+            stop.set()
+            raise
+
+    def _waits_for(self) -> str:
+        """Return what has not been opened yet; empty once others get answers."""
+        if not self._dispatcher.serving:
+            return "its dispatcher to serve"
+        opening = {held.number for held in self._held}.intersection(self._dispatcher.awaited_shards)
+        return f"its shards {sorted(opening)} to serve" if opening else ""
+
+    async def _tell_when_ready(self, finished: asyncio.Event) -> None:
+        while self._waits_for():
+            if await set_within(finished, READY_PERIOD_S):
+                return
+        run, server = self._settings.run.name, self._bus.client.connected_url
+        address = server.netloc.rpartition("@")[2] if server is not None else ""
+        log.info("storage_ready", run=run, bus=address)
 
     def _shard(self, held: HeldShard) -> Shard:
         replay = self._settings.replay

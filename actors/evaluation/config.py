@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from actors.rewards.config import EndpointConfig
 from bus.config import Config
@@ -49,11 +49,11 @@ class ChatEndpointConfig(EndpointConfig):
 class EvaluatorConfig(Config):
     """How an actor answers held-out prompts."""
 
-    engine: EvaluationEngine | None = None
+    engine: Literal["auto", "own", "rollout", "none"] = "auto"
     """Engine that answers held-out prompts. `own`: engines beside the others, which keep exactly the version
     asked for: those of `servers` or `urls`, or else an embedded one. `rollout`: the engines that roll out, in
     turn with rollouts, once they have that version; later versions may sample some of the tokens, and the
-    result says which. `none`: this actor leaves them to others. `None` means `own` with `only`, `servers` or
+    result says which. `none`: this actor leaves them to others. `auto` means `own` with `only`, `servers` or
     `urls` and where the rollouts' engine is embedded, and `rollout` with `sglang`."""
 
     only: bool = False
@@ -75,6 +75,12 @@ class EvaluatorConfig(Config):
     prompts_at_once: int = Field(64, ge=1)
     """Most held-out prompts at a time on the engines that roll out: rollouts wait for no more than these."""
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _older_records_have_no_value(cls, value: object) -> object:
+        """Records of runs of older builds have null where the choice is left to the actor."""
+        return "auto" if value is None else value
+
     @property
     def has_own_servers(self) -> bool:
         """Return whether SGLang servers beside the rollouts' answer held-out prompts."""
@@ -94,7 +100,7 @@ class EvaluatorConfig(Config):
     @model_validator(mode="after")
     def _engines_are_of_one_kind(self) -> Self:
         given = [name for name in ("only", "servers", "urls") if getattr(self, name)]
-        if given and self.engine not in (None, "own"):
+        if given and self.engine not in ("auto", "own"):
             raise ValueError(
                 f"engine={self.engine!r} with {given[0]}: these are engines of its own: leave out one of them"
             )

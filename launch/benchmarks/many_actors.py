@@ -45,6 +45,8 @@ MOST_IN_A_PROCESS = 2500
 READY_S = 300.0
 SUBJECTS_S = 5.0
 """Seconds in which messages are counted by kind, after those that are measured."""
+ACTOR_STATUS = "status.actor"
+"""Kind of the messages by which actors are heard."""
 Figures = dict[str, Json]
 GOALS = {"idle_messages_per_s": 5000, "dispatcher_cores": 0.5, "screen_cores": 0.5}
 
@@ -109,6 +111,7 @@ async def _measure(directory: Path, load: Load) -> Figures:
         opened = await asyncio.gather(*map(stack.enter_async_context, parts))
         pids |= {f"actors_{n}": pid for n, pid in enumerate(opened)}
         idle = await _window(server, bus, pids, load)
+        _refuse_mute(idle["kinds_per_s"])
         async with learner.learning():
             busy = await _window(server, bus, pids, load)
             stored_s = dict(learner.stored_s)
@@ -120,6 +123,15 @@ async def _measure(directory: Path, load: Load) -> Figures:
         "busy": busy | {"steps": learner.step} | _round_trip(directory, stored_s, load),
         "goals": dict(GOALS),
     }
+
+
+def _refuse_mute(kinds_per_s: Json) -> None:
+    """Raise `BusError` where no actor sends a status: a bus that carries nothing would be measured."""
+    if not (isinstance(kinds_per_s, dict) and kinds_per_s.get(ACTOR_STATUS)):
+        raise BusError(
+            f"no actor sent a status within {SUBJECTS_S:g} s, so that nothing was measured: look at what the "
+            "actors of the bench wrote above, and give more seconds with --settle-s or fewer actors"
+        )
 
 
 def _shares(actors: int) -> Iterator[tuple[int, int]]:

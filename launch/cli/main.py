@@ -40,7 +40,7 @@ from launch.environment_variables import (
     SETTING_VARIABLES,
     forget_empty_variables,
 )
-from launch.process.runtime import fail
+from launch.process.runtime import fail, for_user
 from launch.settings_tree import Model
 
 SETTINGS: Mapping[str, Model] = {
@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(given)
     except CycloptsError as error:
         fail(ConfigError(_complaint(error)))
-    except SluiceError as error:
-        fail(error)
+    except (SluiceError, OSError) as error:
+        fail(for_user(error))
 
 
 def _topic(arguments: Sequence[str]) -> str | None:

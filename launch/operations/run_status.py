@@ -46,6 +46,8 @@ class RunState:
     """Latest status of each process that sent one, by source."""
     holders: dict[str, RoleHolder] = field(default_factory=dict)
     """Processes that hold a role of the run, alive or not."""
+    roles_known: bool = True
+    """Whether the bus said who holds the roles."""
     renewed: set[str] = field(default_factory=set)
     """Roles that their holder renewed meanwhile."""
     dispatcher: StepGroups | None = None
@@ -104,6 +106,7 @@ class _Questions:
                 FIRST_S, "the policy", self._policy()
             ),  # last: nobody uses a newer version than this
         )
+        state.roles_known = before is not None and after is not None
         if before is not None and after is not None:
             state.holders = {role: holder for role, (holder, _) in after.items()}
             state.renewed = {role for role, found in after.items() if found != before.get(role)}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from bus.codec import Json
 from bus.messages import RoleHolder, Status
-from launch.operations.run_status import RunState
+from launch.operations.run_status import LISTEN_S, RunState
 from launch.watch.group_holders import holders_text
 from storage.metrics.records import integer
 
@@ -63,9 +63,9 @@ def _storage(state: RunState) -> Iterator[str]:
     holder = state.holders.get("dispatcher")
     heard = of_role(state, "storage")
     if state.dispatcher is None and heard:
-        yield f"the dispatcher does not answer; storage says: {heard[0].doing}"
+        yield f"the dispatcher did not answer within {LISTEN_S:g} s; storage says: {heard[0].doing}"
     elif state.dispatcher is None:
-        yield _missing("storage", holder, renewed="dispatcher" in state.renewed, run=state.run)
+        yield _missing("storage", holder, state=state, renewed="dispatcher" in state.renewed)
     elif state.config is None:
         yield "storage has not announced the run yet"
     if state.config is None or (state.dispatcher is None and not heard):
@@ -73,28 +73,46 @@ def _storage(state: RunState) -> Iterator[str]:
     silent = [shard for shard in range(state.config.replay.shards) if shard not in state.shards]
     if silent:
         names = ", ".join(map(str, silent))
-        yield f"shards {names} do not answer" if len(silent) > 1 else f"shard {names} does not answer"
+        yield f"{'shards' if len(silent) > 1 else 'shard'} {names} did not answer within {LISTEN_S:g} s"
 
 
 def _learner(state: RunState) -> Iterator[str]:
     if not of_role(state, "learner") and "learner" not in state.renewed:
-        yield _missing("learner", state.holders.get("learner"), renewed=False, run=state.run)
+        yield _missing("learner", state.holders.get("learner"), state=state, renewed=False)
 
 
 def _actors(state: RunState) -> Iterator[str]:
-    if not of_role(state, "actor"):
-        out = integer(_values(state, "storage"), "rolling_out")
-        leases = f", and {out} groups are to be rolled out" if out else ""
-        yield f"no actor answers{leases}: start one with `launch actors --run {state.run}`"
+    """Say that no actor was heard, and what the bus knows of some: a busy host may be late by seconds."""
+    if of_role(state, "actor"):
+        return
+    out = integer(_values(state, "storage"), "rolling_out")
+    leases = f", and {out} groups are to be rolled out" if out else ""
+    rollout = state.consumers.get("TASKS/rollout")
+    asking = 0 if rollout is None else rollout.num_waiting or 0
+    held = 0 if rollout is None else rollout.num_ack_pending or 0
+    if asking:
+        yield f"no actor was heard within {LISTEN_S:g} s, but some ask the bus for leases: they are busy"
+    else:
+        kept = f"; {held} leases are held by actors that are busy or gone" if held else ""
+        yield (
+            f"no actor was heard within {LISTEN_S:g} s{leases}{kept}: "
+            f"if none runs, start one with `launch actors --run {state.run}`"
+        )
 
 
-def _missing(name: str, holder: RoleHolder | None, *, renewed: bool, run: str) -> str:
+def _missing(name: str, holder: RoleHolder | None, *, state: RunState, renewed: bool) -> str:
+    if holder is None and not state.roles_known:
+        return f"{name} was not heard within {LISTEN_S:g} s, and the bus did not say who holds its role"
     if holder is None:
-        return f"no {name} runs: start it with `launch {name} --run {run}`"
+        return (
+            f"no {name} holds its role: if none is starting, start one with `launch {name} --run {state.run}`"
+        )
     where = f"process {holder.pid} on {holder.host}"
     if renewed:
-        return f"{name} is starting or busy: {where} holds its role, but answers no question"
-    return f"{name} does not answer: {where} held its role last"
+        return (
+            f"{name} is starting or busy: {where} renews its role, and answered nothing within {LISTEN_S:g} s"
+        )
+    return f"{name} was not heard within {LISTEN_S:g} s: {where} held its role last"
 
 
 def waits(state: RunState) -> list[str]:
@@ -115,7 +133,7 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
         yield f"the learner, before step {step}: {learner.doing}"
         return
     if state.dispatcher is None or state.full_disk:
-        why = state.full_disk or "storage does not answer"
+        why = state.full_disk or f"storage did not answer within {LISTEN_S:g} s"
         yield f"the learner waits for the groups of step {step}: {why}"
         return
     wanted = 0 if state.config is None else state.config.admission.groups_per_step
@@ -160,7 +178,7 @@ def _no_leases(state: RunState) -> str:
     """Return why there is no lease for an actor."""
     storage = state.statuses.get("storage")
     if storage is None or state.dispatcher is None:
-        return "storage does not answer, and issues no leases"
+        return f"storage did not answer within {LISTEN_S:g} s"
     leases = state.consumers.get("TASKS/rollout")
     if leases is not None and leases.num_pending:
         return f"{leases.num_pending} leases lie on the bus, which it is about to take"

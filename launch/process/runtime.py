@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from bus.errors import BusError, ConfigError, LostDataError, SluiceError
+from bus.errors import BusError, ConfigError, DiskFullError, LostDataError, SluiceError
 from launch.process.log_settings import FAILED, log_failure, logs_json
+from storage.disk.file_errors import file_error
 
 T = TypeVar("T")
 USAGE = 2
@@ -36,24 +37,32 @@ ORPHAN_DRAIN_S = 30.0
 def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     """Run `main` on uvloop with an event that SIGINT, SIGTERM or SIGHUP sets; a second ends it at once.
 
-    An error made for the user ends the process with one message and no traceback, and with the status that
-    `fail` gives it. Anything else is a bug and shows its traceback.
+    An error made for the user, or of a file or a disk, ends the process with one message and no traceback,
+    and with the status that `fail` gives it. Anything else is a bug and shows its traceback.
     """
     import uvloop
 
     try:
         return uvloop.run(_with_signals(main))
-    except* SluiceError as group:
-        fail(*_leaves(group))
+    except* (SluiceError, OSError) as group:
+        fail(*map(for_user, _leaves(group)))
     except* asyncio.CancelledError:
         sys.exit(KILLED)
+
+
+def for_user(error: BaseException) -> BaseException:
+    """Return what a user is told of an error; raises an error of the operating system that is a bug."""
+    found = file_error(error) if isinstance(error, OSError) else error
+    if found is None:
+        raise error
+    return found
 
 
 def fail(*errors: BaseException) -> NoReturn:
     """Write each error to stderr, further lines indented, or as JSON where the log is JSON, and exit.
 
     The status is `USAGE` for a `ConfigError`, `LOST_DATA` for a `LostDataError`, `TEMPORARY` for a `BusError`
-    that passes when the bus is back, and 1 for any other error.
+    that passes when the bus is back and for a full disk, and 1 for any other error.
     """
     ending = next((status for status in map(_status, errors) if status in FINAL), _status(errors[0]))
     for message in dict.fromkeys(str(error) for error in errors):
@@ -73,7 +82,8 @@ def _status(error: BaseException) -> int:
         return USAGE
     if isinstance(error, LostDataError):
         return LOST_DATA
-    return TEMPORARY if isinstance(error, BusError) and is_away(error) else 1
+    passes = isinstance(error, DiskFullError) or (isinstance(error, BusError) and is_away(error))
+    return TEMPORARY if passes else 1
 
 
 def complaints(output: str) -> list[str]:

@@ -183,7 +183,7 @@ def _existing(path: Path) -> str | None:
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """Show what matters of a summary, with units."""
+    """Show what matters of a summary, with units. One of an older build may lack any of its values."""
     table = Table(
         title=f"Run {summary['run']}, stage {summary['stage']}", show_header=False, title_justify="left"
     )
@@ -204,7 +204,7 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         ("... after warm-up (SFT)", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
         ("... at the end", _accuracy(summary, "heldout_accuracy_end", version)),
         *((f"{name}, latest", text) for name, text in _latest_of_sets(summary)),
-        *([("Best checkpoint", best)] if (best := best_text(summary["best_checkpoint"])) else []),
+        *([("Best checkpoint", best)] if (best := best_text(summary.get("best_checkpoint"))) else []),
         ("Target", _target(summary)),
         ("Optimizer steps", f"{steps} of reinforcement learning, policy version {version}"),
         ("Time", f"{wall} this launch; in all launches warm-up {warmup}, reinforcement learning {rl}"),
@@ -213,7 +213,7 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def _accuracy(summary: Summary, key: str, version: int) -> str:
     """Return a version's held-out reward with remarks on how it was measured."""
-    measured, evaluations = _known(summary, key), summary["heldout_evaluations"]
+    measured, evaluations = _known(summary, key), summary.get("heldout_evaluations")
     row = evaluations.get(str(version)) if isinstance(evaluations, dict) else None
     if measured is None or not isinstance(row, dict):
         return fraction(measured)
@@ -225,7 +225,7 @@ def _accuracy(summary: Summary, key: str, version: int) -> str:
 
 
 def _latest_of_sets(summary: Summary) -> Iterator[tuple[str, str]]:
-    sets = summary["evaluation_sets"]
+    sets = summary.get("evaluation_sets")
     for name, versions in sets.items() if isinstance(sets, dict) else ():
         if isinstance(versions, dict) and versions:
             version = max(versions, key=int)
@@ -236,7 +236,7 @@ def _latest_of_sets(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _target(summary: Summary) -> str:
-    target, step = _known(summary, "target_accuracy"), summary["target_reached_step"]
+    target, step = _known(summary, "target_accuracy"), summary.get("target_reached_step")
     if target is None:
         return "none set"
     if step is None:
@@ -248,8 +248,10 @@ def _target(summary: Summary) -> str:
 def _rollout_rows(summary: Summary) -> list[tuple[str, str]]:
     rejected = [f"{count(n)} {reason}" for reason, n in _counts(summary, "trajectories_rejected").items()]
     aside = [f"{count(n)} {kind}" for kind, n in _counts(summary, "messages_set_aside_reasons").items()]
-    accounted = "not known" if summary["accounted"] is None else "yes" if summary["accounted"] else "NO"
-    seen, allowed = summary["max_staleness_seen"], summary["max_staleness_allowed"]
+    accounted = (
+        "not known" if summary.get("accounted") is None else "yes" if summary.get("accounted") else "NO"
+    )
+    seen, allowed = summary.get("max_staleness_seen"), summary.get("max_staleness_allowed")
     return [
         ("Trajectories published", count(_known(summary, "trajectories_published"))),
         ("... trained on", count(_known(summary, "trajectories_trained"))),
@@ -274,7 +276,7 @@ def _memory(summary: Summary, most: int = 6) -> str:
 
 def _file_rows(summary: Summary) -> list[tuple[str, str]]:
     names = {"export": "Trained model", "checkpoint": "Checkpoint", "metrics": "Metrics", "curves": "Curves"}
-    return [(label, str(summary[key] or UNKNOWN)) for key, label in names.items()]
+    return [(label, str(summary.get(key) or UNKNOWN)) for key, label in names.items()]
 
 
 def _counts(values: Mapping[str, Json], key: str) -> dict[str, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics
+from storage.disk.file_errors import naming
 
 Record = dict[str, Json]
 """One line: time_s (since the epoch), source, step, kind ("metrics" or "evaluation") and the values."""
@@ -67,7 +68,7 @@ def evaluation_record(
 def append_records(path: Path, records: Iterable[Record]) -> None:
     """Append lines to the file, after a line that a killed writer may have left unfinished."""
     lines = "".join(_line(record) for record in records)
-    with path.open("ab+") as file:
+    with naming(path), path.open("ab+") as file:
         if file.tell() > 0:
             file.seek(-1, 2)
             if file.read(1) != b"\n":

@@ -192,7 +192,7 @@ class BlobServer:
             raise web.HTTPNotFound
         try:
             file = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # it is not there, is a link, which may lead elsewhere, or its name is too long
+        except (OSError, ValueError):  # not there, a link, which may lead elsewhere, or no name of a file
             raise web.HTTPNotFound from None
         try:
             found = os.fstat(file)

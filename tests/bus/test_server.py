@@ -16,6 +16,7 @@ from nats.aio.client import Client
 import bus.server
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
+from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
 from launch.chaos.link import faulty_link
 from tests.conftest import Connect
@@ -80,6 +81,16 @@ async def test_server_that_cannot_start_says_why(tmp_path: Path):
     (tmp_path / "jetstream").write_text("a file where a directory belongs")
     with pytest.raises(ConfigError, match=r"nats-server did not start, its last words: .*not a directory"):
         await NatsServer(tmp_path).start()
+
+
+@pytest.mark.nats
+async def test_a_directory_may_have_any_name(tmp_path: Path):
+    """Quotes, backslashes and control characters have escapes of nats-server's own, and letters none."""
+    above = tmp_path / 'a"b' / "c\\x41" / "é\n\t"
+    keys = SecureDirectory(above / "keys")
+    keys.make(("test",), "nats://127.0.0.1:4222")
+    async with NatsServer(above / "bus", secure=keys):
+        assert (above / "bus" / "jetstream").is_dir()
 
 
 @pytest.mark.nats

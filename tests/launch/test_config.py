@@ -2,14 +2,17 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from bus.errors import ConfigError
 from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
 from launch.process.model_directory import refuse_full_context
+from launch.settings_tree import may_be_none, members
 from storage.weights.transport_config import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
@@ -185,6 +188,55 @@ def test_none_in_a_flag_takes_a_value_away_where_there_may_be_none():
         resolve(preset("sort"), flags({"learner": {"target_accuracy": "none"}})).learner.target_accuracy
         is None
     )
+
+
+def test_none_chooses_that_no_engine_evaluates_in_every_form_of_the_setting(tmp_path: Path):
+    for name, text in (
+        ("a.toml", '[actors.evaluation]\nengine = "none"'),
+        ("a.json", '{"actors": {"evaluation": {"engine": "none"}}}'),
+    ):
+        (tmp_path / name).write_text(text)
+        assert resolve(config_file(tmp_path / name)).actors.evaluates_on == "none"
+    flag = flags({"actors": {"evaluation": {"engine": "none"}}})
+    chosen = resolve(flag)
+    assert chosen.actors.evaluates_on == "none"
+    assert resolve(json.loads(chosen.model_dump_json())).actors.evaluates_on == "none"
+
+
+def test_no_setting_has_both_no_value_and_a_choice_of_that_name():
+    """`none` in a flag or a file could not say which of them is meant, and the default would be taken."""
+    settings = dict(settings_of(RunConfig))
+    assert "actors.evaluation.engine" in settings
+    both = [name for name, kind in settings.items() if may_be_none(kind) and "none" in choices(kind)]
+    assert both == []
+
+
+def settings_of(section: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting below a section with what may stand there, those of all members of unions included."""
+    for name, field in section.model_fields.items():
+        yield above + name, field.annotation
+        for member in members(field.annotation):
+            yield from settings_of(member, f"{above}{name}.")
+
+
+def choices(kind: Any) -> set[Any]:
+    if get_origin(kind) is Literal:
+        return set(get_args(kind))
+    return {choice for inner in get_args(kind) for choice in choices(inner)}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.path", {"model": {"path": ""}}),
+        ("bus.creds", {"bus": {"creds": ""}}),
+        ("learner.reward_hook.function", {"learner": {"reward_hook": {"function": ""}}}),
+        ("actors.weights.advertise", {"actors": {"weights": {"advertise": ""}}}),
+    ],
+)
+def test_an_empty_text_is_no_way_to_give_no_value(name: str, layer: dict):
+    """A shell makes it of a variable that is not set, and an empty path would be the present directory."""
+    assert f"{name} is empty: name a value, or give none" in refusal(layer)
 
 
 def test_without_flags_there_is_no_layer():

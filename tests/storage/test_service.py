@@ -3,22 +3,26 @@
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from transformers import Qwen3Config
 
 from bus.blobs import get_blob, put_blob
 from bus.codec import Json, decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox
-from bus.errors import ConfigError
+from bus.errors import ConfigError, SluiceError
 from bus.evaluation_messages import PromptSet
 from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, RoleHolder, RunRecord, Status
 from bus.publish import Publisher
+from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from bus.topology import remove
+from launch.process.runtime import for_user
 from learner.scratch_model import character_tokenizer
 from storage.config import DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
@@ -125,6 +129,40 @@ async def test_the_role_is_renewed_while_a_large_ledger_is_opened(bus: Bus, tmp_
     async with storage(bus, settings):
         assert await asyncio.to_thread(opening.wait, 20)
     assert seen != [None]
+
+
+async def test_storage_is_ready_once_its_dispatcher_and_shards_answer(bus: Bus, tmp_path: Path):
+    with capture_logs() as said:
+        async with storage(bus, make_settings(tmp_path, "sort 21")), asyncio.timeout(20):
+            await until(lambda: any(line["event"] == "storage_ready" for line in said))
+            request = StepGroupsRequest(step=0)
+            await bus.request(bus.subject("rpc", "step_groups"), request, StepGroups, timeout_s=1)
+            for shard in (0, 1):
+                asked = StoredRequest(after=0)
+                await bus.request(bus.subject("rpc", "stored", shard), asked, StoredGroups, timeout_s=1)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "counters.jsonl"])
+async def test_storage_whose_files_cannot_be_opened_is_never_ready_and_names_them(
+    bus: Bus, tmp_path: Path, name: str
+):
+    settings = make_settings(tmp_path, "sort 21")
+    blocked = settings.run.path / name
+    blocked.mkdir(parents=True)
+    with capture_logs() as said, pytest.raises(BaseException) as caught:  # noqa: PT011 - looked at below
+        async with asyncio.timeout(20):
+            await run_storage(bus, settings, asyncio.Event())
+    assert not any(line["event"] == "storage_ready" for line in said)
+    errors = [for_user(error) for error in leaves(caught.value)]
+    assert all(isinstance(error, SluiceError) and str(blocked) in str(error) for error in errors)
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
 
 
 async def publish_policy(bus: Bus, model: BlobRef) -> None:

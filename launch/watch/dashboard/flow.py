@@ -78,7 +78,7 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
     return _place(
         "Actors and engines",
         condition,
-        doing if actors else "no actor answers",
+        doing if actors else "no actor was heard",
         [
             (str(len(actors)), "actor" if len(actors) == 1 else "actors"),
             (count(running), "requests run in engines"),
@@ -153,7 +153,7 @@ def _condition(state: RunState, source: str) -> Condition:
 
 def _doing(state: RunState, source: str) -> str:
     status: Status | None = state.statuses.get(source)
-    return f"{source} does not answer" if status is None else status.doing
+    return f"{source} was not heard" if status is None else status.doing
 
 
 def _values(state: RunState, source: str) -> Mapping[str, Json]:

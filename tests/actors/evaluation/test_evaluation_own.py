@@ -86,8 +86,10 @@ async def test_an_own_engine_skips_a_version_whose_weights_are_gone(bus, evaluat
 @pytest.mark.parametrize(
     ("engine", "chosen", "expected"),
     [
-        (EmbeddedEngineConfig(), None, "own"),
-        (SglangEngineConfig(), None, "rollout"),
+        (EmbeddedEngineConfig(), "auto", "own"),
+        (SglangEngineConfig(), "auto", "rollout"),
+        (SglangEngineConfig(), None, "rollout"),  # as records of older builds have it
+        (EmbeddedEngineConfig(), "none", "none"),
         (EmbeddedEngineConfig(), "rollout", "rollout"),
         (SglangEngineConfig(), "own", "own"),
     ],

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bus.errors import BusError
 from launch.benchmarks import many_actors as bench
 
 
@@ -20,3 +21,9 @@ def test_actors_are_counted_idle_and_at_work(monkeypatch: pytest.MonkeyPatch):
     assert set(idle["cores"]) == {"nats_server", "dispatcher", "shards", "screen", "actors_0"}
     assert busy["leases_per_s"] > 0
     assert 0 < busy["round_trip_p50_ms"] <= busy["round_trip_p99_ms"]
+
+
+@pytest.mark.parametrize("kinds", [{}, {"ack of TASKS": 3.0}, {"status.actor": 0.0}])
+def test_mute_actors_are_no_measurement(kinds: dict):
+    with pytest.raises(BusError, match="no actor sent a status"):
+        bench._refuse_mute(kinds)

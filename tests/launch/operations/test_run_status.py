@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from nats.js.api import ConsumerConfig, ConsumerInfo
 
 from bus.codec import Json, Message, encode
 from bus.connection import Bus
@@ -21,7 +22,7 @@ from bus.status import report_status
 from launch.config import RunConfig, validate
 from launch.operations.run_status import RunState, look_at_run
 from launch.operations.status_report import WIDTH, report, screen
-from launch.operations.waiting_reasons import waits
+from launch.operations.waiting_reasons import problems, waits
 from tests.launch.messages import actor, learner, storage
 
 pytestmark = pytest.mark.nats
@@ -111,9 +112,9 @@ async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, wher
         found = await looked(where)
         took_s = time.monotonic() - began
     shard, silent, nobody = found["problems"]
-    assert shard == "shard 0 does not answer"
-    assert silent.startswith("learner does not answer: process ")
-    assert nobody.startswith("no actor answers, and 64 groups are to be rolled out: start one")
+    assert shard == "shard 0 did not answer within 1.3 s"
+    assert silent.startswith("learner was not heard within 1.3 s: process ")
+    assert nobody.startswith("no actor was heard within 1.3 s, and 64 groups are to be rolled out: if none")
     assert [(member["source"], member["state"]) for member in found["members"]] == [
         ("storage", "alive"),
     ]
@@ -126,9 +127,21 @@ async def test_storage_that_never_was_there_is_named_with_the_command_that_start
     found = await looked(where)
     assert not found["healthy"]
     assert found["problems"][:2] == [
-        "no storage runs: start it with `launch storage --run test`",
-        "no learner runs: start it with `launch learner --run test`",
+        "no storage holds its role: if none is starting, start one with `launch storage --run test`",
+        "no learner holds its role: if none is starting, start one with `launch learner --run test`",
     ]
+
+
+def test_a_time_out_is_told_as_one_beside_what_the_bus_knows():
+    """A host under load is late by seconds: its actors ask for leases, and are not to be started again."""
+    rollout = ConsumerInfo("rollout", "TASKS", ConsumerConfig(), None, num_waiting=3, num_ack_pending=2)
+    state = RunState("test", 1.0, roles_known=False)
+    nobody, busy = problems(state), problems(replace(state, consumers={"TASKS/rollout": rollout}))
+    assert nobody[-1].startswith("no actor was heard within 1.3 s: if none runs, start one with")
+    assert busy[-1] == "no actor was heard within 1.3 s, but some ask the bus for leases: they are busy"
+    assert nobody[0] == "storage was not heard within 1.3 s, and the bus did not say who holds its role"
+    held = replace(rollout, num_waiting=0)
+    assert "2 leases are held" in problems(replace(state, consumers={"TASKS/rollout": held}))[-1]
 
 
 async def test_unknown_run_is_the_users_mistake(bus: Bus, where: RunConfig):
@@ -223,8 +236,8 @@ def test_everybody_waits_for_a_storage_that_is_silent():
     idle = {"doing": "waiting for leases", "running": 0}
     silent = replace(state(learner(doing="waiting for the batch"), actor(0, **idle)), dispatcher=None)
     assert waits(silent) == [
-        "the learner waits for the groups of step 21: storage does not answer",
-        "1 actor waits: storage does not answer, and issues no leases",
+        "the learner waits for the groups of step 21: storage did not answer within 1.3 s",
+        "1 actor waits: storage did not answer within 1.3 s",
     ]
 
 

@@ -93,3 +93,36 @@ def test_ctrl_c_while_the_command_line_loads_is_no_traceback(tmp_path: Path):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "message"),
+    [
+        ("append_line(Path('/dev/full'), {'step': 1})", 75, "the disk is full, and /dev/full could not be"),
+        ("append_records(Path('/dev/full'), [{'step': 1}])", 75, "the disk is full, and /dev/full could not"),
+        ("append_line(Path('/tmp'), {})", 2, "/tmp is a directory, and a file belongs there: move it away"),
+        ("Path('/dev/null/x').open('w')", 2, "/dev/null/x lies below a file"),
+        ("Path('/nowhere/x').read_text()", 1, "FileNotFoundError"),
+    ],
+)
+def test_what_a_disk_refuses_ends_a_process_in_a_line_and_a_bug_in_a_traceback(
+    work: str, status: int, message: str
+):
+    program = f"""
+from pathlib import Path
+from launch.process.runtime import run
+from learner.lineage import append_line
+from storage.metrics.records import append_records
+import asyncio
+
+async def main(stop):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.to_thread(lambda: {work}))
+
+run(main)
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == status
+    assert message in ended.stderr
+    assert ("Traceback" in ended.stderr) == (status == 1)

@@ -226,6 +226,8 @@ def test_data_sets_and_the_best_checkpoint_are_in_the_summary_and_its_table(run:
     text = file.getvalue()
     assert "0.500 aime/pass@4 at v11, checkpoint of step 10" in text
     assert "0.250 sampled, 0.250 greedy, 0.250 pass@1, 0.500 pass@4, 0.125 pass^4 at v21" in text
+    print_summary(Console(file=file, width=200), {"run": "old", "stage": "done"})  # an older build's
+    assert "not known" in file.getvalue().removeprefix(text)
     assert (
         summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=1.0)["best_checkpoint"] is None
     )

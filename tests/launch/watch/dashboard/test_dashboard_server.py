@@ -215,7 +215,8 @@ async def test_the_credentials_of_a_watcher_are_enough(tmp_path: Path):
                 status = await event(told, "status")
     assert status["live"], status
     assert status["report"]["problems"] == [
-        "no actor answers, and 64 groups are to be rolled out: start one with `launch actors --run test`"
+        "no actor was heard within 1.3 s, and 64 groups are to be rolled out: "
+        "if none runs, start one with `launch actors --run test`"
     ]
 
 
