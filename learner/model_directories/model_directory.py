@@ -18,6 +18,7 @@ from bus.work_progress import tracked
 from learner.backends.factory import checkpoint_weights
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from storage.disk.atomic_files import TEMPORARY_PREFIX
+from storage.weights.output_head import has_other_head
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -100,12 +101,14 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:
-    """Read `config.json`; programs in the directory are not run. Raises `ConfigError` when it is missing or
-    unreadable, or of a model that can be converted only."""
+    """Read `config.json`; programs in the directory are not run. It ties no output layer to the embedding
+    where the files have another one, which is what transformers takes.
+
+    Raises `ConfigError` when it is missing or unreadable, or of a model that can be converted only."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except UNREADABLE as error:
         model_type = str(raw_config(path).get("model_type"))
         if model_type in ALIASES:
@@ -115,6 +118,9 @@ def load_hf_config(path: Path) -> PretrainedConfig:
                 "--model.path TARGET"
             ) from error
         raise ConfigError(f"cannot read {path / 'config.json'}: {_first_line(error)}") from error
+    if has_other_head(path):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    return config
 
 
 def raw_config(directory: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.errors import StorageError
 from bus.messages import ModelFiles
+from storage.weights.output_head import has_other_head, untied
 
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
@@ -15,9 +16,12 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
 def bundle(directory: Path) -> ModelFiles:
-    """Return all files in `directory` except weights; folders are left out."""
+    """Return all files in `directory` except weights; folders are left out.
+
+    The config ties no output layer to the embedding where the weights have another one."""
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.suffix not in WEIGHT_SUFFIXES)
-    return ModelFiles(names=tuple(p.name for p in files), contents=tuple(p.read_bytes() for p in files))
+    found = ModelFiles(names=tuple(p.name for p in files), contents=tuple(p.read_bytes() for p in files))
+    return _with_config(found, untied(_config(found))) if has_other_head(directory) else found
 
 
 def unbundle(files: ModelFiles, directory: Path) -> None:

@@ -17,6 +17,7 @@ from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.engines.sglang.in_server import sluice_changes
 from bus.errors import ConfigError
 from storage.weights.model_files import is_quantised_model
+from storage.weights.output_head import has_other_head
 
 Settings = Mapping[str, SglangSetting]
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
@@ -100,6 +101,11 @@ def server_settings(
     given = chosen(config)
     device = device_of(given)
     refuse_unfit(config, given, device)
+    if has_other_head(model):
+        raise ConfigError(
+            f"{model} has an output layer of its own, and its config.json ties it to the embedding, by which "
+            "SGLang leaves it out: set tie_word_embeddings to false there"
+        )
     if is_quantised_model(model):
         refuse_packing(given, device, {**os.environ, **config.environment}, model)
         refuse_wide(given.get("dtype", _dtype(model)), model)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import settings as sglang_settings
@@ -298,6 +298,18 @@ def test_a_model_that_names_no_architecture_is_refused(model_dir):
     (model_dir / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no architectures"):
         server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, first_gpu=0)
+
+
+def test_a_directory_whose_own_output_layer_sglang_would_leave_out_is_refused(tmp_path):
+    config = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    embedding = torch.arange(6.0).view(3, 2)
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="set tie_word_embeddings to false there"):
+        server_settings(SglangEngineConfig(), tmp_path, host="::1", port=7, first_gpu=0)
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    assert server_settings(SglangEngineConfig(), tmp_path, host="::1", port=7, first_gpu=0)
 
 
 def test_settings_become_flags_as_the_command_line_wants_them():

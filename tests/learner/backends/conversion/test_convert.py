@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, StorageError
+from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.core import dist_checkpointing
 from learner.backends.megatron.model.model import build_model
@@ -20,6 +22,8 @@ from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.model_directories.model_directory import load_hf_config, load_hf_directory
 from learner.scratch_model import character_tokenizer
+from storage.weights.model_files import bundle
+from storage.weights.output_head import has_other_head
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 
 REPOSITORY = Path(__file__).parents[4]
@@ -65,6 +69,40 @@ def test_there_and_back_again_every_bit_is_the_same(tmp_path, family, tied, dtyp
     equal_bits(hf_state(loaded), hf_state(AutoModelForCausalLM.from_pretrained(source, dtype="auto")))
     assert (tmp_path / "back/tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def with_other_head(source):
+    """Give a directory whose config.json ties the output layer to the embedding another one."""
+    [file] = source.glob("*.safetensors")
+    found = load_file(file)
+    embedding = found["model.embed_tokens.weight"]
+    save_file(found | {"lm_head.weight": embedding.flip(0).clone()}, file, metadata={"format": "pt"})
+    return source
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_an_output_layer_beside_a_tied_embedding_is_the_models_as_it_is_for_transformers(tmp_path, family):
+    source = with_other_head(written(tmp_path / "hf", family, tied=True))
+    expected = hf_state(AutoModelForCausalLM.from_pretrained(source, dtype="auto"))
+    assert not torch.equal(expected["lm_head.weight"], expected["model.embed_tokens.weight"])
+    hf_config, state = load_hf_directory(source)
+    assert not hf_config.tie_word_embeddings
+    equal_bits(Trainer(hf_config, state, OptimizerConfig()).export(), weights(source))
+    equal_bits(FsdpTrainer(hf_config, state, OptimizerConfig()).export(), weights(source))
+    hf_to_megatron(source, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    equal_bits(hf_state(AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")), expected)
+    told = json.loads(dict(zip(*dataclasses.astuple(bundle(source)), strict=True))["config.json"])
+    assert told["tie_word_embeddings"] is False  # engines go by config.json alone
+
+
+def test_an_output_layer_that_repeats_the_embedding_stays_tied(tmp_path):
+    source = written(tmp_path / "hf", "qwen3", tied=True)
+    [file] = source.glob("*.safetensors")
+    found = load_file(file)
+    save_file(found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}, file)
+    assert load_hf_config(source).tie_word_embeddings
+    assert not has_other_head(written(tmp_path / "untied", "qwen3"))
 
 
 def test_a_model_of_mixed_dtypes_comes_back_with_each_tensors_own(tmp_path):
