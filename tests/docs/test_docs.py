@@ -62,7 +62,7 @@ OTHER_COMMANDS = r"docker|kubectl|pytest|sbatch|sglang\.launch|srun|systemctl|to
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-GROUPS = frozenset({"bench", "convert", "engines", "runs"})
+GROUPS = frozenset({"bench", "convert", "engines", "keys", "runs"})
 """Commands that only have commands below them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(ROOMS)})/[\w./-]*\w/?")
