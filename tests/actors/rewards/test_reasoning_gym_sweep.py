@@ -24,7 +24,7 @@ async def test_right_answers_score_as_in_the_process_that_made_their_entries_and
 ):
     found = written_elsewhere(tmp_path, ENTRIES, timeout_s=900)
     assert {name for name, rows in found.items() if isinstance(rows, str)} == WITHOUT_DEFAULTS
-    scorer = Scorer.from_config("reasoning_gym", RewardConfig(reward="reasoning_gym", reward_timeout_s=10))
+    scorer = Scorer.from_config("reasoning_gym", RewardConfig(reward="reasoning_gym", reward_timeout_s=20))
     wrong = []
     try:
         for name in found.keys() - WITHOUT_DEFAULTS:
