@@ -35,13 +35,14 @@ def prepare() -> None:
     from sympy.parsing import sympy_parser  # type: ignore[import-untyped]
 
     limit_memory()
-    parse = _parser_of_expressions(sympy_parser.parse_expr)
+    parse = sympy_parser.parse_expr
+    guarded = _parser_of_expressions(parse)
     modules = [
         module for name, module in sys.modules.items() if name.startswith(f"{reasoning_gym.__name__}.")
     ]
-    for module in (sympy, sympy_parser, *modules):
-        if hasattr(module, "parse_expr"):
-            module.parse_expr = parse
+    for module in (sympy, *modules):  # not sympy's own module of it, by which sympy reads texts of its own
+        if getattr(module, "parse_expr", None) is parse:
+            module.parse_expr = guarded
     for module in modules:
         module.eval = _literal  # type: ignore[attr-defined]  # names of a module come before those of Python
 

@@ -154,6 +154,21 @@ async def test_what_an_answer_says_is_never_run(scorer, tmp_path):
         assert not made.exists(), name
 
 
+@pytest.mark.slow
+async def test_verifiers_that_read_answers_as_expressions_know_right_ones(scorer):
+    """One has a parser of its own, and one simplifies by sympy, which reads texts of its own."""
+    [row] = reasoning_gym_tasks.prompt_rows("propositional_logic", size=1, seed=3)
+    right = exact_value(row["metadata"]["reasoning_gym"]["entry"])["metadata"]["example_answer"]
+    assert await scorer.score(row_answer(row, right)) == 1.0
+    integral = {"question": "q", "answer": "", "metadata": {"integrand": "3*x**3*exp(x)", "variable": "x"}}
+    kept = {"data_set": "intermediate_integration", "package": "", "entry": exact_text(integral)}
+    solved = "(3*x**3 - 9*x**2 + 18*x - 18)*exp(x) + C"
+    assert await scorer.score(to(solved, "q", "", {"reasoning_gym": kept})) == 1.0
+    bits = {"question": "q", "answer": "0xc", "metadata": {"problem": "(0x4 + 0x2) * 0x2"}}
+    kept = {"data_set": "bitwise_arithmetic", "package": "", "entry": exact_text(bits)}
+    assert await scorer.score(to("0xc", "q", "0xc", {"reasoning_gym": kept})) == 1.0
+
+
 def test_values_are_given_back_as_they_were():
     value = {
         "a": (1, [2.5, None, True], {"x", "y"}), "$": frozenset({1}), 3: {"of": float("inf")},
