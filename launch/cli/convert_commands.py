@@ -9,8 +9,8 @@ from launch.process.log_settings import configure_logging
 
 convert = App(
     name="convert",
-    help="Convert models between Hugging Face directories, checkpoints, GGUF, fp8 and int4. Each command "
-    "but gguf reads and writes tensor by tensor, so that a model may be larger than memory.",
+    help="Convert models between Hugging Face directories, checkpoints, fp8 and int4, tensor by tensor, and "
+    "read GGUF files.",
     help_format="plaintext",
 )
 ModelDirectory = Annotated[

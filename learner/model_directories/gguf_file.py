@@ -40,7 +40,7 @@ def convert_gguf(file: Path, target: Path, dtype: torch.dtype) -> Converted:
     weights = {name: tensor.detach() for name, tensor in _own_weights(model).items()}
     _compare(file, weights)
     written = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     config = model.config
     config.__dict__.pop("quantization_config", None)
     config.dtype, config.architectures = dtype, [type(model).__name__]
@@ -73,10 +73,14 @@ def _model(file: Path) -> "PreTrainedModel":
     """Return the model in float32. Raises `ConfigError` for one that transformers cannot make of the file."""
     try:
         AutoConfig.from_pretrained(
-            file.parent, gguf_file=file.name
+            file.parent, gguf_file=file.name, trust_remote_code=False
         )  # refuses an architecture before it reads all
         model, found = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+            file.parent,
+            gguf_file=file.name,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
         )
     except (ValueError, KeyError, OSError, IndexError) as error:
         raise ConfigError(f"transformers makes no model of {file}: {error}") from error

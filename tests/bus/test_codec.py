@@ -75,6 +75,8 @@ from bus.requests import (
     UnsettledRequest,
     Waiting,
 )
+from bus.role_keys import RoleKeys, new_seed, public_key
+from bus.signatures import SignedRecord
 from bus.trajectory import (
     End,
     FinishReason,
@@ -113,6 +115,8 @@ EVALUATED = EvaluationResult(
     oldest_version=1, newest_version=3, failed=2,
 )  # fmt: skip
 EXAMPLES = (
+    RoleKeys(revision=3, keys={"actor": [public_key(new_seed())], "judge": []}),
+    SignedRecord(key="U", sequence=7, content=b"message", signature=b"signature"),
     CHAT,
     PROBE,
     Pace(slower=2.5),

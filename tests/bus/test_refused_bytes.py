@@ -85,6 +85,7 @@ TRAJECTORY_DEFAULTS = {
     "kept_counts": b"",
     "kept_tokens": b"",
     "older_kv": b"",
+    "reward_source": "",
     "images": (),
 }
 
