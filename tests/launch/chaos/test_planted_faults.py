@@ -22,6 +22,11 @@ from bus.connection import Bus
 from bus.messages import PolicyManifest, RunRecord
 from bus.publish import Publisher
 from bus.server import NatsServer
+from launch.chaos import soak
+from launch.chaos.bus_faults import kill_server
+from launch.chaos.faults import Fault
+from launch.chaos.soak import SoakPlan, run_soak
+from launch.history.trajectory_account import exit_status
 from launch.operations.verify.comparison import Verdicts
 from launch.operations.verify.verify import verified
 from learner.scratch_model import character_tokenizer
@@ -34,6 +39,8 @@ from tests.storage.serving import BLOB, running, until
 pytestmark = pytest.mark.nats
 PLANTED = Path(__file__).parent / "planted"
 GROUPS, SAMPLES = 30, 4
+KILL_SERVER = Fault(1, kill_server)
+"""A server that is killed and starts again loses nothing that it acknowledged."""
 SETTINGS = (
     "--run", "test", "--data.task", "sort", "--replay.shards", "2",
     "--admission.groups-per-step", str(GROUPS), "--admission.samples-per-prompt", str(SAMPLES),
@@ -144,3 +151,30 @@ async def test_what_was_acked_before_its_write_is_found_when_the_shard_was_kille
     found = await verified(run, bus=bus)
     assert set(found.found["lost"]) == struck(run)["early_ack"]
     assert found.totals["acknowledged"] == len(found.found["lost"]) + len(found.found["in_flight"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("fault", "part", "verdict"),
+    [
+        ("early_ack", "storage", "lost"),
+        ("dropped", "storage", "lost"),
+        ("inverted", "storage", "altered"),
+        ("altered", "storage", "altered"),
+        ("swapped", "storage", "altered"),
+        ("trained_twice", "learner", "twice"),
+    ],
+)
+async def test_a_soak_ends_with_status_1_and_names_what_a_planted_fault_struck(
+    tmp_path, monkeypatch, fault, part, verdict
+):
+    victims = tmp_path / "struck"
+    planted = {"PYTHONPATH": str(PLANTED), "SLUICE_PLANT": fault, "SLUICE_PLANTED": str(victims)}
+    flags = [(f"--supervision.environment.{part}.{name}", value) for name, value in planted.items()]
+    monkeypatch.setattr(soak, "SETTINGS", (*soak.SETTINGS, *itertools.chain.from_iterable(flags)))
+    monkeypatch.setattr(soak, "bus_faults", lambda target: (KILL_SERVER,))
+    result = await run_soak(SoakPlan(minutes=1.0, seed=3, outages_s=(2.0, 5.0)), tmp_path, asyncio.Event())
+    assert exit_status(result) == 1, result
+    named = result["verify"]["named"][verdict]
+    assert named.keys() <= {line.split()[1] for line in victims.read_text().splitlines()}
