@@ -66,12 +66,7 @@ async def connected(
             name=name,
             error_cb=on_error,
             reconnected_cb=on_reconnect,
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=RETRY_S,
-            pending_size=64 << 20,
-            drain_timeout=DRAIN_S,
-            ping_interval=PING_S,
-            max_outstanding_pings=PINGS,
+            **_patience(),
             **authentication(credentials),
         ),
         name="connect",
@@ -98,6 +93,18 @@ async def connected(
         if client.options and not (is_ready and client.is_connected):
             await close(client)
     return client
+
+
+def _patience() -> dict[str, Any]:
+    """Return the options by which a client reconnects for ever, and finds out that a connection is dead."""
+    return {
+        "max_reconnect_attempts": -1,
+        "reconnect_time_wait": RETRY_S,
+        "pending_size": 64 << 20,
+        "drain_timeout": DRAIN_S,
+        "ping_interval": PING_S,
+        "max_outstanding_pings": PINGS,
+    }
 
 
 async def refuse_other_layout(client: BusClient, run: str, timeout_s: float) -> None:

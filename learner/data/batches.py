@@ -49,7 +49,7 @@ class StepBatch:
     groups: int = 0
     """Groups with a trajectory that is trained."""
     equal_groups: int = 0
-    """Of these, the groups in which no agent's rewards differ, but for rounding."""
+    """Trained groups in which no agent's rewards differ, but for rounding."""
     zero_rewards: int = 0
     """Trained trajectories whose reward is 0."""
     baselines: Mapping[str, float] = field(default_factory=dict)
