@@ -126,8 +126,13 @@ def decode(data: bytes, *expected: type[M]) -> M:
 
 def _memory_limit(data: bytes, expected: tuple[type[M], ...]) -> MemoryLimit:
     """Return the limit of the class whose tag `data` begins with; a message of no such class is refused."""
-    of_class = (cls.memory for cls in expected if data.startswith(b"\x93" + msgpack.packb(cls.tag)))
-    return next(of_class, MemoryLimit())
+    return next((cls.memory for cls in expected if data.startswith(_beginning(cls.tag))), MemoryLimit())
+
+
+@cache
+def _beginning(tag: str) -> bytes:
+    """Return the first bytes of a message with this tag. A packer takes 256 KiB, so it is not made again."""
+    return b"\x93" + bytes(msgpack.packb(tag))
 
 
 def _check_counts(data: bytes) -> None:

@@ -26,6 +26,8 @@ from tests.actors.environments.ways_to_be_paid import OF_HTTP, OF_SHELL, POST
 from tests.actors.gateway.served import TOKENIZER, encoded
 
 LABEL = "LABEL-73501"
+REFUSED = 9
+"""Requests among the ways to be paid that ask for a reward with the key of the session."""
 TASK = Task(task_id="g00000000.0", prompt="earn", label=LABEL)
 VERIFIER = """
 import json, os, sys, time, urllib.request
@@ -130,9 +132,9 @@ async def test_policy_with_a_shell_is_not_paid_whatever_it_tries(host: Host, own
     assert {part.reward for part in episode.trajectories} == {0.0}
     by = "program" if owner else "verifier"
     assert {part.reward_source for part in episode.trajectories} == {f"{by} 127.0.0.1"}
-    assert episode.trajectories[0].metadata["refused_rewards"] > 10
+    assert episode.trajectories[0].metadata["refused_rewards"] == REFUSED
     everything = "\n".join(schemer.seen)
-    assert everything.count("HTTP/1.1 403") > 10
+    assert everything.count("HTTP/1.1 403") >= REFUSED
     assert "Syntax error" not in everything
     assert LABEL not in everything
     assert "/rewards/" not in everything.replace("/rewards/$", "")
@@ -175,7 +177,7 @@ async def test_requests_pay_nothing_on_a_host_without_namespaces_either(host: Ho
     schemer = Schemer([POST + "; ".join(OF_HTTP.values())])
     episode = await host.episode(schemer, **paid(host, owner=False))
     assert {part.reward for part in episode.trajectories} == {0.0}
-    assert episode.trajectories[0].metadata["refused_rewards"] > 10
+    assert episode.trajectories[0].metadata["refused_rewards"] == REFUSED
 
 
 @pytest.mark.slow
