@@ -29,6 +29,7 @@ from actors.programs.hidden import hidden_paths
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
 from actors.tools.sandbox.sealed_file import sealed_file
+from actors.tools.sandbox.server_process import ServerProcess
 from bus.child_process import module_command
 from bus.errors import ConfigError, SluiceError
 from bus.waiting import cancelled
@@ -75,23 +76,6 @@ class Program:
     """What it reads on its standard input. It can be read once: what the program starts finds none of it."""
     readable: tuple[Path, ...] = ()
     """What it may read where that would be covered."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """The process that starts programs, and the socket that it listens on."""
-
-    process: "subprocess.Popen[bytes]"
-    control: socket.socket
-
-    def end(self) -> None:
-        """Have it end, which it does once its socket is closed."""
-        self.control.close()
-        try:
-            self.process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 class ProgramRunner:
@@ -364,14 +348,14 @@ def _user_of(config: IsolationConfig) -> tuple[int, int] | None:
     return found.pw_uid, found.pw_gid
 
 
-def _started() -> _Server:
+def _started() -> ServerProcess:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
             module_command("actors.programs.server"), stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
             env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True,
         )  # fmt: skip
-    return _Server(process, control)
+    return ServerProcess(process, control)
 
 
 def _texts(paths: Sequence[Path]) -> tuple[str, ...]:

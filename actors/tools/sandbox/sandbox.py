@@ -20,12 +20,12 @@ from actors.tools.base import ToolError
 from actors.tools.output import decoded
 from actors.tools.sandbox.limits import Limits
 from actors.tools.sandbox.sealed_file import sealed_file
+from actors.tools.sandbox.server_process import ServerProcess
 from actors.tools.sandbox.system_calls import supported
 from bus.child_process import module_command
 from bus.errors import ConfigError
 
 START_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 10.0
 GRACE_S = 10.0
 """Longest time after a program's own limit until its end is reported."""
 CHUNK_BYTES = 1 << 16
@@ -52,23 +52,6 @@ class Ran:
     status: int
     """Exit status; negative for the signal that ended it."""
     took_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """The process that starts programs, and the socket that it listens on."""
-
-    process: subprocess.Popen[bytes]
-    control: socket.socket
-
-    def end(self) -> None:
-        """Have it end, which it does once its socket is closed."""
-        self.control.close()
-        try:
-            self.process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 class Sandbox:
@@ -252,7 +235,7 @@ def _refusal(answer: Mapping[str, str]) -> str:
     return f"this host allows no sandbox ({answer['refused']}): {REMEDY}"
 
 
-def _started(limits: Limits) -> _Server:
+def _started(limits: Limits) -> ServerProcess:
     """Start the process that starts programs. Raises ConfigError where it cannot do its work."""
     if not supported():
         raise ConfigError(
@@ -269,7 +252,7 @@ def _started(limits: Limits) -> _Server:
             cwd="/",
             start_new_session=True,
         )
-    server = _Server(process, control)
+    server = ServerProcess(process, control)
     try:
         control.settimeout(START_TIMEOUT_S)
         answer = json.loads(control.recv(LARGEST_ANSWER) or b'{"refused": "its process ended"}')
