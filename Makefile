@@ -18,7 +18,7 @@ PROCESSORS := $$(getconf _NPROCESSORS_ONLN)
 # Files with tests of a marker, so that others need not be collected. tests/conftest.py sees that files name it.
 files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 
-.PHONY: demo test test-slow test-nightly test-sglang check lint types imports docs install sglang clean
+.PHONY: demo test test-slow test-nightly test-sglang mutants check lint types imports docs install sglang clean
 
 demo: install
 	$(BIN)/launch local --preset sort
@@ -35,6 +35,10 @@ test-nightly: install sglang
 
 test-sglang: install sglang
 	$(BIN)/pytest -m "sglang and not nightly" --numprocesses 2 --dist loadfile $(call files_of,sglang)
+
+# Faults that the tests must catch, about half an hour: `make mutants ONLY=WORD` tries those with the word in their names.
+mutants: install
+	$(BIN)/python tests/mutants $(ONLY)
 
 check: lint types imports
 

@@ -1,0 +1,493 @@
+"""Faults that the tests must catch: each replaces one text in one file of the product."""
+
+from typing import NamedTuple
+
+STEPS = ("tests/storage/dispatch", "tests/storage/client")
+LEARNER = (
+    "tests/learner/test_lineage.py",
+    "tests/learner/test_checkpointing.py",
+    "tests/learner/history",
+    "tests/learner/test_conclusion.py",
+)
+ACTORS = (
+    "tests/actors/test_redelivery.py",
+    "tests/actors/test_worker.py",
+    "tests/actors/test_worker_stop.py",
+    "tests/actors/test_lease_admission.py",
+)
+
+
+class Mutation(NamedTuple):
+    """Names a fault and the tests that are to catch it."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "groups one step past the bound are trained",
+        "storage/dispatch/sampling.py",
+        "c.policy_version + max_staleness < train_version)",
+        "c.policy_version + max_staleness + 1 < train_version)",
+        ("tests/storage/dispatch/test_sampling.py",),
+    ),
+    Mutation(
+        "groups expire a step too early",
+        "storage/dispatch/sampling.py",
+        "c.policy_version + max_staleness < train_version)",
+        "c.policy_version + max_staleness <= train_version)",
+        ("tests/storage/dispatch/test_sampling.py",),
+    ),
+    Mutation(
+        "a step too many is issued ahead",
+        "storage/dispatch/sampling.py",
+        "((max_staleness + 1) * groups - owed)",
+        "((max_staleness + 2) * groups - owed)",
+        ("tests/storage/dispatch/test_admission.py", "tests/storage/dispatch/test_sampling.py"),
+    ),
+    Mutation(
+        "the loss mask is not shifted",
+        "learner/data/packing.py",
+        "loss_mask = np.concatenate(_shifted([sample.loss_mask for sample in samples]))",
+        "loss_mask = np.concatenate([sample.loss_mask for sample in samples])",
+        ("tests/learner/data/test_packing.py",),
+    ),
+    Mutation(
+        "importance weights are cut off from below",
+        "learner/algorithms/corrections/bounds.py",
+        "return ratio.clamp(max=cap), kept",
+        "return ratio.clamp(min=cap), kept",
+        ("tests/learner/algorithms/test_bounds.py",),
+    ),
+    Mutation(
+        "batches are not acked",
+        "bus/consume.py",
+        (
+            "                for received in await _handled(batch, bus, handle):\n"
+            "                    await received.ack()"
+        ),
+        "                await _handled(batch, bus, handle)",
+        ("tests/bus/test_consume.py",),
+    ),
+    Mutation(
+        "batches are acked before they are handled",
+        "bus/consume.py",
+        (
+            "                for received in await _handled(batch, bus, handle):\n"
+            "                    await received.ack()"
+        ),
+        (
+            "                for received in batch:\n"
+            "                    await received.ack()\n"
+            "                await _handled(batch, bus, handle)"
+        ),
+        ("tests/bus/test_consume.py",),
+    ),
+    Mutation(
+        "a draw does not depend on the step",
+        "storage/dispatch/sampling.py",
+        "np.random.PCG64([seed, step])",
+        "np.random.PCG64([seed, 0])",
+        ("tests/storage/dispatch/test_strategies.py",),
+    ),
+    Mutation(
+        "every epoch has the same order",
+        "storage/prompts/epochs.py",
+        "np.random.PCG64([self.seed, epoch])",
+        "np.random.PCG64([self.seed, 0])",
+        ("tests/storage/prompts/test_prompts.py",),
+    ),
+    Mutation(
+        "GAE bootstraps from the own state",
+        "learner/algorithms/advantages/traces.py",
+        ("    surprises = rewards + discount * _next(values) - values\n    return _summed"),
+        ("    surprises = rewards + discount * values - values\n    return _summed"),
+        ("tests/learner/algorithms/test_traces.py",),
+    ),
+    Mutation(
+        "duplicates are stored",
+        "storage/store/arrivals.py",
+        "if stored or fresh.setdefault((t.lease_id, t.sample), t) is not t:",
+        "if fresh.setdefault((t.lease_id, t.sample), t) is not t:",
+        ("tests/storage/store/test_replay.py",),
+    ),
+    Mutation(
+        "a delta is applied to any base",
+        "storage/weights/deltas.py",
+        ("if header.base_version != base.policy_version or header.base_digest != base.digest():"),
+        "if header.base_version != base.policy_version:",
+        ("tests/storage/weights/test_deltas.py",),
+    ),
+    Mutation(
+        "all tokens say the newest version",
+        "actors/policy/strand.py",
+        "versions[span] = generation.policy_versions",
+        "versions[span] = np.max(generation.policy_versions, initial=0)",
+        ("tests/actors/policy/test_strand.py", "tests/actors/policy/test_policy.py"),
+    ),
+    Mutation(
+        "the upper clip bounds from below too",
+        "learner/algorithms/losses/ppo_clip.py",
+        "ratio.clamp(1 - clip_eps, 1 + high)",
+        "ratio.clamp(1 - high, 1 + high)",
+        ("tests/learner/algorithms/test_losses.py", "tests/learner/algorithms/test_further_losses.py"),
+    ),
+    Mutation(
+        "the mean over trajectories counts tokens",
+        "learner/algorithms/aggregation.py",
+        "return 1.0 / np.maximum(lengths, 1), (lengths > 0).astype(np.float64)",
+        "return 1.0 / np.maximum(lengths, 1), lengths.astype(np.float64)",
+        ("tests/learner/algorithms/test_aggregation.py",),
+    ),
+    Mutation(
+        "the token at the top-p boundary is cut off",
+        "actors/engines/embedded/sampling.py",
+        "mass_before = ranked.cumsum(-1, dtype=torch.float64) - ranked",
+        "mass_before = ranked.cumsum(-1, dtype=torch.float64)",
+        ("tests/actors/engines/embedded",),
+    ),
+    Mutation(
+        "GRPO divides by the sample deviation",
+        "learner/algorithms/advantages/grpo.py",
+        "centred.std() + std_floor",
+        "centred.std(ddof=1) + std_floor",
+        ("tests/learner/algorithms/test_advantages.py",),
+    ),
+    Mutation(
+        "calls of a rollout share a seed",
+        "actors/policy/policy.py",
+        'name = f"{self._rollout_id}/{call.number}"',
+        'name = f"{self._rollout_id}"',
+        ("tests/actors/policy/test_policy.py", "tests/actors/policy/test_rollout_turns.py"),
+    ),
+    Mutation(
+        "quarantined prompts are rolled out",
+        "storage/dispatch/admission.py",
+        "skipped = {lease_id for lease_id in leases if self._is_quarantined(lease_id)}",
+        "skipped: set[int] = set()",
+        ("tests/storage/shard/test_quarantine.py", "tests/storage/dispatch/test_admission.py"),
+    ),
+    Mutation(
+        "leases are published before the ledger is flushed",
+        "storage/dispatch/dispatcher.py",
+        (
+            "        await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the sam"
+            "e numbers again\n"
+        ),
+        "",
+        ("tests/storage/dispatch/test_dispatcher_restarts.py", "tests/storage/dispatch/test_dispatcher.py"),
+    ),
+    Mutation(
+        "a checkpoint commits the current step",
+        "learner/checkpointing.py",
+        "await self._committed(step)",
+        "await self._committed(self._progress.step)",
+        ("tests/learner/test_checkpointing.py",),
+    ),
+    Mutation(
+        "a step's version is off by one in the lineage",
+        "learner/algorithms/rl_step.py",
+        ("        policy_version=policy_version,\n        incarnation"),
+        ("        policy_version=policy_version - 1,\n        incarnation"),
+        ("tests/learner/test_lineage.py",),
+    ),
+    Mutation(
+        "a group is committed with one use too few",
+        "storage/dispatch/ledger.py",
+        ('uses.lease_id = leases.lease_id AND step <= ?)",\n                ((step,),),'),
+        ('uses.lease_id = leases.lease_id AND step < ?)",\n                ((step,),),'),
+        STEPS,
+    ),
+    Mutation(
+        "a rolled-back use stays in the ledger",
+        "storage/dispatch/ledger.py",
+        ('"AND step <= ?)",\n                ((step, step),)'),
+        ('"AND step < ?)",\n                ((step, step),)'),
+        STEPS,
+    ),
+    Mutation(
+        "a learner that gives steps back counts as further than it is",
+        "storage/dispatch/admission.py",
+        "str(min(step, self._committed()) if again else step)",
+        "str(max(step, self._committed()) if again else step)",
+        STEPS,
+    ),
+    Mutation(
+        "a resumed step is the one that was committed",
+        "storage/dispatch/admission.py",
+        "str(min(step, self._committed()) if again else step)",
+        "str(self._committed())",
+        STEPS,
+    ),
+    Mutation(
+        "a fenced learner commits",
+        "storage/dispatch/admission.py",
+        ("        self.refuse_fenced(incarnation)\n        self._ledger.commit(step)"),
+        "        self._ledger.commit(step)",
+        STEPS,
+    ),
+    Mutation(
+        "a commit is not flushed",
+        "storage/dispatch/dispatcher.py",
+        (
+            "self._admission.commit(request.step, request.incarnation)\n"
+            "        await asyncio.to_thread(self.ledger.flush)"
+        ),
+        "self._admission.commit(request.step, request.incarnation)",
+        STEPS,
+    ),
+    Mutation(
+        "a resume is not flushed",
+        "storage/dispatch/dispatcher.py",
+        (
+            "groups = self._admission.resume(request.step, request.incarnation)\n"
+            "        await asyncio.to_thread(self.ledger.flush)"
+        ),
+        "groups = self._admission.resume(request.step, request.incarnation)",
+        STEPS,
+    ),
+    Mutation(
+        "a learner that was replaced is given groups",
+        "storage/dispatch/dispatcher.py",
+        ("        await self._refuse_usurper(request.incarnation)\n        await self.look_at_policy()"),
+        "        await self.look_at_policy()",
+        STEPS,
+    ),
+    Mutation(
+        "leases are listed before the ledger is flushed",
+        "storage/dispatch/dispatcher.py",
+        (
+            "        await asyncio.to_thread(self.ledger.flush)  # what is not among them stays s"
+            "o across a crash\n"
+        ),
+        "",
+        STEPS,
+    ),
+    Mutation(
+        "published leases are remembered by their lowest number",
+        "storage/dispatch/lease_publication.py",
+        "str(max(self.through, *lease_ids))",
+        "str(min(lease_ids))",
+        STEPS,
+    ),
+    Mutation(
+        "a lost lease is published under its old message id",
+        "storage/dispatch/lease_publication.py",
+        "attempt = secrets.token_hex(4)",
+        "attempt = ''",
+        STEPS,
+    ),
+    Mutation(
+        "a published lease is not flushed",
+        "storage/dispatch/lease_publication.py",
+        "        await asyncio.to_thread(self._ledger.flush)  # the bus recognises",
+        "        # the bus recognises",
+        STEPS,
+    ),
+    Mutation(
+        "an attempt too many is counted",
+        "storage/dispatch/lease_status.py",
+        "max(0, self._attempts_of(request.lease_id) - 1)",
+        "self._attempts_of(request.lease_id)",
+        STEPS + ACTORS,
+    ),
+    Mutation(
+        "an attempt is not flushed",
+        "storage/dispatch/lease_status.py",
+        "        await asyncio.to_thread(self._ledger.flush)  # before the attempt",
+        "        # before the attempt",
+        STEPS + ACTORS,
+    ),
+    Mutation(
+        "recovery does not wait until all streams are read",
+        "storage/dispatch/lease_recovery.py",
+        "if not self._suspects or not await self._all_read():",
+        "if not self._suspects:",
+        STEPS,
+    ),
+    Mutation(
+        "the first message of a stream is not looked at",
+        "storage/dispatch/lease_recovery.py",
+        "there.first_seq <= self._trajectories <= there.last_seq",
+        "there.first_seq < self._trajectories <= there.last_seq",
+        STEPS,
+    ),
+    Mutation(
+        "a step with damaged groups keeps its groups",
+        "storage/dispatch/admission.py",
+        "self._ledger.roll_back(step - 1)",
+        "self._ledger.roll_back(step)",
+        STEPS,
+    ),
+    Mutation(
+        "the reader tells storage of a step too many",
+        "storage/client/reader.py",
+        "StepCommitted(step=step, incarnation",
+        "StepCommitted(step=step + 1, incarnation",
+        STEPS + LEARNER,
+    ),
+    Mutation(
+        "a step trained again keeps its first line",
+        "learner/lineage.py",
+        "while found and next(reversed(found)) >= line.step:",
+        "while found and next(reversed(found)) > line.step:",
+        LEARNER,
+    ),
+    Mutation(
+        "lines of a replaced learner count",
+        "learner/lineage.py",
+        ("        if line.incarnation in replaced:\n            continue\n"),
+        "",
+        LEARNER,
+    ),
+    Mutation(
+        "a line is joined to a torn one",
+        "learner/lineage.py",
+        '                line = "\\n" + line\n',
+        "                pass\n",
+        LEARNER,
+    ),
+    Mutation(
+        "the lineage is not brought to the disk",
+        "learner/lineage.py",
+        "            os.fsync(file.fileno())",
+        "            pass",
+        LEARNER,
+    ),
+    Mutation(
+        "groups of the saved step stay in the progress",
+        "learner/progress.py",
+        "if int(step) > through}",
+        "if int(step) >= through}",
+        LEARNER,
+    ),
+    Mutation(
+        "the lineage is not synced before a checkpoint",
+        "learner/progress.py",
+        "    lineage.sync(settings.lineage)\n",
+        "",
+        LEARNER,
+    ),
+    Mutation(
+        "groups of the newest checkpoint are forgotten",
+        "learner/progress.py",
+        "if step < progress.step]",
+        "if step <= progress.step]",
+        LEARNER,
+    ),
+    Mutation(
+        "a lineage of other groups is accepted",
+        "learner/progress.py",
+        "    lineage.refuse_other_groups(path, groups)\n",
+        "",
+        LEARNER,
+    ),
+    Mutation(
+        "storage may have given more groups than were trained",
+        "learner/progress.py",
+        "        if answer != leases:",
+        "        if set(answer) - set(leases):",
+        LEARNER,
+    ),
+    Mutation(
+        "storage hears of a commit before the progress is written",
+        "learner/checkpointing.py",
+        (
+            "        await asyncio.to_thread(write_json, self._settings.progress, progress)\n"
+            "        await self._committed(step)"
+        ),
+        (
+            "        await self._committed(step)\n"
+            "        await asyncio.to_thread(write_json, self._settings.progress, progress)"
+        ),
+        LEARNER,
+    ),
+    Mutation(
+        "a checkpoint is committed that is not durable",
+        "learner/checkpointing.py",
+        "        await self._world.call(Rank.saved)\n",
+        "",
+        LEARNER,
+    ),
+    Mutation(
+        "a checkpoint is written with the newest progress",
+        "learner/checkpointing.py",
+        "self._saving = self.saved_step, values",
+        "self._saving = self.saved_step, self._progress.to_json()",
+        LEARNER,
+    ),
+    Mutation(
+        "a multiple of save_every that was passed is not due",
+        "learner/checkpointing.py",
+        "self._progress.step // save_every > self.saved_step // save_every",
+        "self._progress.step % save_every == 0",
+        LEARNER,
+    ),
+    Mutation(
+        "groups of a step are recorded in another order",
+        "learner/algorithms/rl_step.py",
+        "leases=tuple(group.lease_id for group in groups)",
+        "leases=tuple(sorted(group.lease_id for group in groups))",
+        LEARNER,
+    ),
+    Mutation(
+        "weights of a step are recorded as 1",
+        "learner/algorithms/rl_step.py",
+        "weights=tuple(group.weight for group in groups)",
+        "weights=tuple(1.0 for group in groups)",
+        LEARNER,
+    ),
+    Mutation(
+        "groups are noted under the step before",
+        "learner/train.py",
+        "progress.groups[str(progress.step)] =",
+        "progress.groups[str(progress.step - 1)] =",
+        LEARNER,
+    ),
+    Mutation(
+        "a resume tells storage a step too many",
+        "learner/train.py",
+        ("await self._reader.resumed(self.progress.step)\n        await self._publish()"),
+        ("await self._reader.resumed(self.progress.step + 1)\n        await self._publish()"),
+        LEARNER,
+    ),
+    Mutation(
+        "another history is not refused on a resume",
+        "learner/train.py",
+        ("        await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)\n"),
+        "",
+        LEARNER,
+    ),
+    Mutation(
+        "retraining takes the version after the step",
+        "learner/history/retrain.py",
+        "policy_version=line.policy_version - 1",
+        "policy_version=line.policy_version",
+        LEARNER,
+    ),
+    Mutation(
+        "retraining leaves out importance weights",
+        "learner/history/retrain.py",
+        "line.weights or [1.0] * len(groups)",
+        "[1.0] * len(groups)",
+        LEARNER,
+    ),
+    Mutation(
+        "an excused lease is not told to storage",
+        "actors/worker.py",
+        "await self._leases.ask(LeaseRequest(lease_id=lease.lease_id, excused=True), lease)",
+        "pass",
+        ACTORS,
+    ),
+    Mutation(
+        "a settled lease is rolled out again",
+        "actors/leases.py",
+        ('                if state.state == "settled":\n                    return None\n'),
+        "",
+        ACTORS,
+    ),
+)
