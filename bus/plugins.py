@@ -18,6 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # launch/process/own_packages.py has this list again: it runs before `bus` may be imported.
 OWN_PACKAGES = ("actors", "bus", "launch", "learner", "storage")
+CHECKOUT_PACKAGES = ("benchmarks", "soak")
 NAME_IT_HERE = "; or name it in this host's own settings"
 
 
@@ -154,8 +155,15 @@ def _places(spec: ModuleSpec) -> list[str]:
 def _same_name_hint(module_name: str) -> str:
     """Return what to do where the working directory has a file or package of the same name as one of ours."""
     top = module_name.partition(".")[0]
+    root = Path(__file__).parents[1]
+    ours = root / "tests" / top if top in CHECKOUT_PACKAGES else root / top
     own = [path for path in (Path(f"{top}.py"), Path(top)) if path.exists()]
-    if top not in OWN_PACKAGES or not own or own[0].resolve() == (Path(__file__).parents[1] / top):
+    if (
+        top not in (*OWN_PACKAGES, *CHECKOUT_PACKAGES)
+        or not ours.exists()
+        or not own
+        or own[0].resolve() == ours
+    ):
         return ""
     return f": {top!r} is a package of Sluice, so {str(own[0])!r} here is not imported: rename it"
 

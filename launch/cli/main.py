@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 
 from cyclopts import CycloptsError, Group
 from cyclopts.exceptions import (
@@ -14,16 +16,11 @@ from rich.console import Console
 
 from bus.errors import ConfigError, SluiceError
 from launch.cli import (
-    bench_commands,
     completion_commands,
     doctor_commands,
     engine_commands,
     init_commands,
     key_commands,
-    learning_commands,
-    length_commands,
-    numerics_commands,
-    off_policy_commands,
     process_commands,
     run_commands,
     start_commands,
@@ -40,6 +37,7 @@ from launch.environment_variables import (
     SETTING_VARIABLES,
     forget_empty_variables,
 )
+from launch.process.own_packages import CHECKOUT, CHECKOUT_PACKAGES, find_own_packages_first
 from launch.process.runtime import fail, for_user
 from launch.settings_tree import Model
 
@@ -60,20 +58,15 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
     "Act on a run that goes on": ("data", "engines", "keys", "reward"),
     "Look back": ("verify", "retrain", "witness", "rescore", "restore"),
-    "Measure and test": ("bench", "soak"),
+    "Measure and test, in a checkout": ("bench", "soak"),
 }
 """Commands under the heading that `launch --help` shows them with, the most wanted first."""
 COMMANDS = (
-    bench_commands,
     completion_commands,
     doctor_commands,
     engine_commands,
     key_commands,
     init_commands,
-    learning_commands,
-    length_commands,
-    numerics_commands,
-    off_policy_commands,
     process_commands,
     run_commands,
     start_commands,
@@ -93,11 +86,20 @@ Environment variables count more than configuration files and less than flags:
 """Text under the list of all commands."""
 
 
+def add_commands_of_checkout() -> None:
+    """Add the commands that measure and test, whose code lies in `tests` and is not installed."""
+    if all(Path(CHECKOUT, name, "commands").is_dir() for name in CHECKOUT_PACKAGES):
+        find_own_packages_first()
+        for name in CHECKOUT_PACKAGES:
+            import_module(f"{name}.commands")
+
+
 def group_commands() -> None:
     """Put each command under its heading, in the order of `GROUPS`."""
+    known = set(app)
     for position, (heading, names) in enumerate(GROUPS.items()):
         group = Group(heading, sort_key=position)
-        for place, name in enumerate(names):
+        for place, name in enumerate(name for name in names if name in known):
             app[name].group = group
             app[name].sort_key = place
             app[name].help_epilogue = ""  # else it would have the one of `launch` itself
@@ -106,6 +108,7 @@ def group_commands() -> None:
     app.help_epilogue = FURTHER_HELP
 
 
+add_commands_of_checkout()
 group_commands()
 
 
@@ -153,6 +156,8 @@ def _complaint(error: CycloptsError) -> str:
             return f"{option} is the run's, not this process's: give it to the `launch storage` of the run"
     if isinstance(error, UnknownCommandError) and (error.unused_tokens or [""])[0] == "replay":
         return "there is no command 'replay': `launch retrain` trains the steps of a run again"
+    if isinstance(error, UnknownCommandError) and (error.unused_tokens or [""])[0] in ("bench", "soak"):
+        return f"'launch {(error.unused_tokens or [''])[0]}' is not installed: run it in a checkout of Sluice"
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]!r}: settings are given as --name VALUE"
     if isinstance(error, RepeatArgumentError) and str(error.token.keyword).startswith("--policies."):

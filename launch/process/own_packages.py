@@ -11,15 +11,26 @@ ROOT = str(Path(__file__).parents[2])
 """The directory that holds Sluice's packages."""
 # bus/plugins.py has this list too. It is not imported here: a user's bus.py would still be found for ours.
 PACKAGES = ("actors", "bus", "launch", "learner", "storage")
+CHECKOUT = str(Path(ROOT, "tests"))
+"""The directory of the packages that only a checkout has."""
+CHECKOUT_PACKAGES = ("benchmarks", "soak")
 
 
 class _OwnPackagesFinder(MetaPathFinder):
-    """Finds Sluice's packages in `ROOT`, whatever directory `sys.path` names first."""
+    """Finds Sluice's packages in `ROOT` and `CHECKOUT`, whatever directory `sys.path` names first."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name in CHECKOUT_PACKAGES:
+            return PathFinder.find_spec(name, [CHECKOUT], target)
         return PathFinder.find_spec(name, [ROOT], target) if name in PACKAGES else None
+
+
+def find_own_packages_first() -> None:
+    """Have this process find Sluice's packages before others of their names."""
+    if not any(isinstance(finder, _OwnPackagesFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OwnPackagesFinder())
 
 
 def search_own_packages_first() -> None:
@@ -28,7 +39,7 @@ def search_own_packages_first() -> None:
     `python -m` searches the working directory before all else and PYTHONPATH may name it too, so that a
     user's own `storage.py` beside the prompts would take the place of ours.
     """
-    sys.meta_path.insert(0, _OwnPackagesFinder())
+    find_own_packages_first()
     here = str(Path.cwd())
     if sys.path[0] in ("", here):
         sys.path.append(sys.path.pop(0))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.benchmarks import bus as bench
+from benchmarks import bus as bench
 
 
 @pytest.mark.nats

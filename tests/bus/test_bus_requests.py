@@ -17,7 +17,7 @@ from bus.refusal import Refused
 from bus.requests import Done, GroupRef, StoredRequest, Waiting
 from bus.server import NatsServer
 from bus.trajectory import TrajectoryBatch
-from launch.chaos.link import faulty_link
+from soak.link import faulty_link
 from tests.bus.test_connection import ASK
 from tests.conftest import Connect
 from tests.factories import make_trajectory

@@ -18,7 +18,7 @@ from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
-from launch.chaos.link import faulty_link
+from soak.link import faulty_link
 from tests.conftest import Connect
 
 

@@ -123,7 +123,7 @@ def test_every_page_is_linked_from_the_readme():
 
 
 def test_the_architecture_names_every_room():
-    packages = ("bus", "storage", "actors", "learner", "launch")
+    packages = ("bus", "storage", "actors", "learner", "launch", "tests/benchmarks", "tests/soak")
     rooms = {
         room.parent.relative_to(ROOT).as_posix()
         for name in packages

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from launch.chaos.local_run import launch_command
+from soak.local_run import launch_command
 
 SMALL = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", "4",

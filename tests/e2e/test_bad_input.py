@@ -24,8 +24,8 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import RunRecord
 from bus.server import free_port, nats_binary
-from launch.chaos.local_run import launch_command
 from launch.process.runtime import TEMPORARY
+from soak.local_run import launch_command
 from tests.e2e.commands import wait_until
 from tests.e2e.conftest import Refused, refusal
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.benchmarks.learning.outcome import Outcome
-from launch.benchmarks.whole_runs.results import Results
+from benchmarks.learning.outcome import Outcome
+from benchmarks.whole_runs.results import Results
 from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.benchmarks.off_policy.cells import Cell
-from launch.benchmarks.off_policy.outcome import Outcome
-from launch.benchmarks.whole_runs.results import Results
+from benchmarks.off_policy.cells import Cell
+from benchmarks.off_policy.outcome import Outcome
+from benchmarks.whole_runs.results import Results
 from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.benchmarks.overlap_record import Heard
+from benchmarks.overlap_record import Heard
 from storage.disk.run_directory import RunDirectory
 from tests.e2e.commands import Command
 

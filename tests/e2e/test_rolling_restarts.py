@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.chaos.rolling import WAYS
+from soak.rolling import WAYS
 from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(1500)]

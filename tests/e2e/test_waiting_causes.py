@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.chaos.disk import fill, small_disk
 from launch.config import validate
 from launch.watch.dashboard.status_watch import StatusWatch
+from soak.disk import fill, small_disk
 from tests.e2e.commands import ENVIRONMENT, Command, wait_for_step, wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(900)]

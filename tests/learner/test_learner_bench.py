@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from bus.errors import ConfigError, TrainingError
-from launch.benchmarks import learner as bench
-from launch.benchmarks import learner_layouts
-from launch.benchmarks.learner import (
+from benchmarks import learner as bench
+from benchmarks import learner_layouts
+from benchmarks.learner import (
     hugging_face,
     model_of,
     ours,
@@ -19,9 +18,10 @@ from launch.benchmarks.learner import (
     single_sides,
     trainer_of,
 )
-from launch.benchmarks.learner_images import qwen3_vl_600m, small_images
-from launch.benchmarks.learner_layouts import Layout, every, layouts
-from launch.benchmarks.learner_workloads import Workload, qwen3, small, small_experts, small_latent, weights
+from benchmarks.learner_images import qwen3_vl_600m, small_images
+from benchmarks.learner_layouts import Layout, every, layouts
+from benchmarks.learner_workloads import Workload, qwen3, small, small_experts, small_latent, weights
+from bus.errors import ConfigError, TrainingError
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.balancing import forward_flops
 from learner.scoring.logprobs import score

@@ -2,8 +2,8 @@ import dataclasses
 
 import torch
 
-from launch.benchmarks.learner_workloads import qwen3
-from launch.benchmarks.prefix import side_by_side, workload_of
+from benchmarks.learner_workloads import qwen3
+from benchmarks.prefix import side_by_side, workload_of
 
 
 def test_sharing_the_prompt_of_siblings_trains_the_same_with_fewer_tokens():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch.benchmarks import replay
-from launch.benchmarks.replay import LIMITS, bench_replay
-from launch.benchmarks.replay_workload import Size
+from benchmarks import replay
+from benchmarks.replay import LIMITS, bench_replay
+from benchmarks.replay_workload import Size
 
 pytestmark = pytest.mark.nats
 SMALL = Size(rounds=1, written=64, stored=1024, many=20_000, messages=50, leases=1000)

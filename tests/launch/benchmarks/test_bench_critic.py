@@ -9,9 +9,8 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
 from actors.policy.policy import Policy
-from bus.errors import ConfigError, SluiceError
-from launch.benchmarks.critic import OBJECTIVES, Plan, configuration, figures_of, report, table
-from launch.benchmarks.delayed_reward import (
+from benchmarks.critic import OBJECTIVES, Plan, configuration, figures_of, report, table
+from benchmarks.delayed_reward import (
     LUCK,
     MOST_TURNS,
     RIGHT,
@@ -22,6 +21,7 @@ from launch.benchmarks.delayed_reward import (
     task_files,
     write_task,
 )
+from bus.errors import ConfigError, SluiceError
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records
 from tests.actors.conftest import tokenizer  # noqa: F401 - a fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.episodes import EpisodesLoad, bench_episodes
 from bus.errors import ConfigError
-from launch.benchmarks.episodes import EpisodesLoad, bench_episodes
 
 
 @pytest.mark.slow

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from launch.benchmarks import exact
-from launch.benchmarks.embedded_engine import Workload as Prompts
-from launch.benchmarks.learner_workloads import Workload as Batches
+from benchmarks import exact
+from benchmarks.embedded_engine import Workload as Prompts
+from benchmarks.learner_workloads import Workload as Batches
 
 TINY = Qwen3Config(
     vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.benchmarks import gateway as bench
+from benchmarks import gateway as bench
 
 
 @pytest.mark.slow

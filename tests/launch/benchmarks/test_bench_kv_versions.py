@@ -7,8 +7,7 @@ import pytest
 
 from actors.engines.base import Generation
 from actors.engines.config import SglangEngineConfig
-from bus.errors import ConfigError
-from launch.benchmarks.kv_versions import (
+from benchmarks.kv_versions import (
     MODES,
     Answer,
     Load,
@@ -18,6 +17,7 @@ from launch.benchmarks.kv_versions import (
     compared,
     refuse_unknown,
 )
+from bus.errors import ConfigError
 
 MOST_NATS = 2e-6
 """Ten times what the arithmetic of server and transformers differs in a token of this model."""

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.commands.learning import LearningExtent
+from benchmarks.learning import cell_run
+from benchmarks.learning.bench import measure_cells, write_report
+from benchmarks.learning.cell_run import FAILING, base_settings, digest, settings_of
+from benchmarks.learning.cells import FAILURES, PRESETS, SEEDS, STEPS, Cell, chosen_fractions, grid
+from benchmarks.learning.outcome import Outcome, area, outcome_of
+from benchmarks.learning.report import arms, comparisons, report, table, welch_p
+from benchmarks.whole_runs.extent import Extent, Plan, plan_of
+from benchmarks.whole_runs.results import Results
 from bus.errors import ConfigError, SluiceError
-from launch.benchmarks.learning import cell_run
-from launch.benchmarks.learning.bench import measure_cells, write_report
-from launch.benchmarks.learning.cell_run import FAILING, base_settings, digest, settings_of
-from launch.benchmarks.learning.cells import FAILURES, PRESETS, SEEDS, STEPS, Cell, chosen_fractions, grid
-from launch.benchmarks.learning.outcome import Outcome, area, outcome_of
-from launch.benchmarks.learning.report import arms, comparisons, report, table, welch_p
-from launch.benchmarks.whole_runs.extent import Extent, Plan, plan_of
-from launch.benchmarks.whole_runs.results import Results
-from launch.cli.learning_commands import LearningExtent
 from launch.config import RunConfig, resolve
 
 CELL = Cell(0, "guess", 0.1)
@@ -206,7 +206,7 @@ async def test_a_later_call_measures_only_what_is_missing_and_refuses_other_sett
             raise SluiceError("it broke")
         return outcome(failures=cell.failures, settings=settings)
 
-    monkeypatch.setattr("launch.benchmarks.learning.bench.run_cell", run_cell)
+    monkeypatch.setattr("benchmarks.learning.bench.run_cell", run_cell)
     plan = Plan(cells, tmp_path, tmp_path / "cells.jsonl", {}, parallel=1, cell_s=9.0)
     none = await measure_cells(replace(plan, limit_s=0.0), asyncio.Event(), steps=5)
     assert (none["measured_now"], none["cells"], len(none["left"])) == (0, 1, 3)
@@ -225,7 +225,7 @@ async def test_each_preset_takes_its_own_steps_unless_a_call_names_them(tmp_path
         configs[cell.preset] = config.learner.steps, settings
         raise SluiceError("only its settings count")
 
-    monkeypatch.setattr("launch.benchmarks.learning.bench.run_cell", run_cell)
+    monkeypatch.setattr("benchmarks.learning.bench.run_cell", run_cell)
     plan = Plan(cells, tmp_path, tmp_path / "cells.jsonl", {}, parallel=1, cell_s=9.0)
     await measure_cells(plan, asyncio.Event())
     assert configs == {name: (steps, digest(name, {}, steps=steps)) for name, steps in STEPS.items()}

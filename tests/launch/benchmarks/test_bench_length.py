@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from actors.rewards.base import Answer
+from benchmarks.length import bench as bench_of_length
+from benchmarks.length.bench import measure_cells, write_report
+from benchmarks.length.cell_run import base_settings, digest, settings_of
+from benchmarks.length.cells import CUT_OFF, HELD, LAGS, METHODS, SEEDS, Cell, grid
+from benchmarks.length.completed import completed_only
+from benchmarks.length.outcome import Outcome, outcome_of
+from benchmarks.length.report import report, table
+from benchmarks.length.task import LIMIT, MOST_NEEDED, score, write_task
+from benchmarks.whole_runs.extent import Plan
 from bus.errors import ConfigError, SluiceError
 from bus.trajectory import FinishReason
-from launch.benchmarks.length import bench as bench_of_length
-from launch.benchmarks.length.bench import measure_cells, write_report
-from launch.benchmarks.length.cell_run import base_settings, digest, settings_of
-from launch.benchmarks.length.cells import CUT_OFF, HELD, LAGS, METHODS, SEEDS, Cell, grid
-from launch.benchmarks.length.completed import completed_only
-from launch.benchmarks.length.outcome import Outcome, outcome_of
-from launch.benchmarks.length.report import report, table
-from launch.benchmarks.length.task import LIMIT, MOST_NEEDED, score, write_task
-from launch.benchmarks.whole_runs.extent import Plan
 from storage.config import PromptKeys
 from storage.prompts.dataset import load_prompts
 from storage.prompts.generators import load_demonstrations

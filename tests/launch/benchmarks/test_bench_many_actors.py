@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks import many_actors as bench
 from bus.errors import BusError
-from launch.benchmarks import many_actors as bench
 
 
 @pytest.mark.nats

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.errors import ConfigError, SluiceError
-from launch.benchmarks.off_policy import cell_run
-from launch.benchmarks.off_policy.bench import measure_cells, write_report
-from launch.benchmarks.off_policy.cell_run import base_settings, digest, settings_of
-from launch.benchmarks.off_policy.cells import (
+from benchmarks.commands import learning, length, off_policy
+from benchmarks.off_policy import cell_run
+from benchmarks.off_policy.bench import measure_cells, write_report
+from benchmarks.off_policy.cell_run import base_settings, digest, settings_of
+from benchmarks.off_policy.cells import (
     LAGS,
     METHODS,
     SEEDS,
@@ -22,24 +22,24 @@ from launch.benchmarks.off_policy.cells import (
     chosen_methods,
     grid,
 )
-from launch.benchmarks.off_policy.outcome import Outcome, outcome_of
-from launch.benchmarks.off_policy.paired import Retrained, figures, objective
-from launch.benchmarks.off_policy.report import (
+from benchmarks.off_policy.outcome import Outcome, outcome_of
+from benchmarks.off_policy.paired import Retrained, figures, objective
+from benchmarks.off_policy.report import (
     held,
     report,
     reuse_table,
     saved_fraction,
     staleness_tables,
 )
-from launch.benchmarks.whole_runs.cells import chosen_numbers
-from launch.benchmarks.whole_runs.curves import smoothed, steps_to_target
-from launch.benchmarks.whole_runs.extent import Plan
-from launch.benchmarks.whole_runs.page import between, refuse_without_place, write_between
-from launch.benchmarks.whole_runs.results import Results
-from launch.benchmarks.whole_runs.run import ONE_THREAD
-from launch.benchmarks.whole_runs.schedule import Schedule
-from launch.benchmarks.whole_runs.spread import Spread
-from launch.cli import learning_commands, length_commands, off_policy_commands
+from benchmarks.whole_runs.cells import chosen_numbers
+from benchmarks.whole_runs.curves import smoothed, steps_to_target
+from benchmarks.whole_runs.extent import Plan
+from benchmarks.whole_runs.page import between, refuse_without_place, write_between
+from benchmarks.whole_runs.results import Results
+from benchmarks.whole_runs.run import ONE_THREAD
+from benchmarks.whole_runs.schedule import Schedule
+from benchmarks.whole_runs.spread import Spread
+from bus.errors import ConfigError, SluiceError
 from launch.cli import main as cli
 from launch.config import RunConfig, resolve
 
@@ -355,7 +355,7 @@ def test_a_page_is_filled_and_one_that_cannot_be_read_is_refused(tmp_path: Path)
 @pytest.mark.parametrize("name", ["staleness", "reuse", "learning", "length"])
 def test_a_page_that_is_not_there_is_refused_before_anything_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    commands = {"learning": learning_commands, "length": length_commands}.get(name, off_policy_commands)
+    commands = {"learning": learning, "length": length}.get(name, off_policy)
     monkeypatch.setattr(commands, "configure_logging", lambda _: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", name, "--into", "missing.md"])
@@ -402,7 +402,7 @@ async def test_so_many_cells_run_at_once_and_one_that_fails_stops_no_other():
 
 async def test_no_cell_is_started_that_would_not_end_in_time(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("launch.benchmarks.whole_runs.schedule.time.monotonic", lambda: now)
+    monkeypatch.setattr("benchmarks.whole_runs.schedule.time.monotonic", lambda: now)
     limits = []
 
     async def measure(cell: Cell, limit_s: float) -> Outcome:
@@ -418,7 +418,7 @@ async def test_no_cell_is_started_that_would_not_end_in_time(monkeypatch):
 
 async def test_a_cell_that_was_cut_off_is_left_for_the_next_call_and_is_no_failure(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("launch.benchmarks.whole_runs.schedule.time.monotonic", lambda: now)
+    monkeypatch.setattr("benchmarks.whole_runs.schedule.time.monotonic", lambda: now)
 
     async def measure(cell: Cell, limit_s: float) -> Outcome:
         nonlocal now
@@ -441,7 +441,7 @@ async def test_a_later_call_measures_only_what_is_missing(tmp_path: Path, monkey
     async def make_model(*_, **__) -> None: ...
 
     for name, fake in (("run_cell", run_cell), ("make_model", make_model), ("digest", lambda *_: "s")):
-        monkeypatch.setattr(f"launch.benchmarks.off_policy.bench.{name}", fake)
+        monkeypatch.setattr(f"benchmarks.off_policy.bench.{name}", fake)
     plan = Plan(cells(3), tmp_path, tmp_path / "cells.jsonl", {}, parallel=1, cell_s=9.0)
     measure = partial(measure_cells, kind="reuse", steps=5)
     none = await measure(replace(plan, limit_s=0.0), asyncio.Event())

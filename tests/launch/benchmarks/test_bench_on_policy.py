@@ -9,9 +9,9 @@ import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.config import SglangEngineConfig
+from benchmarks import on_policy
+from benchmarks.on_policy import BATCHES, Load, bench_on_policy, differences, settings_of, usual
 from bus.errors import ConfigError
-from launch.benchmarks import on_policy
-from launch.benchmarks.on_policy import BATCHES, Load, bench_on_policy, differences, settings_of, usual
 from learner.scoring.logprobs import Scores
 
 

@@ -6,13 +6,13 @@ from math import inf
 
 import pytest
 
+from benchmarks.commands.parts import age_of_process
+from benchmarks.overlap import LimitError, Measurement, Plan, end_run, measured
+from benchmarks.overlap_record import Heard, Turn
+from benchmarks.overlap_report import trained
+from benchmarks.overlap_settings import defaults, make, settings
 from bus.errors import ConfigError, SluiceError
-from launch.benchmarks.overlap import LimitError, Measurement, Plan, end_run, measured
-from launch.benchmarks.overlap_record import Heard, Turn
-from launch.benchmarks.overlap_report import trained
-from launch.benchmarks.overlap_settings import defaults, make, settings
-from launch.chaos.local_run import LocalRun
-from launch.cli.bench_commands import age_of_process
+from soak.local_run import LocalRun
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.benchmarks.prompt_files import bench_prompt_files
+from benchmarks.prompt_files import bench_prompt_files
 
 
 @pytest.mark.slow

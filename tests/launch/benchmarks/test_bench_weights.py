@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launch.benchmarks.learner_workloads import small, weights
-from launch.benchmarks.weights import LIMITED_BY, LIMITS, bench_weights, settings
+from benchmarks.learner_workloads import small, weights
+from benchmarks.weights import LIMITED_BY, LIMITS, bench_weights, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 

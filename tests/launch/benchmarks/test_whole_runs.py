@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.whole_runs.run import _refuse_stopped
 from bus.errors import SluiceError
-from launch.benchmarks.whole_runs.run import _refuse_stopped
 from storage.disk.atomic_files import make_directory, write_json
 from storage.disk.run_directory import RunDirectory
 

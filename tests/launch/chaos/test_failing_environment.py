@@ -8,7 +8,7 @@ from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
 from actors.environments.plugin import plugin_environment
 from actors.policy.policy import Policy
-from launch.chaos.failing_environment import FAILURES
+from soak.failing_environment import FAILURES
 from tests.actors.test_worker import TOKENIZER, answer_with
 
 ROLLOUTS = 200
@@ -19,7 +19,7 @@ def failing(fraction, environment=None):
         "fraction": fraction,
         "environment": environment or {"type": "single_turn", "reward": "exact"},
     }
-    name = "launch.chaos.failing_environment:FailingEnvironment"
+    name = "soak.failing_environment:FailingEnvironment"
     return plugin_environment(PluginEnvironmentConfig(type="plugin", environment=name, settings=settings))
 
 

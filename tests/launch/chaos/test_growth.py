@@ -14,12 +14,12 @@ import pytest
 from rich.console import Console
 
 from bus.server import HTTP_HOST, NatsServer, free_port
-from launch.chaos.growth import statements
-from launch.chaos.growth.fit import fit_growth
-from launch.chaos.growth.report import SIX_WEEKS_STEPS, judge, print_report
-from launch.chaos.growth.run import run_compressed
-from launch.chaos.growth.samples import Sample, sample_bus, sample_disk, sample_processes, sort_of_file
-from launch.chaos.growth.settings import EACH_STEP, STREAM_BOUNDS
+from soak.growth import statements
+from soak.growth.fit import fit_growth
+from soak.growth.report import SIX_WEEKS_STEPS, judge, print_report
+from soak.growth.run import run_compressed
+from soak.growth.samples import Sample, sample_bus, sample_disk, sample_processes, sort_of_file
+from soak.growth.settings import EACH_STEP, STREAM_BOUNDS
 
 MIB = 1 << 20
 STEPS = np.arange(0, 20_000, 50)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from launch.chaos.link import HOST, faulty_link
+from soak.link import HOST, faulty_link
 
 TIMEOUT_S = 10.0
 TEXT = b"x" * 4096

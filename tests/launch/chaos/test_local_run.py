@@ -10,7 +10,7 @@ import pytest
 
 from bus.child_process import module_command
 from bus.errors import SluiceError
-from launch.chaos.local_run import LocalRun, launch_command
+from soak.local_run import LocalRun, launch_command
 from storage.disk.run_directory import RunDirectory
 
 TIMEOUT_S = 30.0
@@ -91,7 +91,7 @@ async def test_what_cannot_be_looked_for_does_not_keep_the_supervisor_running(st
 
 def test_a_part_is_found_by_the_command_that_starts_it():
     assert launch_command(module_command("launch", "storage", "--run", "bus")) == "storage"
-    assert launch_command(module_command("launch.benchmarks.bus", "storage")) == ""
+    assert launch_command(module_command("benchmarks.bus", "storage")) == ""
     assert launch_command(("nats-server", "--config", "bus.conf")) == ""
     assert launch_command(()) == ""
 

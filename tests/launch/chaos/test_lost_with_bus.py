@@ -8,7 +8,7 @@ from bus.codec import encode
 from bus.publish import Publisher
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
-from launch.chaos.lost_with_bus import LostWithBus
+from soak.lost_with_bus import LostWithBus
 from tests.launch.operations.test_verify import group, no_pause, run  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.nats

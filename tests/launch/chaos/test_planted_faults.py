@@ -22,14 +22,14 @@ from bus.connection import Bus
 from bus.messages import PolicyManifest, RunRecord
 from bus.publish import Publisher
 from bus.server import NatsServer
-from launch.chaos import soak
-from launch.chaos.bus_faults import kill_server
-from launch.chaos.faults import Fault
-from launch.chaos.soak import SoakPlan, run_soak
 from launch.history.trajectory_account import exit_status
 from launch.operations.verify.comparison import Verdicts
 from launch.operations.verify.verify import verified
 from learner.scratch_model import character_tokenizer
+from soak import soak
+from soak.bus_faults import kill_server
+from soak.faults import Fault
+from soak.soak import SoakPlan, run_soak
 from storage.account.records import ACTORS
 from storage.disk.run_directory import RunDirectory
 from storage.weights.model_files import bundle

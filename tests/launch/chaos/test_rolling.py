@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bus.errors import SluiceError
-from launch.chaos import rolling
-from launch.chaos.local_run import LocalRun
-from launch.chaos.rolling import WAYS, RollingPlan, RollingRun
+from soak import rolling
+from soak.local_run import LocalRun
+from soak.rolling import WAYS, RollingPlan, RollingRun
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import ATTEMPTS, Ledger
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from launch.chaos.run_faults import run_beside
+from soak.run_faults import run_beside
 
 
 async def test_a_second_process_that_ends_by_itself_tells_its_status_and_output():

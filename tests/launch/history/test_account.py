@@ -8,9 +8,9 @@ from contextlib import closing
 
 import pytest
 
+from benchmarks.overlap import WELL, Plan, accounted
+from benchmarks.overlap_settings import defaults, settings
 from bus.errors import SluiceError
-from launch.benchmarks.overlap import WELL, Plan, accounted
-from launch.benchmarks.overlap_settings import defaults, settings
 from launch.history.trajectory_account import account
 from learner import lineage
 from storage.disk.run_directory import RunDirectory

@@ -9,8 +9,8 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, Episode, Task
 from actors.policy.policy import Policy
-from launch.chaos.failing_environment import FAILURES, FailingEnvironment
 from launch.config import preset, resolve
+from soak.failing_environment import FAILURES, FailingEnvironment
 from tests.actors.gateway.served import TOKENIZER, script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

@@ -13,12 +13,12 @@ from bus.plugins import OWN_PACKAGES, load_function
 from launch.process.own_packages import PACKAGES
 
 ROOT = Path(__file__).parents[3]
-HELP = ("launch", "engines", "--help")
+HELP = ("launch", "bench", "bus", "--help")
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    for name in ("actors.py", "bus.py", "storage.py", "learner/__init__.py"):
+    for name in ("actors.py", "bus.py", "storage.py", "learner/__init__.py", "benchmarks.py", "soak.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise RuntimeError('a file of the user was imported for ours')\n")
     return tmp_path
@@ -38,7 +38,7 @@ def test_a_command_runs_beside_files_named_like_our_packages(directory: Path, co
         timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage: launch engines" in done.stdout
+    assert "Usage: launch bench bus" in done.stdout
 
 
 @pytest.mark.parametrize("search", [".", ""])
@@ -50,15 +50,16 @@ def test_a_process_that_we_start_is_no_file_of_the_user_named_launch(directory: 
         module_command(*HELP), cwd=directory, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage: launch engines" in done.stdout
+    assert "Usage: launch bench bus" in done.stdout
 
 
-def test_a_plug_in_named_like_a_package_of_ours_is_to_be_renamed(directory: Path, monkeypatch):
+@pytest.mark.parametrize("package", ["storage", "soak"])
+def test_a_plug_in_named_like_a_package_of_ours_is_to_be_renamed(directory: Path, monkeypatch, package: str):
     monkeypatch.chdir(directory)
-    (directory / "storage.py").write_text("def reward(answer): return 1.0\n")
-    hint = "'storage' is a package of Sluice, so 'storage.py' here is not imported: rename it"
+    (directory / f"{package}.py").write_text("def reward(answer): return 1.0\n")
+    hint = f"{package!r} is a package of Sluice, so '{package}.py' here is not imported: rename it"
     with pytest.raises(ConfigError, match=hint):
-        load_function("reward", "storage:reward", {})
+        load_function("reward", f"{package}:reward", {})
     with pytest.raises(
         ConfigError, match="'learner' is a package of Sluice, so 'learner' here is not imported"
     ):

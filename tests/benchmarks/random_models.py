@@ -1,0 +1,52 @@
+"""Models to measure with: shapes by name, and random weights, since there may be no others."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from actors.engines.config import SglangEngineConfig
+from benchmarks.model_shapes import SHAPES
+from bus.errors import ConfigError
+from learner.model_directories.model_directory import save_hf_directory
+from learner.scratch_model import character_tokenizer
+from learner.world.process_group import device
+
+
+def shape(name: str) -> Qwen3Config:
+    """Return the configuration of the model with this name. Raises `ConfigError` for one that there is
+    not."""
+    if name not in SHAPES:
+        raise ConfigError(f"no model {name!r} to measure with: there are {', '.join(SHAPES)}")
+    return Qwen3Config(
+        **SHAPES[name],
+        architectures=["Qwen3ForCausalLM"],  # by which inference engines tell what to serve
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def refuse_several(engine: SglangEngineConfig) -> None:
+    """Raise `ConfigError` for settings that name several servers."""
+    if engine.urls:
+        raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
+
+
+def random_model(name: str, *, seed: int = 0, where: torch.device | None = None) -> Qwen3ForCausalLM:
+    """Return the model in its dtype with weights drawn from `seed`, by default on the GPU if there is one."""
+    config = shape(name)
+    torch.manual_seed(seed)
+    with where or device():
+        return Qwen3ForCausalLM._from_config(config, dtype=config.dtype).eval()
+
+
+def write_model(name: str, directory: Path) -> Path:
+    """Write it with a tokenizer of one token per character; returns the directory. Leaves every GPU alone."""
+    tokenizer = character_tokenizer()
+    model = random_model(name, where=torch.device("cpu"))
+    model.config.eos_token_id = tokenizer.eos_token_id
+    state = {key: tensor.detach() for key, tensor in model.named_parameters()}
+    save_hf_directory(directory, model.config, state, None)
+    tokenizer.save_pretrained(directory)
+    return directory

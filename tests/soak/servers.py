@@ -1,0 +1,143 @@
+"""The servers of a soaked run's bus: one or a cluster, kept alive, each reached over a link."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+from nats.errors import Error as NatsError
+
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.messages import RoleHolder
+from bus.server import ClusterMember, NatsServer, free_port
+from bus.waiting import cancelled
+from launch.process.write_check import until_it_cannot_store
+from soak.link import HOST, FaultyLink
+
+log = structlog.get_logger()
+AGAIN_S = 1.0
+"""Pause before a server that did not start is started again."""
+LEADER_TIMEOUT_S = 5.0
+
+
+class Server:
+    """One server, which is started again whenever it ends, unless it is held down."""
+
+    def __init__(self, directory: Path, port: int, cluster: ClusterMember | None) -> None:
+        self.directory = directory
+        self.link = FaultyLink(port)
+        self.up = asyncio.Event()
+        """While it is not set, the server stays down once it has ended."""
+        self.up.set()
+        self.restarts = -1
+        self.down = asyncio.Event()
+        """Says whether no process of it runs."""
+        self.down.set()
+        self._nats = NatsServer(directory, port=port, cluster=cluster)
+        self._alone = cluster is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while it is down."""
+        return None if self.down.is_set() else self._nats.pid
+
+    @property
+    def url(self) -> str:
+        """URL of the link to it."""
+        return f"nats://{HOST}:{self.link.port}"
+
+    async def keep(self) -> None:
+        """Keep it running until cancelled, as `launch bus` does."""
+        try:
+            while True:
+                await self.up.wait()
+                try:
+                    await self._nats.start()
+                except (ConfigError, OSError) as error:  # the disk may be full at present
+                    log.warning("server_not_started", reason=str(error))
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                self.restarts += 1
+                self.down.clear()
+                await self._until_useless()
+                await self._nats.stop()
+                self.down.set()
+        finally:
+            await self._nats.stop()
+
+    async def _until_useless(self) -> None:
+        """Return when the server has ended, or cannot store any more after its disk was full."""
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._nats.wait())]
+        if self._alone:
+            tasks.append(asyncio.create_task(until_it_cannot_store(self._nats.url)))
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await cancelled(*tasks)
+
+
+class BusServers:
+    """All servers of the bus."""
+
+    def __init__(self, directory: Path, count: int) -> None:
+        routes = tuple(free_port(HOST) for _ in range(count))
+        members = [
+            ClusterMember(f"n{n}", port, routes) if count > 1 else None for n, port in enumerate(routes)
+        ]
+        self.servers = [
+            Server(directory / f"n{n}", free_port(HOST), member) for n, member in enumerate(members)
+        ]
+        self.lock = asyncio.Lock()
+        """Held while somebody does something to servers or their directories."""
+
+    @property
+    def url(self) -> str:
+        """URL of the bus for its clients."""
+        return ",".join(server.url for server in self.servers)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run servers and links while inside."""
+        tasks = [asyncio.create_task(server.link.run()) for server in self.servers]
+        tasks += [asyncio.create_task(server.keep()) for server in self.servers]
+        try:
+            yield
+        finally:
+            await cancelled(*tasks)
+
+    async def leader(self, run: str) -> Server | None:
+        """Return the server that leads the run's stream of trajectories; None when nobody says so in time."""
+        try:
+            async with (
+                asyncio.timeout(LEADER_TIMEOUT_S),
+                Bus.connect(BusConfig(url=self.url), run, name="soak") as bus,
+            ):
+                found = (await bus.js.stream_info(bus.topology.stream("TRAJECTORIES"))).cluster
+        except (OSError, NatsError, BusError):  # TimeoutError is an OSError
+            return None
+        number = (found.leader or "").removeprefix("n") if found is not None else ""
+        return self.servers[int(number)] if number.isdigit() else None
+
+    async def holder(self, run: str, role: str) -> int | None:
+        """Return the process that holds a role of the run now; None when nobody does, or says so in time."""
+        try:
+            async with (
+                asyncio.timeout(LEADER_TIMEOUT_S),
+                Bus.connect(BusConfig(url=self.url), run, name="soak") as bus,
+            ):
+                found = await bus.get(f"role.{role}", RoleHolder)
+        except (OSError, NatsError, BusError):  # TimeoutError is an OSError
+            return None
+        return found[0].pid if found is not None else None
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Make `target` a copy of `source` as it is now; files that vanish meanwhile are left out."""
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        shutil.copytree(source, target)
+    except shutil.Error as error:
+        log.debug("not_all_copied", reason=str(error)[:200])
