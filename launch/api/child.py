@@ -3,11 +3,12 @@
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.child_process import module_command
 from bus.errors import BusAwayError, ConfigError, LostDataError, SluiceError
+from bus.host_limits import MemoryKills
 from launch.process.runtime import LOST_DATA, TEMPORARY, USAGE, complaints
 
 POLL_S = 0.05
@@ -31,6 +32,8 @@ class LocalProcess:
     output: Path
     begins: int
     """Position in `output` where that of this process begins, in bytes."""
+    memory_kills: MemoryKills = field(default_factory=MemoryKills)
+    """What the kernel has killed for lack of memory since it began."""
 
     @property
     def runs(self) -> bool:
@@ -46,7 +49,7 @@ class LocalProcess:
         if own := complaints(said):
             return ERRORS.get(status, SluiceError)("\n".join(dict.fromkeys(own)))
         last = "\n".join(said.splitlines()[-TAIL_LINES:])
-        ending = f"status {status}" if status > 0 else f"signal {-status}"
+        ending = self.memory_kills.ending(status)
         return SluiceError(f"`launch local` ended with {ending}; the end of {self.output}:\n{last}")
 
     def wait_until_held(self, lock: Path) -> None:

@@ -23,6 +23,7 @@ from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
 from launch.operations.run_stop import going_on
+from launch.process.ranks import SMALLER_LEARNER
 from launch.process.services import policy_config
 from launch.process.start_checks import check_start, start_remarks
 from launch.watch.conclusion import conclude, saved_progress
@@ -209,12 +210,14 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
             _command("actors", *join, *python, *_monitoring(config, "actors")),
             drain_s=_actors_drain_s(config),
             may_end=lambda: _stage(run) == "done",  # they may be sooner than the learner, which says so
+            smaller="lower actors.engine.slots",
         ),
         Part(
             "learner",
             _command("learner", *join, *_monitoring(config, "learner")),
             ends_run=True,
             drain_s=LEARNER_DRAIN_S,
+            smaller=SMALLER_LEARNER,
         ),
         *(_policy_part(config, name, join) for name in config.policies),
     )
@@ -230,7 +233,7 @@ def _policy_part(config: RunConfig, policy: str, join: list[str]) -> Part:
     """Return the learner of a further policy: it may be done while the run goes on, and ends with the run."""
     name = f"learner-{policy}"
     command = _command("learner", *join, "--policy", policy, *_monitoring(config, name))
-    return Part(name, command, may_end=lambda: True, drain_s=LEARNER_DRAIN_S)
+    return Part(name, command, may_end=lambda: True, drain_s=LEARNER_DRAIN_S, smaller=SMALLER_LEARNER)
 
 
 def _with_variables(config: RunConfig, part: Part) -> Part:

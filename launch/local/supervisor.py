@@ -15,6 +15,7 @@ import structlog
 
 from bus.child_process import tied_to_parent
 from bus.errors import ConfigError, LostDataError, SluiceError
+from bus.host_limits import MemoryKills
 from launch.config import SupervisionConfig
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
 from storage.disk.log_files import rotated
@@ -46,6 +47,10 @@ class Part:
     """Says whether the run is over when it ends with status 0."""
     may_end: Callable[[], bool] = lambda: False
     """Tells whether it has done its work when it ends with status 0, and the run goes on without it."""
+    smaller: str = ""
+    """Settings with which it takes less memory, said when the kernel has killed it for lack of memory."""
+    memory_kills: MemoryKills = field(default_factory=MemoryKills)
+    """What the kernel has killed for lack of memory since the latest process began."""
     process: asyncio.subprocess.Process | None = None
     started: list[float] = field(default_factory=list)
     """Monotonic time of each start."""
@@ -155,7 +160,8 @@ class Supervisor:
         if status in FINAL or len(part.failed) > self._policy.restarts:
             times = f"{len(part.failed)} times within {self._policy.window_s:g} s"
             raise self._failure(part, status, times)
-        log.warning("part_restarts", part=part.name, ended=_ending(status), log=str(self._log_file(part)))
+        ended = part.memory_kills.ending(status, part.smaller)
+        log.warning("part_restarts", part=part.name, ended=ended, log=str(self._log_file(part)))
         recent = sum(at > since for at in part.started)
         pause_s = self._policy.first_pause_s * 2.0 ** min(recent - 1, MOST_DOUBLINGS)
         await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
@@ -180,6 +186,7 @@ class Supervisor:
 
     async def _spawn(self, part: Part) -> None:
         part.started.append(time.monotonic())
+        part.memory_kills = MemoryKills()
         tied = tied_to_parent(part.command)
         with self._log_file(part).open("ab") as output:
             part.log_start = output.tell()
@@ -218,7 +225,7 @@ class Supervisor:
             return error("\n".join(dict.fromkeys(own)))  # the ranks of a learner say the same
         last = "\n".join(output.splitlines()[-TAIL_LINES:])
         return SluiceError(
-            f"{part.name} ended {when}, last with {_ending(status)}; "
+            f"{part.name} ended {when}, last with {part.memory_kills.ending(status, part.smaller)}; "
             f"the end of {self._log_file(part)}:\n{last}"
         )
 
@@ -231,11 +238,6 @@ class Supervisor:
             size = written.seek(0, 2)
             written.seek(max(part.log_start, size - TAIL_BYTES))
             return written.read().decode(errors="replace")
-
-
-def _ending(status: int) -> str:
-    """Describe an exit status."""
-    return f"status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
 
 
 def _kill(part: Part) -> None:

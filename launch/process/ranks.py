@@ -9,6 +9,11 @@ from launch.process.runtime import SUPERVISOR
 
 NODE_RANK = "SLUICE_NODE_RANK"
 """Environment variable that tells a rank which host of its world it is on."""
+SMALLER_LEARNER = (
+    "lower learner.batch.tokens_per_micro_batch, set learner.parallel.recompute=full and "
+    "learner.optimizer.state_dtype=bfloat16"
+)
+"""Settings with which a learner takes less memory."""
 
 
 def is_rank() -> bool:

@@ -16,7 +16,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from bus.errors import ConfigError, WorldError
-from launch.process.ranks import NODE_RANK
+from bus.host_limits import MemoryKills
+from launch.process.ranks import NODE_RANK, SMALLER_LEARNER
 from launch.process.runtime import FINAL, SUPERVISOR, TEMPORARY
 from learner.config.parallel import WorldConfig
 
@@ -36,6 +37,7 @@ class Agent(LocalElasticAgent):
         super().__init__(
             spec, DefaultLogsSpecs(), exit_barrier_timeout=EXIT_BARRIER_S, shutdown_timeout=DRAIN_S
         )
+        self._memory_kills = MemoryKills()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents as torch does, with a store of its own for each round.
@@ -51,10 +53,14 @@ class Agent(LocalElasticAgent):
         """Watch the ranks as torch does, but start none again that said that now this would be useless."""
         result: RunResult = super()._monitor_workers(worker_group)
         for failure in result.failures.values():
-            log.warning("rank_failed", local_rank=failure.local_rank, status=failure.exitcode)
+            log.warning("rank_failed", local_rank=failure.local_rank, ended=self.ending(failure.exitcode))
             if failure.exitcode in PASSED_ON:
                 self._remaining_restarts = 0
         return result
+
+    def ending(self, status: int) -> str:
+        """Describe how a rank of this host ended."""
+        return self._memory_kills.ending(status, SMALLER_LEARNER)
 
     def ended_kindly(self) -> bool:
         """Tell whether every rank of this host ended with status 0."""
@@ -99,7 +105,10 @@ def run_world(world: WorldConfig, run: str, command: Sequence[str]) -> int:
     if said := [status for status in PASSED_ON if status in statuses]:
         return said[0]  # it has said why
     first = (world.node_rank or 0) * world.processes
-    last = ", ".join(f"rank {first + f.local_rank} with {f.exitcode}" for f in result.failures.values())
+    last = ", ".join(
+        f"rank {first + failure.local_rank} with {agent.ending(failure.exitcode)}"
+        for failure in result.failures.values()
+    )
     raise WorldError(
         f"ranks of the learner ended more often than learner.world.restarts={world.restarts} times, "
         f"last {last}: what they said is above"

@@ -10,6 +10,7 @@ import torch
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from bus.host_limits import usable_cores
 from learner.model_directories import mxfp4_weights
 from learner.model_directories.int4_weights import FromInt4Weights, group_size
 from learner.model_directories.lazy_weights import LazyWeights
@@ -32,7 +33,6 @@ from learner.model_directories.written_directory import (
 from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.quantisation import CONVERTIBLE, FLOAT_LAYOUT, LAYOUT, METHOD, quantisation_config
-from storage.weights.tensors import usable_cores
 
 
 def quantise(source: Path, target: Path, to: str, *, shard_bytes: int = SHARD_BYTES) -> Converted:

@@ -4,7 +4,6 @@ A snapshot is a safetensors file. `storage/weights/deltas.py` holds what changed
 """
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -19,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bus.errors import StorageError
+from bus.host_limits import usable_cores
 from storage.disk.atomic_files import Content, Data
 
 T = TypeVar("T")
@@ -155,11 +155,6 @@ def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T
 def spare_threads() -> int:
     """Return how many threads may work on weights beside the main work: half of the cores, at most 32."""
     return min(32, max(1, usable_cores() // 2))
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

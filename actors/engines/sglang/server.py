@@ -21,6 +21,7 @@ from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.launcher import UNKNOWN_SETTING
 from actors.engines.sglang.settings import interpreter, server_environment, server_settings
 from bus.errors import ConfigError, EngineError
+from bus.host_limits import MemoryKills
 from bus.server import free_port
 from storage.disk.log_files import keep_newest, rotated
 
@@ -58,6 +59,7 @@ class ServerProcess:
         self._process = process
         self._log = log
         self._log_start = log_start
+        self._memory_kills = MemoryKills()
 
     @classmethod
     async def start(
@@ -127,8 +129,14 @@ class ServerProcess:
         if self._process.returncode == UNKNOWN_SETTING and lines:
             return ConfigError(f"actors.engine.server: {lines[-1]}")
         said = "\n".join(lines[-TAIL_LINES:]) or "(nothing)"
+        return EngineError(f"the SGLang server ended with {self.ending}. The end of {self._log}:\n{said}")
+
+    @property
+    def ending(self) -> str:
+        """Describe how it ended."""
         status = self._process.returncode
-        return EngineError(f"the SGLang server ended with status {status}. The end of {self._log}:\n{said}")
+        assert status is not None, "it has ended"
+        return self._memory_kills.ending(status, "lower mem_fraction_static in actors.engine.server")
 
     def tail(self) -> str:
         """Return the last lines that it wrote."""
@@ -204,7 +212,7 @@ class OwnServer:
         except TimeoutError:
             await process.keep_log_short()
             return ""
-        return f"it ended with status {process.status}: see {self._log_file}"
+        return f"it ended with {process.ending}: see {self._log_file}"
 
     async def kill(self) -> None:
         """End all of its processes."""

@@ -138,6 +138,32 @@ async def test_what_killed_a_part_is_named(supervisor: Supervisor):
     assert "signal SIGKILL" in str(await failure_of(supervisor))
 
 
+@pytest.fixture
+def small_cgroup():
+    """A cgroup of 48 MiB; skips where this host does not let one be made."""
+    group = Path(f"/sys/fs/cgroup/memory/sluice-test-{os.getpid()}")
+    limit = "memory.limit_in_bytes"
+    if not group.parent.is_dir():
+        group, limit = Path("/sys/fs/cgroup", group.name), "memory.max"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(48 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+async def test_a_part_that_the_kernel_kills_for_memory_is_named_as_that(
+    supervisor: Supervisor, small_cgroup: Path
+):
+    grows = f"open('{small_cgroup}/cgroup.procs', 'w').write('0'); bytearray(200 << 20)"
+    await supervisor.start(part("growing", grows, smaller="set x=1"))
+    error = str(await failure_of(supervisor))
+    assert "last with signal SIGKILL, when the kernel killed" in error
+    assert "for lack of memory: set x=1, or give it more" in error
+
+
 @pytest.mark.parametrize("refusal", [ConfigError, LostDataError])
 async def test_what_no_restart_mends_ends_the_run_at_once_with_the_parts_own_words(
     supervisor: Supervisor, tmp_path: Path, refusal: type[SluiceError]
