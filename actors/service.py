@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from actors.account import ActorAccount
 from actors.actor import Actor, Engines
@@ -48,10 +48,10 @@ from actors.weights.probe import ProbeCheck
 from actors.worker import Worker
 from bus.config import ColocationConfig
 from bus.connection import Bus
-from bus.errors import ConfigError
 from bus.pace import follow_pace
 from bus.policy_names import DEFAULT_POLICY
 from bus.process_tuning import few_collections, quick_turns
+from storage.chats.stop_tokens import stop_token_ids
 from storage.images.chat import ImageChat
 from storage.weights.blob_sources import BlobSource, blob_source
 
@@ -186,7 +186,7 @@ def _actor(
     engine, opponents = engines.policy, engines.opponents.engines
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     images = ImageChat.of(model, tokenizer)
-    sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
+    sampled = Sampling.from_config(settings.sampling, stop_token_ids(model, tokenizer))
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(
         engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact, kernels=kernels
@@ -241,7 +241,7 @@ def _evaluator(
 ) -> Evaluator:  # fmt: skip
     """Return what answers held-out prompts on `answering`."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
+    sampled = Sampling.from_config(settings.sampling, stop_token_ids(model, tokenizer))
     evaluator = Evaluator(
         bus, answering, tokenizer, environment, sampled=sampled,
         greedy=replace(sampled, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0),
@@ -278,14 +278,3 @@ def _fleet(settings: ActorSettings, model: Path, shared: SharedServers) -> Fleet
         engine, model, first_gpus, settings.logs, actor=actor_name(), served=shared.own, exact=settings.exact
     )
     return Fleet(shared.hosts(builds), settings.actors.fleet)
-
-
-def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return every token that ends an answer, by the model's config and by the tokenizer."""
-    text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
-    configured = getattr(text, "eos_token_id", None)
-    configured = configured if isinstance(configured, list) else [configured]
-    found = {token for token in [*configured, tokenizer.eos_token_id] if token is not None}
-    if not found:
-        raise ConfigError("neither the model's config.json nor its tokenizer names an end token (eos_token)")
-    return tuple(sorted(found))

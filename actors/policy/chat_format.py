@@ -9,13 +9,11 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import structlog
-from jinja2 import TemplateError
 
 from actors.environments.base import ChatMessage
 from actors.policy.answers import Answer, AnswerReader
 from actors.policy.chat_messages import (
     Fingerprint,
-    arguments_as_text,
     checked_messages,
     checked_tools,
     digest,
@@ -26,20 +24,14 @@ from actors.policy.messages import MessagesError, Tool, tool_name
 from actors.policy.shown_images import DIGESTS, ShownImages, without_data
 from actors.policy.tail import TailRenderer
 from bus.images import PlacedImage
+from storage.chats.stop_tokens import AddedToken, TurnEnds, turn_ends
+from storage.chats.template import ChatRefusedError, ChatTemplate
 from storage.images.chat import ImageChat
 
 log = structlog.get_logger()
 P = ParamSpec("P")
 T = TypeVar("T")
 PROMPTS_REMEMBERED = 512
-REFUSED = TemplateError, TypeError, ValueError, KeyError, AttributeError
-"""What a template raises for messages that it does not foresee."""
-
-
-class SpecialToken(Protocol):
-    """The part of a token of transformers that is used here."""
-
-    special: bool
 
 
 class Tokenizer(Protocol):
@@ -50,7 +42,7 @@ class Tokenizer(Protocol):
         """Return the template, or templates by name."""
 
     @property
-    def added_tokens_decoder(self) -> Mapping[int, SpecialToken]:
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         """Return the tokens that were added to the vocabulary, special ones among them."""
 
     def apply_chat_template(
@@ -108,6 +100,7 @@ class ChatFormat:
         """Read tool calls in that format; "auto" tells it from the chat template. `images` are those of the
         model; without, it sees none."""
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self._images = images
         template = tokenizer.chat_template or ""
         self._reader = AnswerReader(
@@ -200,22 +193,26 @@ class ChatFormat:
             repeated, boundary = len(part.messages), part.boundaries[-1]
             tail = self._tails.tail(checked[: repeated - 1], boundary.answer, checked[repeated:], offered)
             if tail is not None:
-                added, images = shown.expanded(
-                    self._open_ended(self.encode(tail), boundary), checked[repeated:]
-                )
+                kept, behind = self._joined(self.encode(tail), boundary)
+                added, images = shown.expanded(behind, checked[repeated:])
                 opens = self._reader.opens_reasoning(tail)
                 tokens = np.array(added, np.int32)
-                return Context(number, boundary.tokens, tokens, opens, part, prints[repeated:], images)
+                return Context(number, kept, tokens, opens, part, prints[repeated:], images)
         prompt = self._prompt(checked, offered, shown)
         images = shown.with_data(prompt.images)
         return Context(None, 0, prompt.token_ids, prompt.in_reasoning, Conversation(named), prints, images)
 
-    def _open_ended(self, tail: list[int], boundary: Boundary) -> list[int]:
-        """Leave out the token that ends the answer's turn if the policy has ended it itself.
+    def _joined(self, tail: list[int], boundary: Boundary) -> tuple[int, list[int]]:
+        """Return how many tokens of the strand are kept, and those that follow them.
 
-        It may have ended it by another token than the template does, such as <|eom_id|>."""
-        ended = boundary.closed_by is not None and tail[:1] in ([boundary.closed_by], [self._turn_end])
-        return tail[1:] if ended else tail
+        A policy may have ended its answer by another token than the template does, such as <|eom_id|>, which
+        then stands in place of the template's. But where the template itself ends the last answer of a chat
+        otherwise than those before, as gpt-oss does with <|return|>, the history has what it has there."""
+        ends, closed_by = self._ends, boundary.closed_by
+        if closed_by is not None and closed_by == ends.last != ends.history and tail[:1] == [ends.history]:
+            return boundary.tokens - 1, tail
+        ended = closed_by is not None and tail[:1] in ([closed_by], [ends.history])
+        return boundary.tokens, tail[1:] if ended else tail
 
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], shown: ShownImages) -> _Prompt:
         key = digest([messages, tools])
@@ -231,17 +228,11 @@ class ChatFormat:
         self._prompts[key] = prompt  # the last one in it is the last one used
         return prompt
 
-    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, go_on: bool = True) -> str:
-        """Render a chat; some templates take arguments of tool calls as objects, others as JSON text."""
-        refused: Exception | None = None
-        for chat in (list(messages), arguments_as_text(messages)):
-            try:
-                return self._tokenizer.apply_chat_template(
-                    chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
-                )
-            except REFUSED as error:
-                refused = refused or error
-        raise MessagesError(f"the chat template refuses these messages: {refused}") from refused
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
+        try:
+            return self._template.render(messages, tools)
+        except ChatRefusedError as error:
+            raise MessagesError(f"the chat template refuses these messages: {error}") from error
 
     def _look_for_tools(self, text: str, tools: Sequence[Tool]) -> None:
         """Warn once of a template that does not show the tools to the policy."""
@@ -281,11 +272,5 @@ class ChatFormat:
         return TailRenderer(self._render, texts)
 
     @cached_property
-    def _turn_end(self) -> int | None:
-        """The special token by which the template ends an answer, if it does."""
-        try:
-            closed = self._render(self._tails.closed_chat, (), go_on=False)
-        except MessagesError:
-            return None
-        first = self.encode(self._tails.closing(closed))[:1]
-        return first[0] if self._special_ids.issuperset(first) and first else None
+    def _ends(self) -> TurnEnds:
+        return turn_ends(self._tokenizer)

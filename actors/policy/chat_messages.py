@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from actors.environments.base import JSON, ChatMessage
 from actors.policy.messages import MessagesError, Tool, tool_name
 from actors.policy.shown_images import DIGESTS, ShownImages
+from storage.chats.template import as_object
 
 Likeness: TypeAlias = Literal["same", "healed", "realigned"]
 MOST_CHARACTERS = 16_000_000
@@ -123,38 +124,8 @@ def _checked_call(call: JSON, where: str) -> JSON:
     return {
         **{key: value for key, value in call.items() if key in ("id", "index") and value is not None},
         "type": "function",
-        "function": {"name": function["name"], "arguments": _object(arguments)},
+        "function": {"name": function["name"], "arguments": as_object(arguments)},
     }
-
-
-def _object(arguments: JSON) -> JSON:
-    """Return arguments as an object; those that are none stay what they are."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        read = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return read if isinstance(read, dict) else arguments
-
-
-def arguments_as_text(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return checked messages with the arguments of tool calls as JSON text."""
-    return [
-        {**message, "tool_calls": [_with_text(call) for call in calls]}
-        if isinstance(calls := message.get("tool_calls"), Sequence)
-        else message
-        for message in messages
-    ]
-
-
-def _with_text(call: JSON) -> JSON:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        return call
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 class Fingerprint(NamedTuple):

@@ -75,12 +75,3 @@ class TailRenderer:
             return behind
         ends = [at for special in self._specials if (at := behind.find(special)) >= 0]
         return behind[min(ends) :] if ends else None
-
-    def closing(self, text: str) -> str:
-        """Return what follows the stand-in in the rendering of `closed_chat`."""
-        return text.rpartition(self._stand_in)[2]
-
-    @property
-    def closed_chat(self) -> Sequence[ChatMessage]:
-        """Return a chat that ends with an answer."""
-        return QUESTION, {"role": "assistant", "content": self._stand_in}

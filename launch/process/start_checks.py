@@ -15,6 +15,7 @@ from bus.policy_names import DEFAULT_POLICY
 from launch.config import RunConfig, of_policy
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.operations.run_stop import going_on
+from launch.process.chat_conventions import chat_remark
 from launch.process.hub_revision import pinned
 from launch.process.model_directory import (
     model_directory,
@@ -101,11 +102,13 @@ async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: boo
 
 
 def start_remarks(config: RunConfig) -> list[str]:
-    """Say for each policy how its weights travel, as `transport_remark` does, and what of its objective is
-    set otherwise than in the papers that its parts are from."""
+    """Say for each policy how its weights travel, as `transport_remark` does, what its chats are like, as
+    `chat_remark` does, and what of its objective is set otherwise than in the papers that its parts are from.
+    """
     policies = list(_of_each_policy(config))
     different = [_of_policy(one, said) for one in policies for said in one.learner.differences_from_papers]
-    return [*filter(None, map(transport_remark, policies)), *different]
+    said = (remark(one) for remark in (transport_remark, chat_remark) for one in policies)
+    return [*filter(None, said), *different]
 
 
 def _of_policy(config: RunConfig, sentence: str) -> str:

@@ -13,6 +13,8 @@ from bus.messages import Prompt
 from learner.config.batch import BatchConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.packing import MicroBatch, Sample, pack
+from storage.chats.stop_tokens import answer_end
+from storage.chats.template import ChatTemplate
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
 
@@ -33,6 +35,8 @@ class Demonstrations:
         to another one."""
         self._rows = rows
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+        self._end = answer_end(tokenizer)
         self._context = context
         self._seed = seed
         self._images = images
@@ -52,17 +56,14 @@ class Demonstrations:
             return []
         rows = [self._rows[number] for number in numbers]
         shown = [self._shown(prompt, number) for number, (prompt, _) in zip(numbers, rows, strict=True)]
-        prompts = [
-            self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            for chat, _ in shown
-        ]
+        prompts = [self._template.render(chat) for chat, _ in shown]
         prompt_ids = self._tokenizer(prompts, add_special_tokens=False)["input_ids"]
         response_ids = self._tokenizer([response for _, response in rows], add_special_tokens=False)[
             "input_ids"
         ]
         return pack(
             [
-                self._sample(p, [*r, self._tokenizer.eos_token_id], images)
+                self._sample(p, [*r, self._end], images)
                 for p, r, (_, images) in zip(prompt_ids, response_ids, shown, strict=True)
             ],
             batch.tokens_per_micro_batch,

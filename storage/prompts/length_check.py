@@ -105,7 +105,7 @@ def long_prompts(
     """Return the prompts that leave no room for `max_new_tokens` in the context.
 
     Raises `ConfigError` for a prompt that the model's chat template refuses."""
-    from jinja2.exceptions import TemplateError  # transformers renders chat templates with it
+    from storage.chats.template import ChatRefusedError, ChatTemplate  # Jinja2 is slow to import, too
 
     with _IMPORTING:
         from transformers import AutoConfig, AutoTokenizer  # slow to import, needed once
@@ -114,18 +114,16 @@ def long_prompts(
     context = hf_config.get_text_config().max_position_embeddings
     tokenizer = AutoTokenizer.from_pretrained(model_directory, trust_remote_code=False)
     images = ImageChat.of(model_directory, tokenizer)
-    rendered: list[_Rendered] = []
+    template, rendered = ChatTemplate(tokenizer), list[_Rendered]()
     start = 0
     for prompt in prompts:
         number = start + len(rendered) + 1
         try:
             messages, shown = _with_texts(prompt, images)
-            text = tokenizer.apply_chat_template(
-                messages, tools=prompt.tools or None, tokenize=False, add_generation_prompt=True
-            )
+            text = template.render(messages, prompt.tools)
         except ImageError as error:
             raise ConfigError(f"prompt {number}: {error}") from error
-        except (TemplateError, TypeError, ValueError) as error:
+        except ChatRefusedError as error:
             raise ConfigError(f"prompt {number}: the model's chat template refuses it: {error}") from error
         rendered.append(_Rendered(text, sum(image.stop - 1 for image in shown)))
         if len(rendered) == BATCH:

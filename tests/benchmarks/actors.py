@@ -23,7 +23,6 @@ from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.settings import interpreter
 from actors.environments.base import ChatMessage
 from actors.environments.single_turn import SingleTurn
-from actors.policy.chat_format import SpecialToken
 from actors.policy.messages import Tool
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
@@ -37,6 +36,7 @@ from bus.messages import Lease, Prompt
 from bus.publish import Publisher
 from bus.server import NatsServer
 from bus.topology import ensure
+from storage.chats.stop_tokens import AddedToken
 
 SAMPLES = 8
 """Rollouts of each prompt."""
@@ -83,7 +83,7 @@ class Characters:
     """A tokenizer whose tokens are the code points below 256."""
 
     chat_template = ""
-    added_tokens_decoder: Mapping[int, SpecialToken] = {}
+    added_tokens_decoder: Mapping[int, AddedToken] = {}
 
     def apply_chat_template(
         self, conversation: list[ChatMessage], *, tools: list[Tool] | None,

@@ -14,6 +14,7 @@ from actors.policy import chat_messages
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from tests.actors.policy.families import FAMILIES, QWEN3, TOOLS, tokenizer_of
+from tests.published_chats import CHATS, tokenizer_of_chat
 
 QWEN = FAMILIES["qwen3"].tokenizer
 SYSTEM = {"role": "system", "content": "Be brief"}
@@ -230,7 +231,7 @@ async def test_only_the_tail_is_rendered_and_encoded(monkeypatch):
     monkeypatch.setattr(QWEN, "encode", lambda text, **k: (encoded.append(len(text)), encode(text, **k))[1])
     await policy.chat([long, first.message, TWO])
     assert len(policy.trajectories(0.0)) == 1
-    assert max(rendered + encoded) < 300
+    assert max(rendered + encoded) < 1000, "and not the long message"
 
 
 async def test_tokens_can_be_made_while_the_event_loop_goes_on(monkeypatch):
@@ -369,3 +370,24 @@ async def test_a_template_that_does_not_show_the_tools_is_warned_of_once():
         await policy.chat([ONE], tools=TOOLS)
         await policy.fresh("other").chat([TWO], tools=TOOLS)
     assert [entry["event"] for entry in logs] == ["tools_not_in_prompt"]
+
+
+async def test_what_gpt_oss_ends_its_answer_with_is_the_history_s_end_in_the_next_turn():
+    """<|return|> never stands in a prompt: the next turn forks from the trajectory that sampled it."""
+    tokenizer = tokenizer_of_chat(CHATS["gpt-oss"])
+    policy = scripted(
+        "<|channel|>final<|message|>a<|return|>", "b<|return|>", "c<|return|>", tokenizer=tokenizer
+    )
+    chat = [ONE]
+    for _ in range(3):
+        chat = [*chat, (await policy.chat(chat)).message, TWO]
+    texts = [tokenizer.decode(one.token_ids) for one in policy.trajectories(0.0)]
+    asked = "<|start|>user<|message|>two<|end|><|start|>assistant"
+    first = "<|start|>user<|message|>one<|end|><|start|>assistant<|channel|>final<|message|>a"
+    assert texts == [
+        f"{first}<|return|>",
+        f"{first}<|end|>{asked}b<|return|>",
+        f"{first}<|end|>{asked}b<|end|>{asked}c<|return|>",
+    ]
+    trained = [tokenizer.decode(one.token_ids[one.loss_mask]) for one in policy.trajectories(0.0)]
+    assert trained == ["<|channel|>final<|message|>a<|return|>", "b<|return|>", "c<|return|>"]
