@@ -19,14 +19,15 @@ from learner.data.packing import Sample
 
 VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
-DENSE = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
+DENSE = ("gemma3_text", "glm4", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 SPARSE = (
-    "deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_next",
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_next",
     "qwen3_5_moe_text",
 )  # fmt: skip
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
-    "deepseek_v3": "DeepseekV3", "gemma3_text": "Gemma3Text", "glm4_moe": "Glm4Moe", "gpt_oss": "GptOss",
+    "deepseek_v3": "DeepseekV3", "gemma3_text": "Gemma3Text", "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe", "glm4_moe_lite": "Glm4MoeLite", "gpt_oss": "GptOss",
     "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2",
     "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText",
@@ -39,6 +40,11 @@ _DELTA = {
 _SHARED_EXPERT = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 56,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.5, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8, "v_head_dim": 20,
 }  # fmt: skip
 _OWN = {
     "qwen3_next": {**_DELTA, **_SHARED_EXPERT},
@@ -55,17 +61,14 @@ _OWN = {
         "norm_topk_prob": True,
     },
     "qwen2_moe": _SHARED_EXPERT,
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
-        "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 24,
-        "qk_rope_head_dim": 8, "v_head_dim": 20, "num_mtp_layers": 0,
-    },
+    "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    "glm4": {"head_dim": 24, "pad_token_id": None},
     "glm4_moe": {
         "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True,
         "num_mtp_layers": 0,
     },
+    "glm4_moe_lite": _LATENT,
     "gpt_oss": {
         "head_dim": 24, "intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 3,
         "sliding_window": 8, "swiglu_limit": 0.5,

@@ -37,6 +37,8 @@ def trainer_of(request):
         ("qwen3_moe", False),
         ("mixtral", False),
         ("glm4_moe", False),
+        ("glm4", False),
+        pytest.param("glm4_moe_lite", False, marks=pytest.mark.slow),
         ("deepseek_v3", False),
         ("gemma3_text", True),
         ("gpt_oss", False),

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and Kimi-K2, whose heads for several next tokens are kept, and trained if wanted."""
+"""DeepSeek-V3 and R1, Kimi-K2, and GLM-4.7-Flash (`glm4_moe_lite`), whose heads for several next tokens are kept, and trained if wanted."""
 
 import math
 from functools import partial
@@ -88,5 +88,7 @@ def deepseek_v3(hf_config: PretrainedConfig) -> Family:
             ),
         ),
         head_names=BEHIND,
-        beside=partial(is_behind, hf_config.num_hidden_layers, hf_config.num_nextn_predict_layers),
+        beside=partial(
+            is_behind, hf_config.num_hidden_layers, getattr(hf_config, "num_nextn_predict_layers", 0)
+        ),
     )

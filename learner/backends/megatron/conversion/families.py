@@ -7,6 +7,7 @@ from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Rule, Shape
 from learner.backends.megatron.conversion.deepseek_v3 import deepseek_v3
 from learner.backends.megatron.conversion.gemma3 import gemma3
+from learner.backends.megatron.conversion.glm4 import glm4
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
 from learner.backends.megatron.conversion.gpt_oss import gpt_oss
 from learner.backends.megatron.conversion.llama import LLAMA
@@ -21,7 +22,9 @@ from learner.backends.megatron.conversion.qwen3_next import qwen3_5, qwen3_5_moe
 FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
     "deepseek_v3": deepseek_v3,
     "gemma3_text": gemma3,
+    "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": deepseek_v3,
     "gpt_oss": gpt_oss,
     "llama": LLAMA,
     "mistral": MISTRAL,

@@ -4,7 +4,14 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.base import SHARED_LAYER, Family, Rule, layer_rule, replaced
+from learner.backends.megatron.conversion.base import (
+    SHARED_LAYER,
+    Family,
+    Layout,
+    Rule,
+    layer_rule,
+    replaced,
+)
 from learner.backends.megatron.conversion.head_names import BEHIND
 from learner.backends.megatron.conversion.partial_rotation import pieces_of, rotated_norm, rotated_qkv
 from learner.backends.megatron.conversion.qwen2_moe import QWEN_EXPERT
@@ -19,16 +26,21 @@ from learner.backends.megatron.conversion.sigmoid_routing import (
 PROJECTIONS = ("q", "k", "v")
 
 
-def _attention_rules(hf_config: PretrainedConfig) -> tuple[Rule, ...]:
-    pieces = pieces_of(hf_config)
-    qkv, norm = rotated_qkv(pieces), rotated_norm(pieces)
+def qkv_rules(hf_config: PretrainedConfig, layout: Layout) -> list[Rule]:
+    """Make the rules of queries, keys and values, with biases where the configuration has them."""
     kinds = ("weight", "bias") if hf_config.attention_bias else ("weight",)
-    rules = [
+    return [
         layer_rule(
-            f"self_attention.linear_qkv.{kind}", [f"self_attn.{x}_proj.{kind}" for x in PROJECTIONS], qkv
+            f"self_attention.linear_qkv.{kind}", [f"self_attn.{x}_proj.{kind}" for x in PROJECTIONS], layout
         )
         for kind in kinds
     ]
+
+
+def _attention_rules(hf_config: PretrainedConfig) -> tuple[Rule, ...]:
+    pieces = pieces_of(hf_config)
+    norm = rotated_norm(pieces)
+    rules = qkv_rules(hf_config, rotated_qkv(pieces))
     if hf_config.use_qk_norm:
         rules += [
             layer_rule(f"self_attention.{x}_layernorm.weight", [f"self_attn.{x}_norm.weight"], norm)

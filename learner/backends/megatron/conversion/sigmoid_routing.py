@@ -27,9 +27,7 @@ def experts_of(hf_config: PretrainedConfig) -> Experts:
         count=hf_config.n_routed_experts,
         per_token=hf_config.num_experts_per_tok,
         intermediate=hf_config.moe_intermediate_size,
-        sparse_layers=tuple(
-            layer >= (hf_config.first_k_dense_replace or 0) for layer in range(hf_config.num_hidden_layers)
-        ),
+        sparse_layers=_sparse_layers(hf_config),
         renormalize=hf_config.norm_topk_prob,
         shared=(hf_config.n_shared_experts or 0) * hf_config.moe_intermediate_size or None,
         shared_gate=False,
@@ -39,6 +37,14 @@ def experts_of(hf_config: PretrainedConfig) -> Experts:
         groups=hf_config.n_group,
         chosen_groups=hf_config.topk_group,
     )
+
+
+def _sparse_layers(hf_config: PretrainedConfig) -> tuple[bool, ...]:
+    """Tell which layers have experts: those that are listed, or all behind the first ones."""
+    if kinds := getattr(hf_config, "mlp_layer_types", None):
+        return tuple(kind == "sparse" for kind in kinds)
+    dense = hf_config.first_k_dense_replace or 0
+    return tuple(layer >= dense for layer in range(hf_config.num_hidden_layers))
 
 
 def _groups_fit(groups: int | None, hf_config: PretrainedConfig) -> bool:
@@ -70,7 +76,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "must be at most n_group, and so many groups must have num_experts_per_tok experts",
     ),
     ("num_experts_per_tok", lambda count, _: count is not None, "must be a number of experts"),
-    ("first_k_dense_replace", lambda count, _: count is not None, "must be a number of layers"),
+    (
+        "first_k_dense_replace",
+        lambda count, c: count is not None or bool(getattr(c, "mlp_layer_types", None)),
+        "must be a number of layers",
+    ),
     ("norm_topk_prob", lambda wanted, _: wanted, "weights of experts must be normalised"),
 )
 

@@ -1,6 +1,6 @@
-"""Files in which a layer's experts are one tensor, while each has its own name in a family's rules.
+"""Files in which one tensor holds what has several names in a family's rules.
 
-gpt-oss has `experts.gate_up_proj`, [experts, inputs, outputs], whose even columns are the gate's and whose
+GLM-4 has the rows of an MLP's gate and of up in one `gate_up_proj`. gpt-oss has `experts.gate_up_proj`, [experts, inputs, outputs], whose even columns are the gate's and whose
 odd ones are up's. In rules the gate of expert 3 is `experts.3.gate_proj.weight`, [outputs, inputs], as other
 families have it in files. Here the one becomes the other, both for what is read and for what is exported.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from learner.backends.megatron.conversion.base import Family, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, part_of, spec_of
 
@@ -34,6 +35,39 @@ class Stack:
         _, *inputs, outputs = stack
         return (outputs // len(self.members[0]), *inputs)
 
+    def view(self, whole: Tensor, expert: int, column: int) -> Tensor:
+        """View a member in the stack; `column` is its number among those of its expert."""
+        columns = whole[expert][..., column :: len(self.members[0])]
+        return columns.t()  # a bias stays as it is
+
+    def read(self, state: State, expert: int, column: int) -> Tensor:
+        """Read the part of the stack that has a member, and return the member."""
+        return self.view(part_of(state, self.name, 0, expert, expert + 1), 0, column)
+
+
+@dataclass(frozen=True)
+class JoinedRows(Stack):
+    """A tensor of files with the rows of several tensors, one after another; they have no experts."""
+
+    def shape(self, member: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole from that of a member."""
+        rows, *inputs = member
+        return (rows * len(self.members[0]), *inputs)
+
+    def member_shape(self, stack: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a member from that of the whole."""
+        rows, *inputs = stack
+        return (rows // len(self.members[0]), *inputs)
+
+    def view(self, whole: Tensor, expert: int, column: int) -> Tensor:
+        """View a member in the whole."""
+        return whole.chunk(len(self.members[0]))[column]
+
+    def read(self, state: State, expert: int, column: int) -> Tensor:
+        """Read the rows of a member."""
+        rows = self.member_shape(spec_of(state, self.name).shape)[0]
+        return part_of(state, self.name, 0, column * rows, (column + 1) * rows)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -42,12 +76,15 @@ class Place:
     stack: Stack
     expert: int
     column: int
-    """Number of its first column; its others follow at distances of as many as an expert has members."""
+    """Number among the members of its expert."""
 
-    def of(self, expert: Tensor) -> Tensor:
-        """View the member in its expert's part of the stack."""
-        columns = expert[..., self.column :: len(self.stack.members[0])]
-        return columns.t()  # a bias stays as it is
+    def of(self, whole: Tensor) -> Tensor:
+        """View the member in the stack."""
+        return self.stack.view(whole, self.expert, self.column)
+
+    def read(self, state: State) -> Tensor:
+        """Read the member from a state that has the stack."""
+        return self.stack.read(state, self.expert, self.column)
 
 
 Places = Mapping[str, Place]
@@ -56,10 +93,21 @@ Places = Mapping[str, Place]
 def stacks_of(hf_config: PretrainedConfig) -> tuple[Stack, ...]:
     """Return the stacks of a model; none in most families."""
     family, shape = family_of(hf_config), shape_of(hf_config)
+    joined = (
+        JoinedRows(
+            f"model.layers.{layer}.{name}", (tuple(f"model.layers.{layer}.{each}" for each in members),)
+        )
+        for layer in range(shape.layers)
+        for name, members in family.joined_rows.items()
+    )
+    return (*joined, *_stacks_of_experts(family, shape))
+
+
+def _stacks_of_experts(family: Family, shape: Shape) -> Iterator[Stack]:
     if shape.experts is None or not family.stacked:
-        return ()
+        return
     sparse = [layer for layer, has in enumerate(shape.experts.sparse_layers) if has]
-    return tuple(
+    yield from (
         Stack(
             f"model.layers.{layer}.{name}",
             tuple(
@@ -121,7 +169,7 @@ class _Members(LazyWeights):
         place = self._places.get(name)
         if place is None:
             return self._state[name]
-        return place.of(part_of(self._state, place.stack.name, 0, place.expert, place.expert + 1)[0])
+        return place.read(self._state)
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype without reading the tensor, where the state can."""
@@ -153,7 +201,7 @@ class StackedWeights(LazyWeights):
             return self.members[name]
         whole = torch.empty(*self.spec(name)[:1], dtype=self.spec(name).dtype)
         for member, place in places_in([stack]).items():
-            place.of(whole[place.expert]).copy_(self.members[member])
+            place.of(whole).copy_(self.members[member])
         return whole
 
     def spec(self, name: str) -> Spec:
@@ -177,7 +225,7 @@ def stacked(weights: Iterable[tuple[str, Tensor]], stacks: Sequence[Stack]) -> I
         stack = place.stack
         if stack.name not in filling:
             filling[stack.name] = tensor.new_empty(stack.shape(tensor.shape))
-        place.of(filling[stack.name][place.expert]).copy_(tensor)
+        place.of(filling[stack.name]).copy_(tensor)
         left[stack.name] -= 1
         if not left[stack.name]:
             yield stack.name, filling.pop(stack.name)
