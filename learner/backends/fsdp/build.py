@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -20,6 +21,11 @@ from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
 from learner.backends.rope_scaling import rope_types
 from storage.images.reader import FAMILIES
 
+UNBUILDABLE = (
+    ValueError, KeyError, ImportError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError,
+    StrictDataclassError,
+)  # fmt: skip
+"""What code of transformers raises for types, and for sizes, that it was not written for."""
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 OUTPUT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 """Hyperparameters by which a model changes its logits, with the value that changes nothing."""
@@ -40,8 +46,8 @@ def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrained
                 .from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
                 .eval()
             )
-    except (ValueError, KeyError, ImportError) as error:
-        raise ConfigError(refusal([str(error)])) from error
+    except UNBUILDABLE as error:
+        raise ConfigError(refusal([f"transformers does not build it: {error!r}"])) from error
     model.tie_weights()  # skipped along with the initialisation
     if problems := list(_unsupported_model(model)):
         raise ConfigError(refusal(problems))
@@ -77,8 +83,9 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
     text = hf_config.get_text_config()
     if text is not hf_config and not is_vision_model(hf_config):
         yield (
-            f"model_type={hf_config.model_type!r}: it has more than a text model; give the text model alone, "
-            f"or one that is trained as a whole: {', '.join(FAMILIES)}"
+            f"model_type={hf_config.model_type!r}: it has more than a text model, and transformers has no "
+            f"model of its text, a {text.model_type}, alone; give a text model, or one that is trained as a "
+            f"whole: {', '.join(FAMILIES)}"
         )
     if hf_config.is_encoder_decoder:
         yield "is_encoder_decoder=True: only decoders are supported"

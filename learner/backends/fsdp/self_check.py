@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.fsdp.build import refusal
+from learner.backends.fsdp.build import UNBUILDABLE, refusal
 from learner.backends.fsdp.model import ShardedModel
 from learner.data.packing import MicroBatch, Sample, micro_batch_of
 from learner.world.process_group import device
@@ -51,8 +51,10 @@ def refuse_other_results(model: ShardedModel, vocab_size: int, dtype: torch.dtyp
     try:
         packed, _ = model(batch)
         [logits] = model(batch, plain=True)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(refusal([f"its forward pass does not take packed sequences: {error}"])) from error
+    except torch.OutOfMemoryError:
+        raise
+    except UNBUILDABLE as error:
+        raise ConfigError(refusal([f"its forward pass does not take packed sequences: {error!r}"])) from error
     if _has_windows(model.hf.config.get_text_config()) and not model.windows:
         what = "its sliding window is in transformers' mask alone, which a pack does without"
         raise ConfigError(refusal([what]))

@@ -46,6 +46,9 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
         mine, of_tensor = local(tensor), names.tensors[name]
         if not mine.numel():
             continue
+        if not isinstance(tensor, DTensor):  # a buffer, which may be a scalar
+            mine.copy_(names.merge(name, state))
+            continue
         start, stop = first_row(tensor), first_row(tensor) + len(mine)
         if of_tensor.is_as_in_files:
             mine.copy_(part_of(state, next(iter(of_tensor.files)), 0, start, stop))
