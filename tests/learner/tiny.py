@@ -21,14 +21,15 @@ VOCAB = 58
 TIS = Objective(ReinforceLoss(), TokenTIS())
 DENSE = ("gemma3_text", "glm4", "llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 SPARSE = (
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral", "qwen3_next",
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "minimax_m2", "mixtral", "qwen2_moe",
+    "qwen3_moe", "qwen3_next",
     "qwen3_5_moe_text",
 )  # fmt: skip
 FAMILIES = DENSE + SPARSE
 _CLASSES = {
     "deepseek_v3": "DeepseekV3", "gemma3_text": "Gemma3Text", "glm4": "Glm4",
     "glm4_moe": "Glm4Moe", "glm4_moe_lite": "Glm4MoeLite", "gpt_oss": "GptOss",
-    "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2",
+    "llama": "Llama", "minimax_m2": "MiniMaxM2", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2",
     "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText",
 }  # fmt: skip
@@ -61,7 +62,9 @@ _OWN = {
         "norm_topk_prob": True,
     },
     "qwen2_moe": _SHARED_EXPERT,
-    "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    "deepseek_v3": {
+        **_LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0
+    },
     "glm4": {"head_dim": 24, "pad_token_id": None},
     "glm4_moe": {
         "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
@@ -73,6 +76,10 @@ _OWN = {
         "head_dim": 24, "intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 3,
         "sliding_window": 8, "swiglu_limit": 0.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "minimax_m2": {
+        "head_dim": 24, "intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip

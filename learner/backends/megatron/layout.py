@@ -92,5 +92,7 @@ def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
             f"expert_tensor={parallel.expert_tensor}: ranks that share an expert would each add its bias: "
             "set it to 1, and expert to a divisor of the number of experts"
         )
+    if shape.joint_norms and tensor > 1:
+        yield f"tensor={tensor}: all queries of a token are normed together, on one rank: set it to 1"
     if shape.experts is not None and tensor > 1 and not parallel.sequence:
         yield f"tensor={tensor} of a model with experts needs sequence=true"

@@ -57,6 +57,7 @@ MOE = (("family", "qwen3_moe"),)
 SHARED = (("family", "qwen2_moe"), ("num_hidden_layers", 3), ("decoder_sparse_step", 2))
 GLM4 = (("family", "glm4"),)
 GLM_LITE = (("family", "glm4_moe_lite"), ("num_hidden_layers", 3))
+MINIMAX = (("family", "minimax_m2"),)
 GLM = (("family", "glm4_moe"), ("num_hidden_layers", 3))
 DEEPSEEK = (("family", "deepseek_v3"), ("num_hidden_layers", 4), ("rope", "mscale"))
 WHOLE_QUERIES = (*DEEPSEEK, ("q_lora_rank", None))
@@ -127,6 +128,8 @@ CASES = {
     "pp2 cp2 glm4": Case(4, {"pipeline": 2, "context": 2}, GLM4),
     "tp2 sp ep2 glm lite": Case(2, SP | {"expert": 2}, GLM_LITE),
     "pp2 uneven glm lite": Case(2, {"pipeline": 2}, GLM_LITE),
+    "ep2 minimax": Case(2, {"expert": 2}, MINIMAX),
+    "pp2 cp2 minimax": Case(4, {"pipeline": 2, "context": 2}, MINIMAX),
     "cp2 glm": Case(2, {"context": 2}, GLM),
     "dp2 deepseek overlapped": Case(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, DEEPSEEK),
     "tp2 sp deepseek": Case(2, {"tensor": 2, "sequence": True}, DEEPSEEK),
@@ -215,7 +218,8 @@ NIGHTLY = (
     "dp2 plain overlapped", "tp2 plain tied", "tp2 odd tied vocabulary", "tp2 sp plain tied",
     "tp2 sp plain of one key-value head", "pp2 plain", "cp2 plain tied", "cp2 llama3", "tp2 sp yarn",
     "cp2 ring short whole", "cp2 ring window", "ep2 overlapped", "ep2 plain tied mixtral", "cp2 moe",
-    "cp2 glm", "pp2 cp2 glm4", "pp2 uneven glm lite", "tp2 sp moe", "cp2 deepseek", "ep2 deepseek",
+    "cp2 glm", "pp2 cp2 glm4", "pp2 cp2 minimax", "pp2 uneven glm lite",
+    "tp2 sp moe", "cp2 deepseek", "ep2 deepseek",
     "dp2 gemma overlapped", "dp2 gpt-oss overlapped", "cp2 gemma", "ep2 gpt-oss",
     "cp2 short whole gpt-oss", "tp2 sp ep2 plain gpt-oss",
     "tp4 sp qwen3-next", "tp2 sp plain qwen3.5", "tp2 sp ep2 plain qwen3.5-moe", "tp2 sp etp2 qwen3.5-moe",
@@ -390,6 +394,7 @@ def load_and_export(layout: dict[str, object], model_changes: dict[str, object],
         (2, {"tensor": 2}, {"family": "glm4"}),
         (2, {"tensor": 2}, {"family": "glm4", "num_key_value_heads": 1}),
         (2, SP | {"expert": 2}, {"family": "glm4_moe_lite"}),
+        (2, {"expert": 2}, {"family": "minimax_m2"}),
         (2, {"tensor": 2}, {"family": "qwen2", "num_key_value_heads": 1}),
         (2, SP | {"expert": 2}, {"family": "glm4_moe", "num_key_value_heads": 1}),
         (4, {"tensor": 4}, {"family": "llama"}),

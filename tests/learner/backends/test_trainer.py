@@ -38,6 +38,7 @@ def trainer_of(request):
         ("mixtral", False),
         ("glm4_moe", False),
         ("glm4", False),
+        ("minimax_m2", False),
         pytest.param("glm4_moe_lite", False, marks=pytest.mark.slow),
         ("deepseek_v3", False),
         ("gemma3_text", True),

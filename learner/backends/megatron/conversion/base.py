@@ -98,6 +98,8 @@ class Shape:
     """Sizes of attention of this kind; `None` where queries, keys and values are made of hidden states."""
     delta: DeltaSizes | None = None
     """Sizes of the layers that are delta nets; `None` where none is."""
+    joint_norms: bool = False
+    """Says that all queries of a token are normed together, and so are its keys."""
 
     @property
     def delta_layers(self) -> tuple[bool, ...]:
@@ -331,6 +333,8 @@ class Family:
     """Requirements in addition to those of every family."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    joint_norms: bool = False
+    """Says that these norms are of all queries, and of all keys, of a token together."""
     rotated_parts: tuple[float, ...] = (1.0,)
     """Shares of a head, from its beginning, that the rotary embedding may rotate."""
     head_names: HeadNames | None = None
@@ -341,7 +345,13 @@ class Family:
     def shape(self, hf_config: PretrainedConfig) -> Shape:
         """Read the shape from a transformers configuration."""
         experts = self.experts(hf_config) if self.experts is not None else None
-        return replace(Shape.of(hf_config), experts=experts, latent=self.latent, delta=self.delta)
+        return replace(
+            Shape.of(hf_config),
+            experts=experts,
+            latent=self.latent,
+            delta=self.delta,
+            joint_norms=self.joint_norms,
+        )
 
     def rules(self, shape: Shape) -> Iterator[Rule]:
         """Yield the rules of a whole model, layers and experts written out."""

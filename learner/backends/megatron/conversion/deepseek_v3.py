@@ -1,4 +1,6 @@
-"""DeepSeek-V3 and R1, Kimi-K2, and GLM-4.7-Flash (`glm4_moe_lite`), whose heads for several next tokens are kept, and trained if wanted."""
+"""DeepSeek-V3 and R1, Kimi-K2, and GLM-4.7-Flash (`glm4_moe_lite`).
+
+Heads for several next tokens are kept, and those of the first three are trained if wanted."""
 
 import math
 from functools import partial

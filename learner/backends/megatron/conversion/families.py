@@ -11,6 +11,7 @@ from learner.backends.megatron.conversion.glm4 import glm4
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
 from learner.backends.megatron.conversion.gpt_oss import gpt_oss
 from learner.backends.megatron.conversion.llama import LLAMA
+from learner.backends.megatron.conversion.minimax_m2 import minimax_m2
 from learner.backends.megatron.conversion.mistral import MISTRAL
 from learner.backends.megatron.conversion.mixtral import MIXTRAL
 from learner.backends.megatron.conversion.qwen2 import QWEN2
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
     "glm4_moe_lite": deepseek_v3,
     "gpt_oss": gpt_oss,
     "llama": LLAMA,
+    "minimax_m2": minimax_m2,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "qwen2": QWEN2,

@@ -55,6 +55,22 @@ def rotated_norm(pieces: int) -> Layout:
     )
 
 
+def rotated_joint_norm(pieces: int) -> Layout:
+    """Return the layout of the weight by which all queries or keys of a token are normed together."""
+    if pieces == 1:
+        return SAME
+
+    def merge(parts: Sequence[Tensor], shape: Shape) -> Tensor:
+        heads = _cut(parts[0], 0, len(parts[0]) // shape.head_dim)
+        return _halves_apart(heads, 1, pieces).reshape(parts[0].shape)
+
+    def split(whole: Tensor, shape: Shape) -> Sequence[Tensor]:
+        heads = _cut(whole, 0, len(whole) // shape.head_dim)
+        return [halves_together(heads, 1, pieces).reshape(whole.shape)]
+
+    return Layout(merge, split, SAME.part_shapes, scattered=True)
+
+
 def _halves_apart(heads: Tensor, dimension: int, pieces: int) -> Tensor:
     """View heads of width d, along `dimension`, as [2, pieces, d / pieces / 2]."""
     return _cut(heads, dimension, pieces, 2).transpose(dimension, dimension + 1)

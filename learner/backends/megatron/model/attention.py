@@ -187,11 +187,16 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core
             self.q_layernorm.factors if normed else None,
             self.k_layernorm.factors if normed else None,
             layout.rotations[self.rope],
-            HeadSettings(
-                groups=self.num_query_groups_per_partition,
-                width=self.hidden_size_per_attention_head,
-                eps=self.config.layernorm_epsilon,
-            ),
+            self.head_settings,
+        )
+
+    @property
+    def head_settings(self) -> HeadSettings:
+        """Return sizes and constants of this rank's heads."""
+        return HeadSettings(
+            groups=self.num_query_groups_per_partition,
+            width=self.hidden_size_per_attention_head,
+            eps=self.config.layernorm_epsilon,
         )
 
     def _of_shared_group(self, mixed: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from learner.backends.megatron.model.attention import PackedAttention, PackedSel
 from learner.backends.megatron.model.delta_net import GatedDeltaNet
 from learner.backends.megatron.model.gated_attention import GatedSelfAttention
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
+from learner.backends.megatron.model.jointly_normed_attention import JointlyNormedAttention
 from learner.backends.megatron.model.latent_attention import LatentAttention
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.rope import rope_numbers
@@ -112,6 +113,8 @@ def _let_attend(
     if shape.latent is not None:
         spec.module = LatentAttention
         spec.params["sizes"] = shape.latent
+    if family.joint_norms:
+        spec.module = JointlyNormedAttention
     if family.output_gate:
         spec.module = GatedSelfAttention
         spec.params["pieces"] = family.rotation

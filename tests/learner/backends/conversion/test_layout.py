@@ -87,6 +87,7 @@ def test_a_world_is_refused_before_it_waits_for_the_others(monkeypatch):
         ({"expert": 4}, "qwen3_moe", ["number of experts=6 does not divide by expert=4"]),
         ({"expert_tensor": 3}, "qwen3_moe", ["width of an expert=40 does not divide by expert_tensor=3"]),
         ({"tensor": 2}, "qwen3_moe", ["tensor=2 of a model with experts needs sequence=true"]),
+        ({"tensor": 2, "sequence": True}, "minimax_m2", ["queries of a token are normed together"]),
         ({"tensor": 2}, "deepseek_v3", ["tensor=2 of a model with experts needs sequence=true"]),
     ],
 )
