@@ -12,8 +12,10 @@ from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import (
     load_hf_directory,
     load_tokenizer,
+    raw_config,
     refuse_other_vocabulary,
 )
+from learner.publication.whole_model import WholeModel
 from learner.scratch_model import ensure_model_directory
 from learner.settings import LearnerSettings
 from storage.disk.atomic_files import one_at_a_time
@@ -33,6 +35,8 @@ class Initial:
     """Says what the warm-up trains on, if the run has one."""
     images: ImageReader | None = None
     """Images of a vision-language model."""
+    whole: WholeModel | None = None
+    """The multimodal model that a text model is published in, where its other parts stay frozen."""
 
 
 def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
@@ -51,7 +55,28 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     if images is not None and (problem := settings.learner.unseeing_teachers):
         raise ConfigError(f"{settings.model_directory} is a vision-language model; {problem}")
     shown = _demonstrations(settings, demonstrations, tokenizer, hf_config, images)
-    return Initial(hf_config, state, shown, None if images is None else images.reader)
+    whole = None
+    if settings.model.other_parts == "frozen":
+        whole = _whole_model(settings, hf_config)
+    return Initial(hf_config, state, shown, None if images is None else images.reader, whole)
+
+
+def _whole_model(settings: LearnerSettings, text: PretrainedConfig) -> WholeModel:
+    """Return the model that the text model lies in. Raises `ConfigError` where it lies in none, and for
+    settings that publish something other than weights by the names of its files."""
+    directory, where = settings.model_directory, "model.other_parts=frozen"
+    if raw_config(directory).get("model_type") == text.model_type:
+        raise ConfigError(
+            f"{where}: {directory}, a {text.model_type}, has no part that is not trained: leave it out"
+        )
+    if settings.learner.lora.exists:
+        raise ConfigError(f"{where} with learner.lora: adapters would name other layers; set left_out")
+    if (codes := settings.learner.publication.quantisation) != "none":
+        raise ConfigError(
+            f"{where} with learner.publication.quantisation={codes}: the other parts would be quantised too; "
+            "set left_out"
+        )
+    return WholeModel.of(directory)
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

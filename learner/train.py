@@ -130,7 +130,11 @@ class Learner:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
         await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)
         published = published_dtype(self._settings.learner, self._settings.model)
-        await self._weights.start(self._settings.model_directory, dtype=str(published).removeprefix("torch."))
+        await self._weights.start(
+            self._settings.model_directory,
+            dtype=str(published).removeprefix("torch."),
+            config=self._world.rank.text_config(),
+        )
         await self._broadcaster.start()
         await self._reader.resumed(self.progress.step)
         await self._publish()

@@ -9,8 +9,8 @@ from launch.process.log_settings import configure_logging
 
 convert = App(
     name="convert",
-    help="Convert models between Hugging Face directories, checkpoints, fp8 and int4, tensor by tensor, and "
-    "read GGUF files.",
+    help="Convert models between Hugging Face directories, checkpoints, fp8 and int4, tensor by tensor, "
+    "read GGUF files, and take text models out of multimodal ones.",
     help_format="plaintext",
 )
 ModelDirectory = Annotated[
@@ -89,6 +89,15 @@ def gguf(file: Path, target: Target, *, dtype: Literal["bfloat16", "float32"] = 
 
     configure_logging()
     print(convert_gguf(file, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal
+
+
+@convert.command(usage="Usage: launch convert text-model SOURCE TARGET")
+def text_model(source: ModelDirectory, target: Target) -> None:
+    """Write the text model inside a multimodal one, with its tokenizer, as a Hugging Face directory."""
+    from learner.model_directories.text_directory import convert_text_model
+
+    configure_logging()
+    print(convert_text_model(source, target))  # noqa: T201 - the user's terminal
 
 
 @convert.command(usage="Usage: launch convert quantise SOURCE TARGET [OPTIONS]")

@@ -66,6 +66,12 @@ class ModelConfig(Config):
     scratch: ScratchModel = ScratchModel()
     """Sizes of the scratch model."""
 
+    other_parts: Literal["left_out", "frozen"] = "left_out"
+    """What becomes of the vision tower and the like of a multimodal model of which the text model is trained
+    alone. With `left_out` engines serve the text model, and it is exported. With `frozen` they are given the
+    whole model, under the names of its own files, in which all but the text model stays as it came: for
+    servers that were started with that model, and to export it whole (docs/models.md)."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the learner's parameters and activations; the optimizer's main weights are float32. `auto` is
     what `model.numerics` needs, else bfloat16 on a GPU and float32 on a CPU, which is slow in bfloat16."""

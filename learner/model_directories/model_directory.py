@@ -17,8 +17,10 @@ from bus.errors import ConfigError
 from bus.work_progress import tracked
 from learner.backends.factory import checkpoint_weights
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
+from learner.model_directories.text_model import text_weights
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.weights.output_head import has_other_head
+from storage.weights.text_model import text_alone
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -93,14 +95,21 @@ class HFWeights(LazyWeights):
 def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:
     """Read `config.json`, and open the weights: one safetensors file, an index of several, or a checkpoint.
 
-    Weights are read when they are looked up. Raises `ConfigError` when something is missing or unreadable.
+    Weights are read when they are looked up. Of a multimodal model that is not trained as a whole these are
+    the text model's. Raises `ConfigError` when something is missing or unreadable.
     """
     hf_config = load_hf_config(path)
     found = checkpoint_weights(path, hf_config)
-    return hf_config, HFWeights(path) if found is None else found
+    return hf_config, text_weights(HFWeights(path), hf_config) if found is None else found
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:
+    """Read `config.json` as `load_whole_config` does; of a multimodal model that is not trained as a whole,
+    the text model's part."""
+    return text_alone(load_whole_config(path))
+
+
+def load_whole_config(path: Path) -> PretrainedConfig:
     """Read `config.json`; programs in the directory are not run. It ties no output layer to the embedding
     where the files have another one, which is what transformers takes.
 

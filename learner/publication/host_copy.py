@@ -14,6 +14,7 @@ from torch import Tensor
 from learner.backends.base import Adapters, Backend, Exported
 from learner.publication.announcement import AdapterBase
 from learner.publication.transfer import host_memory
+from learner.publication.whole_model import WholeModel
 from learner.world.process_group import device
 from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor, Weights
 
@@ -46,13 +47,15 @@ class HostCopy:
     run beside the training that follows: `Copied.done` says when the weights may change again.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """Copy weights as `dtype`, except adapters that have one of their own."""
+    def __init__(self, dtype: torch.dtype, whole: WholeModel | None = None) -> None:
+        """Copy weights as `dtype`, except adapters that have one of their own. With `whole` those of a text
+        model are copied under its names, and its other weights too."""
         self.seconds = 0.0
         """Duration of the latest `take`."""
         self.tensors: int | None = None
         """Number of weights of the latest `take`."""
         self._dtype = dtype
+        self._whole = whole
         self._sets: list[_Buffers | None] = [None, None]
         self._turn = 0
         self._beside: torch.cuda.Stream | None = None
@@ -61,6 +64,7 @@ class HostCopy:
     def take(self, weights: Exported) -> Copied:
         """Copy the weights as the dtypes to publish: one call for all that this rank has whole."""
         began = time.perf_counter()
+        weights = weights if self._whole is None else self._whole.exported(weights)
         self._turn = 1 - self._turn
         self.tensors = len(weights.shapes)
         buffers = self._sets[self._turn]

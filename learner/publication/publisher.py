@@ -32,7 +32,7 @@ from learner.publication.kept_versions import KeptVersions
 from storage.disk.atomic_files import Content
 from storage.weights.blob_stores import BlobStore, on_bus
 from storage.weights.deltas import Delta, encode_delta
-from storage.weights.model_files import bundle, with_dtype, with_quantisation
+from storage.weights.model_files import bundle, with_config, with_dtype, with_quantisation
 from storage.weights.quantisation import FORMATS, Format, quantisation_config
 from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import HostTensor, Weights, snapshot_content, spare_threads
@@ -114,15 +114,20 @@ class WeightPublisher:
         """Return the weights announced last; their tensors stay as they are until others are announced."""
         return self._weights
 
-    async def start(self, model: Path, *, dtype: str | None = None) -> None:
+    async def start(
+        self, model: Path, *, dtype: str | None = None, config: Mapping[str, Json] | None = None
+    ) -> None:
         """Take over from the learner before, store config and tokenizer, and listen for who lacks weights.
 
-        `dtype` is the name of the published weights' dtype, in which servers then compute; `None` leaves what
-        the config of `model` says."""
+        `config` is the config.json of the weights, where it is not that of `model`. `dtype` is the name of
+        the published weights' dtype, in which servers then compute; `None` leaves what the config of `model`
+        says."""
         await self._store.start()
         found = await self._bus.get("policy", PolicyManifest)
         self._revision = found[1] if found else 0
         self._files = await asyncio.to_thread(bundle, model)
+        if config is not None:
+            self._files = with_config(self._files, config)
         if self._format is None:  # else it is known with the first weights what engines are told
             self._files = self._files if dtype is None else with_dtype(self._files, dtype)
             await self._put_model()

@@ -2,6 +2,7 @@
 model."""
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
+from bus.codec import Json
 from bus.errors import UnreadableGroupsError, WorldError
 from bus.messages import Probe
 from bus.requests import GroupRef
@@ -24,12 +26,13 @@ from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
 from learner.model_directories.adapter_directory import SUBDIRECTORY, write_adapter
-from learner.model_directories.model_directory import stream_hf_directory
+from learner.model_directories.model_directory import raw_config, stream_hf_directory
 from learner.progress import kept_steps
 from learner.publication.announcement import AdapterBase
 from learner.publication.dtypes import published_dtype
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
+from learner.publication.whole_model import WholeModel
 from learner.scoring.recorded_logprobs import recorded_logprobs
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.settings import LearnerSettings
@@ -57,9 +60,10 @@ class Rank:
     def __init__(
         self, backend: Backend, settings: LearnerSettings, *,
         reader: ReplayReader, demonstrations: Demonstrations | None, thread: Executor,
-        images: ImageReader | None = None,
+        images: ImageReader | None = None, whole: WholeModel | None = None,
     ) -> None:  # fmt: skip
-        """Take over the backend. `images` are those of a vision-language model."""
+        """Take over the backend. `images` are those of a vision-language model; `whole` is the multimodal
+        model that a text model is published in."""
         self.hf_config = backend.hf_config
         self.recorded: Mapping[str, NDArray[np.float32]] = {}
         """Log-probs of a few trajectories of the latest step (learner/scoring/recorded_logprobs.py)."""
@@ -72,7 +76,8 @@ class Rank:
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
-        self._host = HostCopy(published_dtype(settings.learner, settings.model))
+        self._whole = whole
+        self._host = HostCopy(published_dtype(settings.learner, settings.model), whole)
         self._saving: PendingCheckpoint | None = None
         self._saved_step: int | None = None
         """Step of the checkpoint begun last, unless the backend has changed since."""
@@ -199,11 +204,13 @@ class Rank:
 
         def write() -> None:
             weights, adapters, alone = backend.streamed(), backend.adapters, {}
+            if self._whole is not None:
+                weights = self._whole.streamed(weights)
             try:
                 if dist.get_rank() == 0:
                     stream_hf_directory(
                         settings.export,
-                        backend.hf_config,
+                        backend.hf_config if self._whole is None else self._whole.config,
                         weights,
                         settings.model_directory,
                         tensors=None if self.adapter_base else self._host.tensors,
@@ -217,6 +224,15 @@ class Rank:
                 write_adapter(settings.export / SUBDIRECTORY, adapters, alone, model)
 
         await self.in_thread(write)
+
+    def text_config(self) -> dict[str, Json] | None:
+        """Return the config.json of the text model that is published alone; None where the published weights
+        are those of the model directory's own config.json."""
+        described = raw_config(self._settings.model_directory).get("model_type")
+        if self._whole is not None or described == self.hf_config.model_type:
+            return None
+        config: dict[str, Json] = json.loads(self.hf_config.to_json_string())
+        return config
 
     async def copy_weights(self) -> Copied:
         """Return the weights on their way to rank 0's host, to be published; nothing on the others.

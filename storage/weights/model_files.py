@@ -21,7 +21,7 @@ def bundle(directory: Path) -> ModelFiles:
     The config ties no output layer to the embedding where the weights have another one."""
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.suffix not in WEIGHT_SUFFIXES)
     found = ModelFiles(names=tuple(p.name for p in files), contents=tuple(p.read_bytes() for p in files))
-    return _with_config(found, untied(_config(found))) if has_other_head(directory) else found
+    return with_config(found, untied(_config(found))) if has_other_head(directory) else found
 
 
 def unbundle(files: ModelFiles, directory: Path) -> None:
@@ -33,7 +33,7 @@ def unbundle(files: ModelFiles, directory: Path) -> None:
 
 def with_quantisation(files: ModelFiles, quantisation: Mapping[str, Json]) -> ModelFiles:
     """Return the files with a config.json by which engines load quantised weights."""
-    return _with_config(files, {**_config(files), QUANTISATION: dict(quantisation)})
+    return with_config(files, {**_config(files), QUANTISATION: dict(quantisation)})
 
 
 def with_dtype(files: ModelFiles, dtype: str) -> ModelFiles:
@@ -42,7 +42,7 @@ def with_dtype(files: ModelFiles, dtype: str) -> ModelFiles:
     text = found.get("text_config")
     if isinstance(text, dict):
         found["text_config"] = {k: v for k, v in text.items() if k != "torch_dtype"} | {"dtype": dtype}
-    return _with_config(files, found)
+    return with_config(files, found)
 
 
 def _config(files: ModelFiles) -> dict[str, Json]:
@@ -50,7 +50,8 @@ def _config(files: ModelFiles) -> dict[str, Json]:
     return found
 
 
-def _with_config(files: ModelFiles, config: Mapping[str, Json]) -> ModelFiles:
+def with_config(files: ModelFiles, config: Mapping[str, Json]) -> ModelFiles:
+    """Return the files with another config.json."""
     contents = list(files.contents)
     contents[files.names.index(CONFIG)] = (json.dumps(config, indent=2) + "\n").encode()
     return ModelFiles(names=files.names, contents=tuple(contents))

@@ -1,9 +1,21 @@
 """Dense families of other shapes than the sort preset's own, from the embedded engine to the learner."""
 
+import json
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3_5TextConfig
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+)
 
 from tests.e2e.commands import records_of_run
 from tests.e2e.test_router_replay_run import written
@@ -24,6 +36,7 @@ MODELS = {
         **SIZES | {"num_hidden_layers": 3}, query_pre_attn_scalar=16, sliding_window=5,
         sliding_window_pattern=3,
     ),
+    "glm4": Glm4Config(**SIZES),
     "llama with scaled rope": LlamaConfig(
         **SIZES,
         rope_parameters={
@@ -48,3 +61,25 @@ def test_engine_and_learner_agree_on_a_model_of_the_family(tmp_path: Path, name:
     found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
     assert found
     assert max(found) < 1e-4
+
+
+@pytest.mark.parametrize("other_parts", ["left_out", "frozen"])
+def test_a_text_model_inside_a_multimodal_one_is_trained_published_and_exported(tmp_path: Path, other_parts):
+    vision = {**SIZES, "image_size": 28, "patch_size": 14}
+    text = MODELS["gemma with windows"].to_dict()
+    whole = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = written(whole, tmp_path / "model", kind=AutoModelForImageTextToText)
+    records = records_of_run(tmp_path, *SMALL, "--model.path", str(model), "--model.other-parts", other_parts)
+    found = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
+    assert found
+    assert max(found) < 1e-4
+    export = tmp_path / "runs" / "sort" / "export"
+    before, after = (load_file(each / "model.safetensors") for each in (model, export))
+    described = json.loads((export / "config.json").read_text())
+    if other_parts == "left_out":
+        assert described["model_type"] == "gemma3_text"
+        assert not any("vision" in name for name in after)
+    else:
+        assert described["model_type"] == "gemma3"
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[n], before[n]) == ("language_model" not in n) for n in after)

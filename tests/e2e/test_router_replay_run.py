@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,12 +76,12 @@ RUNS = (
 )  # fmt: skip
 
 
-def written(config: PretrainedConfig, directory: Path) -> Path:
+def written(config: PretrainedConfig, directory: Path, kind: Any = AutoModelForCausalLM) -> Path:
     """A random model, with the tokenizer of the sort preset."""
     tokenizer = build_model_directory(directory, ScratchModel(), seed=0)
-    config.vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    config.get_text_config().vocab_size = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    kind.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return directory
 
 

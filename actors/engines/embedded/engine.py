@@ -29,6 +29,7 @@ from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage
 from bus.work_progress import long_work
 from storage.images.reader import ImageReader
+from storage.weights.text_model import OWN_NAMES, text_alone
 
 log = structlog.get_logger()
 Command = Callable[[], None]
@@ -87,10 +88,14 @@ class EmbeddedEngine:
         if attention != "sdpa":  # which transformers takes by itself wherever a model has it
             options["attn_implementation"] = attention
         with _BUILDING, long_work("loading the model of the engine"):
+            whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+            hf_config = text_alone(whole)
             if has_weights:
-                model = kind.from_pretrained(model_dir, trust_remote_code=False, **options)
+                names = {} if hf_config is whole else {"key_mapping": OWN_NAMES}
+                model = kind.from_pretrained(
+                    model_dir, config=hf_config, trust_remote_code=False, **names, **options
+                )
             else:
-                hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
                 with no_init_weights():
                     model = kind.from_config(hf_config, **options)
                 model.tie_weights()  # skipped along with the initialisation

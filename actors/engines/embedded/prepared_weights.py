@@ -14,6 +14,7 @@ from actors.engines.embedded.fused_experts import (
 )
 from actors.weights.quantised import without_quantisation
 from bus.errors import EngineError
+from storage.weights.text_model import is_multimodal, own_name
 
 
 def prepare_weights(
@@ -23,10 +24,13 @@ def prepare_weights(
 
     Args:
         model: its parameters and persistent buffers give names and shapes; tied ones may be named either way.
-        state: HF names, as in model files; experts may be one tensor each or fused, weights in fp8.
+        state: HF names, as in model files; experts may be one tensor each or fused, weights in fp8. Of a
+            multimodal model a text model takes its own.
         complete: whether every tensor must be there.
     Raises EngineError for names or shapes that are not the model's, and for missing tensors."""
     held = model.state_dict(keep_vars=True)
+    if is_multimodal(state) and not is_multimodal(held):
+        state = {own: tensor for name, tensor in state.items() if (own := own_name(name)) is not None}
     state = without_heads_behind(without_quantisation(state), model.config.get_text_config())
     state = fuse_experts(under_model_names(state, held), held, complete=complete)
     if unknown := sorted(set(state) - set(held)):

@@ -1,0 +1,90 @@
+"""Text models inside multimodal ones (storage/weights/text_model.py): their weights, and directories of them
+alone."""
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from bus.errors import ConfigError
+from learner.model_directories.lazy_weights import LazyWeights, RenamedWeights, Spec, part_of
+from storage.weights.text_model import is_multimodal, own_name
+
+_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
+_STACKING = ("qwen3_5_moe_text",)
+"""Text models of whose experts published files have one tensor a layer, and transformers writes one each."""
+
+
+def text_weights(weights: LazyWeights, text: PretrainedConfig) -> LazyWeights:
+    """Return those of the text model by its own names; `weights` are all of its files, or of a multimodal
+    model's."""
+    if is_multimodal(weights):
+        names = {own: name for name in weights if (own := own_name(name)) is not None}
+        weights = RenamedWeights(weights, names)
+    return _EachExpert(weights) if text.model_type in _STACKING else weights
+
+
+class _EachExpert(LazyWeights):
+    """Weights with a tensor of each expert's gate, up and down, where files have one tensor of all.
+
+    Those are [experts, gate and up, inputs] and [experts, outputs, inputs]."""
+
+    def __init__(self, weights: LazyWeights) -> None:
+        self._weights = weights
+        self._places: dict[str, tuple[str, int, slice]] = {}
+        """Name of the stack, number of the expert and its rows, by the names of single tensors."""
+        super().__init__(dict.fromkeys(chain.from_iterable(map(self._parts, weights))))
+
+    def _parts(self, name: str) -> Iterator[str]:
+        stack = _STACKED_EXPERTS.fullmatch(name)
+        if stack is None:
+            yield name
+            return
+        experts, rows, _ = self._weights.spec(name).shape
+        halves = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
+        parts = halves if stack[2] == "gate_up_proj" else {"down_proj": slice(0, rows)}
+        for expert in range(experts):
+            for part, place in parts.items():
+                own = f"{stack[1]}{expert}.{part}.weight"
+                self._places[own] = name, expert, place
+                yield own
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._places:
+            return self._weights[name]
+        stack, expert, rows = self._places[name]
+        return part_of(self._weights, stack, 0, expert, expert + 1)[0, rows]
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype without reading the tensor."""
+        if name not in self._places:
+            return self._weights.spec(name)
+        stack, _, rows = self._places[name]
+        shape, dtype = self._weights.spec(stack)
+        return Spec((rows.stop - rows.start, shape[2]), dtype)
+
+
+def refuse_other_tensors(source: Path, text: PretrainedConfig, weights: LazyWeights) -> None:
+    """Raise `ConfigError` with the tensors that the text model lacks, or has in another shape."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text)
+    tied = model.all_tied_weights_keys
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
+        if name not in tied
+    }
+    found = {name: weights.spec(name).shape for name in weights}
+    problems = [
+        f"{name} is {list(found[name]) if name in found else 'missing'}, not {list(shape)}"
+        for name, shape in expected.items()
+        if found.get(name) != shape
+    ]
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems[:10])
+        raise ConfigError(f"the text model in {source} is not what its config.json says:\n{listed}")
