@@ -47,7 +47,12 @@ def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrained
                 .eval()
             )
     except UNBUILDABLE as error:
-        raise ConfigError(refusal([f"transformers does not build it: {error!r}"])) from error
+        why = f"transformers does not build it: {error!r}"
+        if error.args == (PACKED,):
+            why = (
+                f"model_type={config.model_type!r}: it takes no attention but its own, which would mix packs"
+            )
+        raise ConfigError(refusal([why])) from error
     model.tie_weights()  # skipped along with the initialisation
     if problems := list(_unsupported_model(model)):
         raise ConfigError(refusal(problems))

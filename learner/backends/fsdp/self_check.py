@@ -51,7 +51,7 @@ def refuse_other_results(model: ShardedModel, vocab_size: int, dtype: torch.dtyp
     try:
         packed, _ = model(batch)
         [logits] = model(batch, plain=True)
-    except torch.OutOfMemoryError:
+    except (ConfigError, torch.OutOfMemoryError):
         raise
     except UNBUILDABLE as error:
         raise ConfigError(refusal([f"its forward pass does not take packed sequences: {error!r}"])) from error
