@@ -1,6 +1,8 @@
 """Copies of a rank's state on the host, which are written while training goes on."""
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,3 +32,27 @@ class CopyBuffers:
         if wanted:
             torch.cuda.synchronize()
         return copies
+
+
+class LateCopies:
+    """Copies of tensors on the host, each made when its turn to be written comes, or when all are about to
+    change: one checkpoint takes little memory where the disk is faster than a step."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = deque(tensors)
+        self._are_copies = False
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield one copy after another; any thread may iterate."""
+        while self._tensors:
+            with self._lock:
+                tensor = self._tensors.popleft()
+                copy = tensor if self._are_copies else tensor.clone()
+            yield copy
+
+    def copy(self) -> None:
+        """Copy those that are left: on return the tensors may change."""
+        with self._lock:
+            self._tensors = deque(tensor.clone() for tensor in self._tensors)
+            self._are_copies = True

@@ -51,7 +51,7 @@ from learner.backends.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
-from learner.checkpoint.copies import CopyBuffers
+from learner.checkpoint.copies import CopyBuffers, LateCopies
 from learner.checkpoint.manifest import differences
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import SFTLoss
@@ -119,6 +119,8 @@ class Trainer:
         self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
+        self._late: LateCopies | None = None
+        """What a checkpoint copies of weights and moments before they change, if not written by then."""
         self.ddp = data_parallel(self.chunks, parallel)
         self._rounded: RoundedWeights | None = None
         self.frozen = FrozenPolicies(self._live, load=self._load)
@@ -303,6 +305,9 @@ class Trainer:
         if self._read is not None:
             torch.cuda.current_stream().wait_event(self._read)
             self._read = None
+        if self._late is not None:
+            self._late.copy()
+            self._late = None
 
     def release_memory(self) -> None:
         """Free the memory for gradients, and what torch keeps for later; the next step takes it again."""
@@ -327,8 +332,15 @@ class Trainer:
         return training_state(self)
 
     def stage_checkpoint(self, directory: Path) -> Staged:
-        """Copy weights, optimizer, random generators, own frozen policies and critic, to be written there."""
-        return stage_state(self, directory, self._checkpoint_buffers)
+        """Copy weights, optimizer, random generators, own frozen policies and critic, to be written there.
+
+        On a CPU what is not written when the next update comes is copied then. A critic and a head have
+        updates of their own: with them all is copied at once."""
+        if device().type == "cuda" or self.critic is not None or self.head is not None:
+            return stage_state(self, directory, self._checkpoint_buffers)
+        staged = stage_state(self, directory, None)
+        self._late = staged.late
+        return staged
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""

@@ -11,13 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+
 from learner.backends.megatron.core import FileSystemWriterAsync, filesystem_async, torch_dist_strategy
-from learner.checkpoint.copies import CopyBuffers
+from learner.checkpoint.copies import CopyBuffers, LateCopies
 from learner.checkpoint.manifest import file_digest
 
 
 class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-core is untyped
     """Writes this rank's files one after another, each fsynced. `stage` copies their contents before."""
+
+    def prepare_write_data(self, plan: Any, planner: Any) -> None:
+        """Do what megatron-core's method of this name does, without its copies of all that is a view."""
+        buckets = filesystem_async._split_by_size_and_type(self.thread_count, plan.items)
+        names = (f"{plan.storage_data.prefix}{i}{DEFAULT_SUFFIX}" for i in range(len(buckets)))
+        self.write_buckets = []
+        for name, bucket in zip(names, filter(None, buckets), strict=False):
+            resolved = [(item, planner.resolve_data(item)) for item in bucket]
+            tensors = [(item, data.detach()) for item, data in resolved if isinstance(data, Tensor)]
+            objects = [(item, data) for item, data in resolved if not isinstance(data, Tensor)]
+            self.write_buckets.append((str(Path(self.checkpoint_dir, name)), name, (objects, tensors)))
+        self.results_queue: queue.Queue[Any] | None = queue.Queue() if self.write_buckets else None
 
     @staticmethod
     def write_preloaded_data_multiproc(
@@ -39,18 +54,19 @@ class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-
 
 
 def install_in_process_writer() -> None:
-    """Make `dist_checkpointing.save` use `InProcessWriter`, each with a queue of its own for its results."""
-    filesystem_async._get_write_results_queue = queue.Queue
+    """Make `dist_checkpointing.save` use `InProcessWriter`."""
     torch_dist_strategy.FileSystemWriterAsync = InProcessWriter
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Copies of a rank's part of a checkpoint, which are not written yet."""
+    """A rank's part of a checkpoint, which is not written yet."""
 
     writes: Callable[[], None]
     files: Sequence[Path]
     finalizers: Sequence[Callable[[], None]]
+    late: LateCopies | None = None
+    """What is copied late: before it changes somebody must call `copy`."""
 
     def write(self) -> dict[str, str]:
         """Write this rank's files, without any collective; return their digests by name."""
@@ -63,19 +79,24 @@ class Staged:
             finalizer()
 
 
-def stage(request: Any, buffers: CopyBuffers) -> Staged:
-    """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written."""
+def stage(request: Any, buffers: CopyBuffers | None) -> Staged:
+    """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written.
+
+    Without `buffers` it lies on the host, and is copied late."""
     if request.async_fn is None:
         return Staged(lambda: None, [], request.finalize_fns)
     rank, buckets, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
-    copies = iter(buffers.copied([tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]))
-    parts = [
-        (file, key, (objects, [(item, next(copies)) for item, _ in tensors]))
-        for file, key, (objects, tensors) in buckets
+    files = [Path(file) for file, *_ in buckets]
+    tensors = [tensor for _, _, (_, parts) in buckets for _, tensor in parts]
+    late = LateCopies(tensors)
+    copies = iter(late if buffers is None else buffers.copied(tensors))
+    contents = [
+        (file, key, (objects, zip([item for item, _ in parts], copies, strict=False)))
+        for file, key, (objects, parts) in buckets
     ]
 
     def writes() -> None:
-        request.async_fn(rank, parts, results)
-        parts.clear()  # copies outside the buffers are as large as what was copied
+        request.async_fn(rank, contents, results)
+        contents.clear()  # copies outside the buffers are as large as what was copied
 
-    return Staged(writes, [Path(file) for file, *_ in parts], request.finalize_fns)
+    return Staged(writes, files, request.finalize_fns, late if buffers is None else None)

@@ -2,7 +2,8 @@
 
 Saving drops the padding between the buckets of a buffer, but finds parameters where they lay with it, so
 that those of later buckets are saved as parts of one another (tied embeddings of a pipeline, or overlapping
-communication): `_keep_gaps_on_save`.
+communication): `_keep_gaps_on_save`. It also copies the state of a rank that has all of it four times over,
+each time into fresh memory of the host: `_WholeState`.
 
 Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.AdamW`, and then
 - its state dict asserts that every parameter has been stepped: `_prime` makes a fresh state look so;
@@ -209,6 +210,8 @@ def _keep_gaps_on_save(optimizer: DistributedOptimizer) -> None:
     collect = optimizer.get_parameter_state_dp_zero
 
     def collect_with_gaps(**settings: bool) -> dict[Any, Any] | None:
+        if optimizer.data_parallel_group.size() == 1 and not settings["empty_data"]:
+            return {number: _whole_states(optimizer, number) for number in range(len(optimizer.buffers))}
         state: dict[Any, Any] | None = collect(**settings)
         for number, buffer in enumerate(optimizer.buffers):
             for tensors in state[number].values() if state is not None else ():
@@ -217,6 +220,33 @@ def _keep_gaps_on_save(optimizer: DistributedOptimizer) -> None:
         return state
 
     optimizer.get_parameter_state_dp_zero = collect_with_gaps
+
+
+class _WholeState:
+    """One of the state's tensors for all parameters of a buffer, of a rank that has all of them.
+
+    A parameter's is found at the parameter's place in the buffer, as in one long tensor, and not copied."""
+
+    def __init__(self, tensors: dict[tuple[int, int], Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, place: slice) -> Tensor:
+        found = self._tensors[place.start, place.stop].detach()
+        # of narrower moments the device may have no room for wide copies
+        return found if found.dtype == torch.float32 else found.cpu().float()
+
+
+def _whole_states(optimizer: DistributedOptimizer, number: int) -> dict[Any, dict[str, _WholeState]]:
+    """Return what megatron-core collects of the parameters of one buffer."""
+    states = {
+        (start, end): optimizer._get_main_param_and_optimizer_states(parameter)
+        for parameter, (start, end, _) in optimizer.buffers[number].param_index_map.items()
+    }
+    whole = {
+        key: _WholeState({place: state[key] for place, state in states.items()})
+        for key in ("param", *MOMENTS)
+    }
+    return dict.fromkeys(optimizer.gbuf_ranges[number], whole)
 
 
 def _with_gaps(dense: Tensor, buffer: Any) -> Tensor:
