@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-import torch
 
 from learner.backends.base import Backend
 from learner.backends.factory import (
@@ -25,6 +24,7 @@ from learner.progress import Progress
 from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.settings import LearnerSettings
 from learner.warmup import finish_warm_up
+from learner.world.process_group import use_threads
 
 log = structlog.get_logger()
 
@@ -73,7 +73,7 @@ def restore_backend(
         progress.stage = "rl" if progress.stage == "done" else progress.stage
         log.info("resumed", checkpoint=str(checkpoint), stage=progress.stage, step=progress.step)
     hold_frozen_policies(backend, settings, settings.learner, stage=progress.stage, step=progress.step)
-    torch.set_num_threads(stage.threads)
+    use_threads(stage.threads, backend.size_bytes)
     return backend
 
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
-
 from bus.work_progress import tracked
 from learner.backends.base import Backend, StepResult
 from learner.config.loss import SFTLoss
@@ -12,6 +10,7 @@ from learner.data.demonstrations import Demonstrations
 from learner.progress import Progress
 from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.settings import LearnerSettings
+from learner.world.process_group import use_threads
 
 
 def warm_up_step(
@@ -22,7 +21,7 @@ def warm_up_step(
         raise RuntimeError(
             "there are no demonstrations to warm up on: give them with --warmup.demonstrations"
         )
-    torch.set_num_threads(settings.warmup.threads)
+    use_threads(settings.warmup.threads, backend.size_bytes)
     ranks = backend.data_parallel_group
     batches = demonstrations.step(
         step, settings.warmup, settings.learner.batch, share=ranks.rank(), shares=ranks.size()
@@ -33,7 +32,7 @@ def warm_up_step(
 def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:
     """Give the policy a fresh optimizer, make it the reference if that is due, and begin the critic. Every
     rank calls this."""
-    torch.set_num_threads(settings.learner.threads)
+    use_threads(settings.learner.threads, backend.size_bytes)
     backend.set_optimizer(settings.learner.optimizer)
     if backend.critic is not None:
         backend.critic.begin()

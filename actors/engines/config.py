@@ -35,8 +35,9 @@ class EmbeddedEngineConfig(Config):
     slots: int = Field(256, ge=1)
     """Most generations that are decoded at once; further ones wait."""
 
-    threads: int = Field(1, ge=1)
-    """CPU threads of a decode step. Torch has one such number for each process, and the engine sets it."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of a decode step. Torch has one such number for each process, and the engine sets it.
+    `None` is all cores that the process may use, for a model of at least 20 MB, and else one."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights, activations and KV cache; log-probs are always float32."""

@@ -248,6 +248,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
     """Return the learner's settings, and where its demonstrations are; generated ones are written.
 
     A model of the hub is fetched as it was when the run began. Raises `ConfigError` when there is none."""
+    from learner.micro_batch import fitted
     from learner.settings import EngineContext, LearnerSettings
 
     demonstrations, path = config.warmup.demonstrations, config.model.path
@@ -270,7 +271,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         colocation=config.colocation,
         engine_context=EngineContext(config.actors.engine.context, config.actors.engine.left_free),
     )
-    return settings, demonstrations
+    return fitted(settings), demonstrations
 
 
 async def serve_shadow(

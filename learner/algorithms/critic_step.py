@@ -21,7 +21,7 @@ def train_critic(
     `skipped_updates` a count.
     """
     critic, ranks = critic_of(backend), backend.data_parallel_group
-    budget, share = learner.batch.tokens_per_micro_batch, learner.batch.share_prefixes
+    budget, share = learner.batch.token_budget, learner.batch.share_prefixes
     batches = [
         equally_many(pack(without_experts(samples), budget, share_prefixes=share), ranks)
         for samples in updates

@@ -43,7 +43,7 @@ def train_on(
     ranks = backend.data_parallel_group
     samples = recorded_samples(groups, with_experts=learner.router_replay == "engine")
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
-        refuse_oversized(samples, learner.batch.tokens_per_micro_batch)
+        refuse_oversized(samples, learner.batch.token_budget)
     if learner.before_step.function is not None:
         backend.optimizer_config = optimizer_of_step(step, groups, learner)
     if learner.router_replay == "learner":
@@ -110,7 +110,7 @@ def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig)
     batch = learner.batch
     return pack(
         aggregated(picked, learner.used_aggregation),
-        batch.tokens_per_micro_batch,
+        batch.token_budget,
         share_prefixes=batch.share_prefixes,
     )
 

@@ -6,12 +6,17 @@ from pydantic import Field
 
 from bus.config import Config
 
+DEFAULT_TOKENS = 16384
+"""Tokens of a micro-batch where neither settings nor memory say otherwise."""
+
 
 class BatchConfig(Config):
     """Sets how trajectories become micro-batches."""
 
-    tokens_per_micro_batch: int = Field(16384, gt=0)
-    """Token budget of one packed micro-batch."""
+    tokens_per_micro_batch: int | None = Field(None, gt=0)
+    """Token budget of one packed micro-batch. `None` is 16,384; for a model of a directory on a CPU it is at
+    most what has activations in a sixteenth of the memory of the host or container (learner/micro_batch.py),
+    and the learner says how much that is."""
 
     logprob_tokens_per_micro_batch: int | None = Field(None, gt=0)
     """Token budget of a micro-batch in passes that only compute log-probs (proximal, reference, teacher).
@@ -32,3 +37,13 @@ class BatchConfig(Config):
     balance: Literal["tokens", "flops"] = "tokens"
     """Measure by which data-parallel ranks get equal shares: tokens that are computed, or work, for which
     attention counts by the square of the length."""
+
+    @property
+    def token_budget(self) -> int:
+        """Return the token budget of a micro-batch."""
+        return self.tokens_per_micro_batch or DEFAULT_TOKENS
+
+    @property
+    def logprob_token_budget(self) -> int:
+        """Return the token budget of a micro-batch in passes that only compute log-probs."""
+        return self.logprob_tokens_per_micro_batch or self.token_budget

@@ -63,8 +63,9 @@ class LearnerConfig(Config):
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """Mean reward of sampled held-out answers at which training stops."""
 
-    threads: int = Field(1, ge=1)
-    """CPU threads of the learner."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the learner. `None` is all cores that it may use, shared by the ranks of a host, for a
+    model of at least 20 MB on a CPU, and else one."""
 
     backend: BackendName = "megatron"
     """What holds and trains the model: `megatron` for its own families, with every kind of parallel ranks;

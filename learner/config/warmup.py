@@ -30,8 +30,8 @@ class WarmupConfig(Config):
     batch_size: int = Field(64, gt=0)
     """Demonstrations in a step."""
 
-    threads: int = Field(1, ge=1)
-    """CPU threads of this stage, in which the actors are idle."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of this stage, in which the actors are idle; `None` as in `learner.threads`."""
 
     optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
     """Optimizer of this stage; reinforcement learning starts with a fresh one."""

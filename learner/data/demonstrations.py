@@ -66,7 +66,7 @@ class Demonstrations:
                 self._sample(p, [*r, self._end], images)
                 for p, r, (_, images) in zip(prompt_ids, response_ids, shown, strict=True)
             ],
-            batch.tokens_per_micro_batch,
+            batch.token_budget,
         )
 
     def _shown(self, prompt: Prompt, number: int) -> tuple[list[Json], list[PlacedImage]]:

@@ -55,11 +55,16 @@ def convert_gguf(file: Path, target: Path, dtype: torch.dtype) -> Converted:
     return Converted(target, len(written), size_bytes)
 
 
-def _refuse_file(file: Path) -> None:
+def refuse_missing_packages(file: Path | str) -> None:
+    """Raise `ConfigError` where transformers lacks packages by which it reads GGUF files."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(
             f"to read {file}, {' and '.join(missing)} must be installed: pip install 'sluice-rl[gguf]'"
         )
+
+
+def _refuse_file(file: Path) -> None:
+    refuse_missing_packages(file)
     try:
         with file.open("rb") as opened:
             begins = opened.read(len(MAGIC))

@@ -35,7 +35,7 @@ def with_logprobs(
     `answers` are those of the teachers behind servers, which need no pass.
     The current policy is the proximal one of the updates that follow (arXiv:2110.00641).
     """
-    budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
+    budget = learner.batch.logprob_token_budget
     scored = list(samples)
     for tag in Objective.of(learner).policies:
         if tag == "proximal" and learner.router_replay == "learner":
@@ -143,7 +143,7 @@ def with_own_experts(backend: Backend, samples: Sequence[Sample], learner: Learn
 
     Its log-probs are those of the proximal policy, and are added where the objective wants them."""
     is_wanted = "proximal" in Objective.of(learner).policies
-    budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
+    budget = learner.batch.logprob_token_budget
     packs = numbered_packs(samples, budget, share_prefixes=learner.batch.share_prefixes)
     found = list(samples)
     passed = backend.routed_logprobs([batch for _, batch in packs])

@@ -28,7 +28,7 @@ def recorded_logprobs(
     samples = recorded_samples(groups, with_experts=learner.router_replay == "engine") if first else []
     chosen = _chosen(samples, learner.recorded_logprobs.trajectories)
     batch = learner.batch
-    budget = batch.logprob_tokens_per_micro_batch or batch.tokens_per_micro_batch
+    budget = batch.logprob_token_budget
     found = score(backend, chosen, tokens_per_micro_batch=budget)
     return {
         sample.name: scores.logprobs[1:][sample.loss_mask[1:]]

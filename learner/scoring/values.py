@@ -28,7 +28,7 @@ def with_values(backend: Backend, samples: Sequence[Sample], learner: LearnerCon
     make every advantage before it so.
     """
     critic = critic_of(backend)
-    budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
+    budget = learner.batch.logprob_token_budget
     packs = numbered_packs(without_experts(samples), budget, share_prefixes=learner.batch.share_prefixes)
     values_of = critic.values([batch for _, batch in packs])
     found: dict[int, Sample] = {}

@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from bus.host_limits import cpu_threads
+
 T = TypeVar("T")
 
 
@@ -44,6 +46,13 @@ def init_process_group(timeout_s: float) -> None:
         dist.init_process_group(
             backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id
         )
+
+
+def use_threads(chosen: int | None, model_bytes: int) -> None:
+    """Compute with as many threads as settings say, or as a model of this size is worth on this rank."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_device = 1 if torch.cuda.is_available() else None
+    torch.set_num_threads(cpu_threads(chosen or on_device, model_bytes, processes=ranks))
 
 
 def gathered(value: T) -> list[T]:

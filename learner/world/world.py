@@ -114,7 +114,7 @@ class World:
 def cost(group: GroupRef, batch: BatchConfig, config: PretrainedConfig, samples: int) -> float:
     """Return what a group of so many samples costs a rank, in the measure of `batch.balance`."""
     computed = group.computed_tokens if batch.share_prefixes else 0
-    budget = batch.tokens_per_micro_batch
+    budget = batch.token_budget
     work = GroupWork.of(samples, group.tokens, computed, budget, group.images)
     if batch.balance == "flops" and group.tokens:
         return work.forward_flops(config)

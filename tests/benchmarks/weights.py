@@ -134,7 +134,7 @@ def workload_of(model: str | None, config: RunConfig) -> Workload:
     """Return the workload of the model with this name; without one, of a small one or Qwen3-0.6B on CUDA."""
     if model is None and not torch.cuda.is_available():
         return medium()
-    return named(model or "qwen3-0.6b", config.learner.batch.tokens_per_micro_batch)
+    return named(model or "qwen3-0.6b", config.learner.batch.token_budget)
 
 
 def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 8) -> dict[str, Json]:

@@ -26,6 +26,7 @@ from actors.engines.embedded.decoder import BatchedDecoder, Finished
 from actors.engines.embedded.exact_attention import EXACT
 from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError, RequestRefusedError
+from bus.host_limits import cpu_threads
 from bus.images import PlacedImage
 from bus.work_progress import long_work
 from storage.images.reader import ImageReader
@@ -263,7 +264,8 @@ class EmbeddedEngine:
     # From here on everything runs in the engine thread.
 
     def _run(self) -> None:
-        torch.set_num_threads(self._config.threads)
+        model_bytes = sum(weight.nbytes for weight in self._decoder.model.parameters())
+        torch.set_num_threads(cpu_threads(self._config.threads, model_bytes))
         try:
             while self._run_commands():
                 if finished := self._decoder.step():

@@ -1,0 +1,61 @@
+"""How many tokens a micro-batch has on a CPU where settings leave it open: as many as its memory is good for.
+
+More tokens than some hundreds make a step on a CPU no faster, and each keeps activations of all layers.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import structlog
+import torch
+
+from bus.codec import Json
+from bus.host_limits import memory_bytes
+from learner.config.batch import DEFAULT_TOKENS
+from learner.publication.dtypes import compute_dtype
+from learner.settings import LearnerSettings
+from storage.disk.atomic_files import read_json
+from storage.weights.model_files import CONFIG
+
+log = structlog.get_logger()
+SHARE = 16
+"""Activations of a micro-batch take at most one part in so many of the memory of the host or container."""
+LEAST_TOKENS = 256
+
+
+def fitted(settings: LearnerSettings) -> LearnerSettings:
+    """Return the settings with a number of tokens, if this is a CPU and the model has a directory of its own.
+
+    The number follows from the model and the host alone, so that a resumed learner has the same one. Models
+    made from nothing are small, and have that of a GPU."""
+    batch = settings.learner.batch
+    config = settings.model_directory / CONFIG
+    if torch.cuda.is_available() or batch.tokens_per_micro_batch or settings.model.path is None:
+        return settings
+    hf_config = read_json(config, "give a directory of a Hugging Face model")
+    recompute = settings.learner.parallel.recompute == "full"
+    each = activation_bytes(hf_config, compute_dtype(settings.model).itemsize, recompute=recompute)
+    most = memory_bytes() // SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    tokens = max(LEAST_TOKENS, min(DEFAULT_TOKENS, most // each))
+    mib = {"activations_mib": tokens * each >> 20, "host_mib": memory_bytes() >> 20}
+    log.info("micro_batch", tokens=tokens, **mib)
+    fitting = batch.model_copy(update={"tokens_per_micro_batch": tokens})
+    return replace(settings, learner=settings.learner.model_copy(update={"batch": fitting}))
+
+
+def activation_bytes(hf_config: Mapping[str, Json], item_bytes: int, *, recompute: bool) -> int:
+    """Return about how much memory one token takes between its forward and backward pass.
+
+    Each layer keeps its input, what its norms return, queries, keys and values before and after they are
+    turned, what attention returns, and the two halves of the gated layer with their product; recomputed
+    layers keep their input alone, but for the layer at work."""
+    text = cast(Mapping[str, int], hf_config.get("text_config", hf_config))
+    hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
+    width = text.get("head_dim") or hidden // heads
+    groups = text.get("num_key_value_heads") or heads
+    experts = text.get("num_experts_per_tok") or 0
+    gated = max(text.get("intermediate_size") or 0, experts * (text.get("moe_intermediate_size") or 0))
+    of_layer = 4 * (hidden + (heads + 2 * groups) * width + gated)
+    return item_bytes * (hidden * layers + of_layer if recompute else of_layer * layers)
