@@ -306,9 +306,9 @@ def softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Return max x, sum exp(x - max x) and sum exp(x - max x) (x - max x) of each row x of scaled logits."""
     if logits.is_cuda:
         return kernels.softmax_sums(logits, scale)
-    scaled = logits.float() * scale[:, None]
-    largest = scaled.amax(-1)
-    shifted = scaled - largest[:, None]
+    shifted = logits.float() * scale[:, None]
+    largest = shifted.amax(-1)
+    shifted -= largest[:, None]
     exponentials = shifted.exp()
     return largest, exponentials.sum(-1), torch.linalg.vecdot(exponentials, shifted)
 
@@ -359,11 +359,15 @@ def whole_gradient(
         return kernels.logits_gradient(
             logits, label, found.log_total, found.entropy, slope, entropy_slope, scale
         )
-    log_softmax = logits.float() * scale[:, None] - found.log_total[:, None]
-    softmax = log_softmax.exp()
-    is_label = here & (torch.arange(logits.shape[-1], device=logits.device) == column)
+    grad = logits.float() * scale[:, None]
+    grad -= found.log_total[:, None]
     slope = slope[:, None]
-    grad = torch.where(is_label, slope, 0.0) - softmax * slope
-    if entropy_slope is not None:
-        grad -= entropy_slope[:, None] * softmax * (log_softmax + found.entropy[:, None])
+    if entropy_slope is None:
+        grad.exp_().mul_(-slope)
+    else:
+        softmax = grad.exp()
+        grad += found.entropy[:, None]
+        grad.mul_(softmax).mul_(-entropy_slope[:, None])
+        grad -= softmax.mul_(slope)
+    grad.scatter_add_(-1, column, torch.where(here, slope, 0.0))
     return grad.to(logits.dtype)
