@@ -182,6 +182,25 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_show_in_it(
     assert train(resumed, range(3, 6)) == uninterrupted
 
 
+def test_a_checkpoint_on_a_cpu_is_copied_when_the_next_update_comes_and_not_before(tmp_path):
+    trainer = trainer_of(tiny_model())
+    staged = trainer.stage_checkpoint(tmp_path)
+    [part] = trainer.optimizer.chained_optimizers
+    moments = [moment for state in part.optimizer.state.values() for moment in state.values()]
+    ours = [*trainer.model.parameters(), *moments]
+    held = {tensor.untyped_storage().data_ptr() for tensor in ours}
+
+    def in_place() -> list[bool]:
+        return [tensor.untyped_storage().data_ptr() in held for tensor in staged.late._tensors]
+
+    assert len(in_place()) > len(moments)
+    assert all(in_place())
+    trainer.logprobs(pack(random_samples([5]), 40))
+    assert all(in_place())
+    train(trainer, range(1))
+    assert not any(in_place())
+
+
 def test_a_checkpoint_is_written_by_itself(tmp_path):
     pending = start_checkpoint(trainer_of(tiny_model()), tmp_path, 3, {}, keep=2)
     assert not pending._writing.exception(timeout=60)
