@@ -20,7 +20,7 @@ from learner.data.packing import pack
 from learner.micro_batch import LEAST_TOKENS, activation_bytes, fitted
 from learner.settings import LearnerSettings
 from storage.evaluation_config import EvaluationConfig
-from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 LAPTOP = {
     "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
