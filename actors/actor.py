@@ -119,6 +119,7 @@ class Actor:
             **self._worker.failures.metrics,
             **(self._worker.room.admission.metrics if self._worker.room.admission else {}),
             **self._worker.sampled.metrics,
+            "engine/probe_alarms": len(self._probe.alarms),
             **({"engine/probe_nats": max(self._probe.nats.values())} if self._probe.nats else {}),
         }
 

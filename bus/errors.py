@@ -9,6 +9,10 @@ class ConfigError(SluiceError, ValueError):
     """A setting or file of the user cannot work: report it without a traceback and exit with status 2."""
 
 
+class PolicyMismatchError(ConfigError):
+    """Engines go on sampling from another policy than the learner has: mend their settings, then resume."""
+
+
 class SchemaError(SluiceError, ValueError):
     """Bytes on the bus are no message that this build understands or may act on: a retry cannot help."""
 

@@ -223,6 +223,8 @@ class PolicyManifest(Message, tag="policy"):
     ess_fraction: float | None = None
     """Effective sample size of the step that made this version, as a fraction of its tokens; `None` where no
     step of reinforcement learning did, or none was measured."""
+    pause_reason: str = ""
+    """Why leases are to be issued for the next step alone, in words; empty where they need not be."""
     adapted: AdaptedBase | None = None
     """Where it is set, snapshots and deltas hold A and B of these weights by peft's names, nothing else."""
     kernels: dict[str, str] = field(default_factory=dict)

@@ -10,7 +10,8 @@ from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.evaluation_messages import EvaluationResult
-from bus.messages import Probe
+from bus.messages import Metrics, Probe
+from bus.permissions import COUNTERS
 from bus.requests import BatchLease
 from bus.status import report_status
 from bus.waiting import ended_before, ended_soon_after
@@ -25,6 +26,7 @@ from learner.data.batches import StepBatch
 from learner.evaluation import HeldOut
 from learner.metrics import StepReporter, batch_values, read_values, step_values
 from learner.next_batch import NextBatch
+from learner.policy_alarm import PolicyAlarm
 from learner.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
 from learner.publication.dtypes import published_dtype
@@ -61,11 +63,12 @@ class Learner:
         """Account of what each step trained on."""
         self._doing, self._waits = "starting", {"batch": "", "devices": ""}
         publication = settings.learner.publication
+        self._policy_alarm = PolicyAlarm(settings.learner.diagnostics)
         kept = settings.export.parent / "kept-versions"
         self._weights = WeightPublisher(
             bus, store, publication,
             incarnation=incarnation, kept=kept, base=world.rank.adapter_base,
-            kernels=shared_kernels(settings.model),
+            kernels=shared_kernels(settings.model), pause_reason=lambda: self._policy_alarm.pause_reason,
         )  # fmt: skip
         self._broadcaster = Broadcaster(
             bus, self._weights.announced, incarnation=incarnation,
@@ -179,6 +182,7 @@ class Learner:
 
     async def _reinforce(self) -> None:
         progress, learner = self.progress, self._settings.learner
+        await self._bus.listen(self._bus.subject(COUNTERS), Metrics, self._policy_alarm.hear)
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
                 await self._checkpoints.after_step()
@@ -205,6 +209,7 @@ class Learner:
                 return False
             batch, result = await self._train_on(lease)
             trained = time.monotonic()
+            self._policy_alarm.look(result.diagnostics.get("mismatch_nats"))
             progress.step += 1
             progress.policy_version += 1
             progress.baselines = dict(batch.baselines)
@@ -229,6 +234,7 @@ class Learner:
             "time/publish_copy_s": self._world.rank.copy_s, **self._weights.figures, **self._device.figures,
             "train/policy_version": progress.policy_version, **read_values(self._reader.read),
         })  # fmt: skip
+        self._policy_alarm.end_run()
         return True
 
     async def _train_on(self, lease: BatchLease) -> tuple[StepBatch, StepResult]:
@@ -379,6 +385,6 @@ class Learner:
             "trajectories_trained": progress.trajectories_trained,
             "max_staleness_seen": progress.max_staleness_seen,
             "trained_tokens_per_s": self._tokens_per_s,
-            "alarm": self._weights.alarm,
+            "alarm": "; ".join(filter(None, [self._policy_alarm.text, self._weights.alarm])),
             "best": None if progress.best is None else asdict(progress.best),
         }

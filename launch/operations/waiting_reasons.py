@@ -49,6 +49,8 @@ def problems(state: RunState) -> list[str]:
             found.append(f"{status.source} works by other settings than the run has, start it again: {names}")
         if status.doing.startswith("the bus stores nothing") and not state.full_disk:  # which explains it
             found.append(f"{status.source} says: {status.doing}")
+        if alarm := status.values.get("alarm"):
+            found.append(f"{status.source}: ALARM: {alarm}")
     return found
 
 

@@ -220,6 +220,12 @@ class RunMonitor:
         return {} if latest is None else latest.status.values
 
     @property
+    def alarms(self) -> dict[str, Json]:
+        """Return the alarms that held when each process was heard last, by its name."""
+        found = {name: p.status.values.get("alarm") for name, p in sorted(self.processes.items())}
+        return {name: alarm for name, alarm in found.items() if alarm}
+
+    @property
     def stage(self) -> str:
         """Stage of the learner: starting, warmup, rl or done."""
         return str(self.values("learner").get("stage", "starting"))

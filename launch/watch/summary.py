@@ -54,6 +54,7 @@ def summarise(
         "max_staleness_seen": max(
             integer(progress, "max_staleness_seen"), integer(monitor.values("learner"), "max_staleness_seen")
         ),
+        "alarms": monitor.alarms,
         "peak_rss_bytes": dict(sorted(monitor.peak_rss_bytes.items())),
         "peak_rss_bytes_total": monitor.peak_rss_bytes_total,
         "export": _existing(run.export),
@@ -206,6 +207,7 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         *((f"{name}, latest", text) for name, text in _latest_of_sets(summary)),
         *([("Best checkpoint", best)] if (best := best_text(summary.get("best_checkpoint"))) else []),
         ("Target", _target(summary)),
+        *((f"ALARM of {name}", str(alarm)) for name, alarm in _alarms(summary).items()),
         ("Optimizer steps", f"{steps} of reinforcement learning, policy version {version}"),
         ("Time", f"{wall} this launch; in all launches warm-up {warmup}, reinforcement learning {rl}"),
     ]
@@ -233,6 +235,12 @@ def _latest_of_sets(summary: Summary) -> Iterator[tuple[str, str]]:
             numbers = scores.items() if isinstance(scores, dict) else ()
             shown = [f"{fraction(v)} {name}" for name, v in numbers if isinstance(v, float)]
             yield name, f"{', '.join(shown)} at v{version}"
+
+
+def _alarms(summary: Summary) -> dict[str, Json]:
+    """Return the alarms that held at the end, by the names of the processes."""
+    alarms = summary.get("alarms")
+    return alarms if isinstance(alarms, dict) else {}
 
 
 def _target(summary: Summary) -> str:

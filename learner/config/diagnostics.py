@@ -1,6 +1,8 @@
 """Settings of the ranges that figures of a step should lie in. Loads without torch."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from bus.config import Config
 
@@ -25,6 +27,13 @@ class DiagnosticsConfig(Config):
 
     largest_mismatch_nats: float | None = Field(0.1, gt=0)
     """Upper bound on `policy/mismatch_nats`."""
+
+    mismatch_pause_steps: int | None = Field(3, ge=1)
+    """Steps in a row after which admission is paused, with `policy/mismatch_nats` above its bound or an alarm
+    of the probe: leases are issued for the next step alone, until a step has neither. `None` never pauses."""
+
+    mismatch_end_steps: int | None = Field(10, ge=1)
+    """Such steps in a row after which the run ends. `None` never ends it."""
 
     largest_drift_nats: float | None = Field(0.3, gt=0)
     """Upper bound on `policy/drift_nats`."""
@@ -63,3 +72,13 @@ class DiagnosticsConfig(Config):
     largest_reward_shift: float | None = Field(None, gt=0)
     """Upper bound on the absolute value of `selection/reward_shift`, which depends on the rewards. A filter
     of groups without variance shifts it by design."""
+
+    @model_validator(mode="after")
+    def _pauses_before_it_ends(self) -> Self:
+        pause, end = self.mismatch_pause_steps, self.mismatch_end_steps
+        if pause is not None and end is not None and pause > end:
+            raise ValueError(
+                f"mismatch_pause_steps={pause} is above mismatch_end_steps={end}: the run would end "
+                "before its admission is paused"
+            )
+        return self

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -69,12 +69,13 @@ class WeightPublisher:
     def __init__(
         self, bus: Bus, store: BlobStore, config: PublicationConfig, *,
         incarnation: str, kept: Path | None = None, base: AdapterBase | None = None,
-        kernels: Mapping[str, str] = NO_KERNELS,
+        kernels: Mapping[str, str] = NO_KERNELS, pause_reason: Callable[[], str] = str,
     ) -> None:  # fmt: skip
         """Publish to `store`; `kept` is a directory for the versions that stay.
 
         With `base`, what is published are adapters, and the weights that they belong to are stored once.
-        `kernels` are the versions of packages that engines must have too, by name."""
+        `kernels` are the versions of packages that engines must have too, by name. `pause_reason` says why
+        admission is to be paused, if it is."""
         self.latest: PolicyManifest | None = None
         self.figures: dict[str, Json] = {}
         """Figures of the latest publication, for metrics."""
@@ -90,6 +91,7 @@ class WeightPublisher:
         self._publisher = Publisher(bus)
         self._incarnation = incarnation
         self._kernels = dict(kernels)
+        self._pause_reason = pause_reason
         self._files: ModelFiles | None = None
         self._model: BlobRef | None = None
         self._weights: Weights | None = None
@@ -298,6 +300,7 @@ class WeightPublisher:
             probe=announcement.probe,
             kept=kept,
             ess_fraction=announcement.ess_fraction,
+            pause_reason=self._pause_reason(),
             adapted=self._adapted,
             kernels=self._kernels,
         )

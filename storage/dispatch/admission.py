@@ -55,6 +55,12 @@ class Admission:
 
     # --- what to issue ---
 
+    @property
+    def held_back(self) -> str:
+        """Return why leases are issued for the next step alone, in words; nothing if they are not."""
+        paused = "" if self.policy is None else self.policy.pause_reason
+        return self.brake.reason or (paused and f"admission is paused: {paused}")
+
     def room(self) -> int:
         """Return the number of leases that may be issued now.
 
@@ -90,13 +96,13 @@ class Admission:
     def _issued_ahead(self, samples_each: float) -> float:
         """Return for how many steps after the next one groups are issued.
 
-        While the brake holds these are the fewest with which every step gets its groups: none, unless a group
-        is to be trained on several times. Whatever is owed already is trained on, so no step waits for ever.
-        Exact staleness with r uses each has r - 1 versions partly used up, by half on average.
+        While they are held back these are the fewest with which every step gets its groups: none, unless a
+        group is to be trained on several times. Whatever is owed already is trained on, so no step waits for
+        ever. Exact staleness with r uses each has r - 1 versions partly used up, by half on average.
         """
         config = self._config
         fewest = min(config.max_staleness, math.ceil(samples_each) - 1)
-        if self.brake.holds:
+        if self.held_back:
             return fewest
         if config.exact_staleness and config.sampler.max_reuse > 1:
             return config.max_staleness - (config.sampler.max_reuse - 1) / 2

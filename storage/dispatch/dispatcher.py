@@ -120,7 +120,7 @@ class Dispatcher:
     @property
     def held_back(self) -> str:
         """Return why fewer leases are issued than the staleness bound allows; nothing if they are not."""
-        return self._admission.brake.reason
+        return self._admission.held_back
 
     @property
     def awaited_shards(self) -> list[int]:

@@ -150,6 +150,7 @@ def manifest(
     stage: str = "rl",
     trains_from: int = 0,
     ess_fraction: float | None = None,
+    pause_reason: str = "",
 ) -> PolicyManifest:
     """A policy whose weights nobody fetches."""
     return PolicyManifest(
@@ -160,6 +161,7 @@ def manifest(
         stage=stage,
         trains_from=trains_from,
         ess_fraction=ess_fraction,
+        pause_reason=pause_reason,
     )
 
 

@@ -232,6 +232,11 @@ def test_leases_that_the_brake_holds_back_are_told_to_actors_and_by_storage():
     ]
 
 
+def test_an_alarm_is_a_problem_of_the_run():
+    wrong = state(storage(), learner(alarm="engines and learner disagree"), actor(0))
+    assert "learner: ALARM: engines and learner disagree" in report(wrong)["problems"]
+
+
 def test_everybody_waits_for_a_storage_that_is_silent():
     idle = {"doing": "waiting for leases", "running": 0}
     silent = replace(state(learner(doing="waiting for the batch"), actor(0, **idle)), dispatcher=None)

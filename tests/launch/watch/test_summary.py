@@ -47,6 +47,17 @@ def watched() -> RunMonitor:
     return monitor
 
 
+def test_alarms_that_held_at_the_end_are_in_the_summary(run: RunDirectory):
+    monitor = watched()
+    monitor.on_status(actor(1, alarm="engine-0 samples as version 3 did"))
+    summary = summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=130.0)
+    assert summary["alarms"] == {"actor-host-1001": "engine-0 samples as version 3 did"}
+    console = Console(file=StringIO(), width=100)
+    print_summary(console, summary)
+    assert "ALARM of actor-host-1001" in console.file.getvalue()
+    assert "engine-0 samples as version 3 did" in console.file.getvalue()
+
+
 def test_summary_of_a_finished_run(run: RunDirectory):
     run.metrics.touch()
     (run.export / "config.json").touch()

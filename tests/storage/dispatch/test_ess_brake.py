@@ -56,6 +56,21 @@ def test_brake_holds_back_leases_until_the_queue_is_drained_and_lets_go_when_the
     assert run.admission.brake.reason == ""
 
 
+def test_a_learner_that_pauses_admission_gets_the_groups_of_its_next_step_alone(sql):
+    run = Run(sql, AHEAD_OF_TWO)
+    run.store(*range(6))
+    reason = "engines and learner disagree about the policy"
+    for step, issued in ((1, []), (2, []), (3, [6, 7])):
+        assert not isinstance(run.batch(step), str)
+        run.admission.on_policy(manifest(step, pause_reason=reason))
+        assert run.admission.held_back == f"admission is paused: {reason}"
+        assert run.admission.issue() == issued
+    run.store(6, 7)
+    run.admission.on_policy(manifest(4))
+    assert run.admission.held_back == ""
+    assert len(run.admission.issue()) > 2
+
+
 def test_a_good_step_in_between_starts_the_count_again(sql):
     run = Run(sql, AHEAD_OF_TWO)
     run.store(*range(6))

@@ -1,4 +1,4 @@
-"""Plants faults in a process of `launch storage` or `launch learner` that has this directory in PYTHONPATH.
+"""Plants faults in a storage, a learner or actors that have this directory in PYTHONPATH.
 
 SLUICE_PLANT names the faults, with commas between, and SLUICE_PLANTED a file that takes a line for each
 trajectory that one struck. Python imports this module by its name when it starts."""
@@ -114,8 +114,23 @@ def plant_in_learner() -> None:
     Rank._fetch = twice
 
 
+def plant_in_engine() -> None:
+    """Give the embedded engine other weights than were published."""
+    from actors.engines.embedded import engine
+
+    prepare = engine.prepare_weights
+
+    def perturbed(model, state, *, complete):
+        found = prepare(model, state, complete=complete)
+        return {name: 1.5 * tensor if tensor.dim() > 1 else tensor for name, tensor in found.items()}
+
+    engine.prepare_weights = perturbed
+
+
 faults = set(os.environ.get("SLUICE_PLANT", "").split(",")) - {""}
 if "trained_twice" in faults and "learner" in sys.orig_argv:
     plant_in_learner()
+elif "perturbed" in faults and "actors" in sys.orig_argv:
+    plant_in_engine()
 elif faults - {"trained_twice"} and "storage" in sys.orig_argv:
     plant_in_shard(faults)
