@@ -22,6 +22,7 @@ from bus.status import peak_rss_bytes
 from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
+from launch.local.taking_up import over, remarks
 from launch.operations.run_stop import going_on
 from launch.process.ranks import SMALLER_LEARNER
 from launch.process.services import policy_config
@@ -50,15 +51,17 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
     """Run everything until the learner is done or `stop`; returns the exit status."""
     console = Console()
     run = RunDirectory(config.directory, config.run)
-    if run.exists and _stage(run) == "done" and run.summary.exists():
+    if run.exists and run.summary.exists() and (why := over(config, run)) is not None:
         print_summary(console, read_json(run.summary, "remove it to have the run go on"))
-        console.print(f"Run {config.run!r} is complete. Start anew with another --run, or remove {run.path}.")
+        console.print(
+            f"Run {config.run!r} is complete: {why}. Another --run starts anew.", soft_wrap=True, markup=False
+        )
         return 0
     run.refuse_unwritable()
     run.refuse_other_format()
     await check_start(config, run)
-    for remark in start_remarks(config):
-        console.print(remark, soft_wrap=True)
+    for remark in [*start_remarks(config), *(remarks(config, run) if run.exists else ())]:
+        console.print(remark, soft_wrap=True, markup=False)
     console.print(dashboard_hint(config), soft_wrap=True)
     async with _only_launch(run, patience_s=max(LEARNER_DRAIN_S, _actors_drain_s(config))) as lock:
         summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)

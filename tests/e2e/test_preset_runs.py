@@ -66,14 +66,17 @@ def test_a_debate_trains_all_debaters_over_two_rounds(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_counting_trains_on_pictures_that_siblings_share_and_trains_again_bit_for_bit(tmp_path):
-    small = ("--warmup.steps", "2", "--warmup.batch-size", "16", "--learner.steps", "2",
+    small = ("--warmup.steps", "2", "--warmup.batch-size", "16",
              "--admission.groups-per-step", "2", "--admission.samples-per-prompt", "2",
              "--evaluation.every-versions", "0", "--learner.target-accuracy", "none")  # fmt: skip
-    run = Command(tmp_path, "local", "--preset", "count", "--directory", str(tmp_path), *small)
-    try:
-        assert run.wait(280) == 0, run.said()
-    finally:
-        run.kill()
+    started = ("local", "--preset", "count", "--directory", str(tmp_path), *small)
+    for steps, said in (("1", ""), ("1", "it has trained 1 steps"), ("2", "goes on to step 2")):
+        run = Command(tmp_path, *started, "--learner.steps", steps)
+        try:
+            assert run.wait(280) == 0, run.said()
+        finally:
+            run.kill()
+        assert said in run.said()
     trajectories = pictures = 0
     for path in sorted((tmp_path / "count" / "replay").glob("*/segment_*")):
         with closing(Segment(path)) as segment:

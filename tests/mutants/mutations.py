@@ -127,7 +127,7 @@ MUTATIONS = (
         "actors/policy/strand.py",
         "versions[span] = generation.policy_versions",
         "versions[span] = np.max(generation.policy_versions, initial=0)",
-        ("tests/actors/policy/test_strand.py", "tests/actors/policy/test_policy.py"),
+        ("tests/actors/policy", "tests/actors/test_interruption.py"),
     ),
     Mutation(
         "the upper clip bounds from below too",
@@ -175,6 +175,16 @@ MUTATIONS = (
         "leases are published before the ledger is flushed",
         "storage/dispatch/dispatcher.py",
         (
+            "                await asyncio.to_thread(self.ledger.flush)\n"
+            "                await self._publication.publish(leases)"
+        ),
+        "                await self._publication.publish(leases)",
+        ("tests/storage/dispatch/test_dispatcher_restarts.py", "tests/storage/dispatch/test_dispatcher.py"),
+    ),
+    Mutation(
+        "a shard hears of leases that a crash could undo",
+        "storage/dispatch/dispatcher.py",
+        (
             "        await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the sam"
             "e numbers again\n"
         ),
@@ -193,7 +203,7 @@ MUTATIONS = (
         "learner/algorithms/rl_step.py",
         ("        policy_version=policy_version,\n        incarnation"),
         ("        policy_version=policy_version - 1,\n        incarnation"),
-        ("tests/learner/test_lineage.py",),
+        ("tests/learner/history",),
     ),
     Mutation(
         "a group is committed with one use too few",

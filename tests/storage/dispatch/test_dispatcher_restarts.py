@@ -9,7 +9,7 @@ from bus.codec import encode
 from bus.consume import Inbox
 from bus.errors import BusError, FencedError, LostDataError, StorageError
 from bus.publish import Publisher
-from bus.requests import Waiting
+from bus.requests import Issued, IssuedRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.dispatch.ledger import Ledger
@@ -310,3 +310,23 @@ async def test_disk_that_refuses_stops_the_dispatcher(bus, learner, tmp_path):
             with pytest.raises(ExceptionGroup) as failure:
                 await task
         assert failure.group_contains(StorageError, match="ledger cannot be written")
+
+
+async def test_a_shard_hears_of_issued_leases_only_when_a_crash_cannot_undo_them(
+    bus, learner, tmp_path, monkeypatch
+):
+    async with serving(bus, tmp_path) as storage:
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        issued = []
+
+        async def look_at_policy():
+            if not issued:  # by a version that this very request has the dispatcher hear of
+                issued.extend(storage.ledger.issue(3, 0))
+
+        monkeypatch.setattr(storage.dispatcher, "look_at_policy", look_at_policy)
+        subject = bus.subject("rpc", "issued")
+        known = await bus.request(subject, IssuedRequest(shard=0), Issued, timeout_s=5.0)
+        left = on_disk(tmp_path / "ledger.sqlite", tmp_path / "crashed.sqlite")
+        with closing(Ledger.open(left)) as crashed:
+            assert crashed.next_id == known.next_id == 7
