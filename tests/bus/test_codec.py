@@ -370,7 +370,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 @given(trajectories())
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_any_valid_trajectory_survives_the_round_trip(trajectory: Trajectory):
     assert same(decode(encode(trajectory), Trajectory), trajectory)
 

@@ -124,7 +124,7 @@ def peak_of(data: bytes) -> int:
 @pytest.mark.parametrize(
     "inputs",
     [
-        pytest.param(200_000, marks=pytest.mark.slow),
+        pytest.param(60_000, marks=pytest.mark.slow),
         pytest.param(2_000_000, marks=pytest.mark.nightly),
     ],
 )
@@ -140,7 +140,7 @@ def test_hostile_inputs_raise_nothing_but_schema_errors(inputs: int):
 def test_no_hostile_input_allocates_out_of_proportion():
     tracemalloc.start()
     try:
-        for data in rounds(2, 50_000):
+        for data in rounds(2, 15_000):
             assert peak_of(data) <= EXPANSION * len(data) + SMALL_BYTES, data[:200]
     finally:
         tracemalloc.stop()

@@ -63,12 +63,18 @@ def launched(*arguments: str | Path, log: Path, until: str) -> Iterator[subproce
 
 
 @pytest.fixture(scope="module")
-def bus_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A `launch bus`."""
+def bus_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of a running `launch bus`, beside its log."""
     directory = tmp_path_factory.mktemp("bus")
-    log = directory / "log"
-    with launched("bus", "--port", "0", "--directory", directory / "nats", log=log, until="bus_ready"):
-        yield re.search(r"url=(\S+)", log.read_text())[1]
+    bus = ("bus", "--port", "0", "--directory", directory / "nats")
+    with launched(*bus, log=directory / "log", until="bus_ready"):
+        yield directory / "nats"
+
+
+@pytest.fixture(scope="module")
+def bus_url(bus_directory: Path) -> str:
+    """The address of that bus."""
+    return re.search(r"url=(\S+)", bus_directory.with_name("log").read_text())[1]
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +189,9 @@ def test_a_port_in_use_is_refused(refused: Refused, bus_url: str, tmp_path: Path
 
 
 @pytest.mark.nats
-def test_two_buses_do_not_share_a_directory(refused: Refused, tmp_path: Path):
-    bus = ("bus", "--port", "0", "--directory", tmp_path / "nats")
-    with launched(*bus, log=tmp_path / "log", until="bus_ready"):
-        assert "another `launch bus` keeps its streams in" in refused(*bus)
+def test_two_buses_do_not_share_a_directory(refused: Refused, bus_directory: Path):
+    bus = ("bus", "--port", "0", "--directory", bus_directory)
+    assert "another `launch bus` keeps its streams in" in refused(*bus)
 
 
 @pytest.mark.nats

@@ -9,7 +9,8 @@ from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
 from tests.e2e.commands import Command
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(300)]
+# Parts of it are tested in every run: test_infra_failures.py, test_runtime.py and test_supervisor.py.
+pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(300)]
 REWARD = '''
 from pathlib import Path
 

@@ -16,11 +16,14 @@ from tests.e2e.commands import GROUPS, LONG, SAMPLES, Command, assert_whole, par
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(900)]
 EVENTS = ("device_yielded", "device_taken_back", "device_held", "device_given_back")
 STEPS = 6
+COLOCATED = (
+    "--colocation.enabled", "--actors.evaluation.engine", "rollout", "--colocation.lapse-s", "60"
+)  # fmt: skip
 
 
 def run_of(steps: int) -> tuple[str, ...]:
     flags = [str(steps) if before == "--learner.steps" else flag for before, flag in pairwise(("", *LONG))]
-    return (*flags, "--colocation.enabled", "--actors.evaluation.engine", "rollout")
+    return (*flags, *COLOCATED)
 
 
 def said(run: Path, part_name: str) -> list[tuple[str, str, float, int]]:
@@ -105,32 +108,38 @@ def wait_for(condition, what: str, launcher: Command) -> None:
         psutil.Process(launcher.process.pid).cpu_percent(interval=0.1)
 
 
-@pytest.mark.slow
+def assert_took_turns(run: Path, *, steps: int) -> None:
+    """Assert that engines stood still at each step of a finished run, and had the versions to evaluate."""
+    assert assert_never_both(run) >= steps
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    waited = {
+        row["step"] for row in rows if row.get("train/stage") == "rl" and "time/waiting_for_device_s" in row
+    }
+    assert len(waited) == steps, "a row may come twice"
+    assert "engine_lost" not in (run / "logs/actors.log").read_text(), "freeing the device is no failure"
+    evaluated = evaluations(run)
+    last = steps + 1
+    assert {0, 1, last} <= evaluated.keys()
+    for version in (1, last):
+        assert evaluated[version] == (version, version), "nothing was published while the learner waited"
+
+
+# By day test_lora_of_experts_run.py has a run whose parties take turns.
+@pytest.mark.nightly
 def test_the_learner_trains_while_the_engines_stand_still_and_only_then(tmp_path: Path):
-    launcher = Command(tmp_path, "local", *run_of(STEPS), "--colocation.lapse-s", "60")
+    launcher = Command(tmp_path, "local", *run_of(STEPS))
     run = tmp_path / "runs/sort"
     try:
         assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
     assert_whole(run, STEPS, GROUPS, SAMPLES)
-    assert assert_never_both(run) >= STEPS
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = {
-        row["step"] for row in rows if row.get("train/stage") == "rl" and "time/waiting_for_device_s" in row
-    }
-    assert len(steps) == STEPS, "a row may come twice"
-    assert "engine_lost" not in (run / "logs/actors.log").read_text(), "freeing the device is no failure"
-    evaluated = evaluations(run)
-    last = STEPS + 1
-    assert {0, 1, last} <= evaluated.keys()
-    for version in (1, last):
-        assert evaluated[version] == (version, version), "nothing was published while the learner waited"
+    assert_took_turns(run, steps=STEPS)
 
 
 @pytest.mark.nightly
 def test_the_engines_go_on_when_the_learner_falls_silent_while_it_has_the_device(tmp_path: Path):
-    launcher = Command(tmp_path, "local", *run_of(2000), "--colocation.lapse-s", "5")
+    launcher = Command(tmp_path, "local", *run_of(2000)[:-1], "5")
     run = tmp_path / "runs/sort"
 
     def taken_back():

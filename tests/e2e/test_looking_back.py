@@ -98,6 +98,7 @@ def test_the_weights_say_how_often_a_group_was_trained_on(root: Path):
     assert apart["once"] == 0 < min(apart["never"], apart["twice"])
 
 
+@pytest.mark.nightly
 def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     flags = ("--from-step", "5", "--learner.loss.type", "ppo_clip", "--learner.loss.clip-eps", "0.01")
     done = launch(root, "retrain", "--json", *flags)
@@ -114,6 +115,7 @@ def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     assert report["loss_max_abs_diff"] > 0
 
 
+@pytest.mark.nightly
 def test_another_reward_is_tried_on_what_was_rolled_out(root: Path, report: dict[str, Any]):
     done = launch(root, "rescore", "--reward", "exact", "--name", "right")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The sort preset with adapters of attention and routed experts, whose routing is replayed, to the export."""
+"""The sort preset with adapters of attention and routed experts, whose routing is replayed, to the export.
+
+Learner and engines take turns on the device, too."""
 
 import json
 
@@ -7,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.commands import records_of_run
+from tests.e2e.test_colocation import COLOCATED, assert_took_turns
 from tests.e2e.test_lora_run import SMALL
 from tests.e2e.test_router_replay_run import MODELS, REPLAY, written
 
@@ -16,8 +19,9 @@ pytestmark = [pytest.mark.nats, pytest.mark.slow]
 def test_the_sort_preset_trains_adapters_with_the_experts_of_its_engine_and_both_agree(tmp_path):
     path = written(MODELS["glm"], tmp_path / "model")
     records = records_of_run(
-        tmp_path, *SMALL, *REPLAY, "--model.path", str(path), "--learner.lora.experts", within_s=300
-    )
+        tmp_path, *SMALL, *REPLAY, "--model.path", str(path), "--learner.lora.experts",
+        *COLOCATED, within_s=300,
+    )  # fmt: skip
     directory = tmp_path / "runs/sort"
     losses = [each["train/loss"] for each in records if each.get("train/stage") == "warmup"]
     assert losses[-1] < losses[0] - 0.2  # nats
@@ -36,3 +40,4 @@ def test_the_sort_preset_trains_adapters_with_the_experts_of_its_engine_and_both
         assert b.any()
         assert torch.allclose(merged[f"{name}.weight"], base[f"{name}.weight"] + 2.0 * b @ a, atol=1e-6)
     assert json.loads((directory / "export/adapter/adapter_config.json").read_text())["r"] == 4
+    assert_took_turns(directory, steps=4)

@@ -80,7 +80,7 @@ def test_a_bench_that_is_stopped_reports_what_was_measured_and_leaves_nothing_be
     assert (report["modes"]["sync"], report["ratios"]["async_over_sync"]) == (None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_limit_that_ends_before_the_first_step_is_an_error_and_leaves_nothing_behind(tmp_path: Path):
     command = bench(tmp_path, "--limit-s", "5")
     try:

@@ -7,7 +7,7 @@ from benchmarks.replay import LIMITS, bench_replay
 from benchmarks.replay_workload import Size
 
 pytestmark = pytest.mark.nats
-SMALL = Size(rounds=1, written=64, stored=1024, many=20_000, messages=50, leases=1000)
+SMALL = Size(rounds=1, written=64, stored=512, many=5_000, messages=50, leases=500)
 
 
 @pytest.mark.slow
@@ -16,7 +16,7 @@ def test_every_figure_is_measured(tmp_path, monkeypatch):
     report = bench_replay(directory=tmp_path)
     assert report["ratios"].keys() == report["limits"].keys() == report["limited_by"].keys() == LIMITS.keys()
     assert all(ratio > 0 for ratio in report["ratios"].values())
-    assert report["absolute"]["trajectories"] >= 20_000
+    assert report["absolute"]["trajectories"] >= 5_000
     assert report["absolute"]["lost"] == 0
     assert report["absolute"]["actor_connection_rss_bytes"] > 0
 

@@ -133,7 +133,7 @@ WAYS = ("same", "same", "otherwise", "text", "without reasoning")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=12, phases=UNSHRUNK)
+@settings(max_examples=6, phases=UNSHRUNK)
 @given(data=st.data())
 def test_no_token_is_lost_or_changed_between_turns(name, data):
     asyncio.run(whole_chat(FAMILIES[name], data))

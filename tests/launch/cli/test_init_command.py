@@ -88,7 +88,7 @@ def test_settings_that_most_runs_set_come_first(written):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("flag", [(), ("--all",)])
+@pytest.mark.parametrize("flag", [(), pytest.param(("--all",), marks=pytest.mark.nightly)])
 def test_a_preset_is_in_force(name: str, flag: tuple[str, ...], written):
     path = written("--preset", name, *flag)
     assert resolve(config_file(path)) == resolve(preset(name))

@@ -30,7 +30,9 @@ def test_both_lists_of_our_packages_name_what_the_repository_has():
 
 
 @pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("command", [(sys.executable, "-m", *HELP), module_command(*HELP)])
+@pytest.mark.parametrize(
+    "command", [(sys.executable, "-m", *HELP), pytest.param(module_command(*HELP), marks=pytest.mark.nightly)]
+)
 def test_a_command_runs_beside_files_named_like_our_packages(directory: Path, command, first: bool):
     search = f"{directory}{os.pathsep}{ROOT}" if first else str(ROOT)
     done = subprocess.run(
@@ -41,7 +43,7 @@ def test_a_command_runs_beside_files_named_like_our_packages(directory: Path, co
     assert "Usage: launch bench bus" in done.stdout
 
 
-@pytest.mark.parametrize("search", [".", ""])
+@pytest.mark.parametrize("search", [".", pytest.param("", marks=pytest.mark.nightly)])
 def test_a_process_that_we_start_is_no_file_of_the_user_named_launch(directory: Path, search: str):
     for name in ("launch.py", "learner.py"):
         (directory / name).write_text("raise RuntimeError('a file of the user was run for ours')\n")

@@ -33,7 +33,7 @@ CRITIC_OPTIMIZER = CriticOptimizerConfig(
     lr=5e-3, weight_decay=0.2, eps=1e-4, warmup_steps=2, schedule=CosineSchedule(decay_steps=5)
 )
 LENGTHS = [5, 17, 2, 32, 9]
-STEPS = 3
+STEPS = 2
 
 
 def trainer_with(critic: CriticSource, layout: dict[str, object] | None = None, policy=None) -> Trainer:
@@ -93,7 +93,7 @@ def reference_update(critic, optimizer, samples, config: CriticConfig, lr: float
         ("qwen3", {"tied": True}, "adamw"),
         ("llama", {"hidden_size": 32, "num_hidden_layers": 1}, "adamw"),
         ("deepseek_v3", {}, "adamw"),
-        ("gpt_oss", {}, "adamw"),
+        pytest.param("gpt_oss", {}, "adamw", marks=pytest.mark.nightly),
         ("qwen3_next", {}, "adamw"),
         pytest.param("qwen3", {}, "muon", marks=pytest.mark.slow),
     ],
@@ -104,7 +104,7 @@ def test_updates_are_those_of_transformers_with_torch_adamw(family, changes, kin
     reference = tiny_critic(family, **changes)
     trainer = trainer_with(source_of(reference, config))
     optimizer = {"adamw": reference_optimizer, "muon": ReferenceMuon}[kind](reference, settings)
-    rates = [2.5e-3, 5e-3, 5e-3 * (1 + np.cos(np.pi / 5)) / 2, 5e-3 * (1 + np.cos(np.pi * 2 / 5)) / 2]
+    rates = [2.5e-3, 5e-3, 5e-3 * (1 + np.cos(np.pi / 5)) / 2]
     clipped = 0
     for step, lr in enumerate(rates):
         samples = learned(step)

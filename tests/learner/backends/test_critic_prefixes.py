@@ -23,7 +23,7 @@ from tests.learner.tiny import hf_state, tiny_model
 from tests.learner.world.ranks_worker import group
 
 CONFIG = CriticConfig(train="always", value_clip=0.3, optimizer=CriticOptimizerConfig(lr=5e-3, eps=1e-4))
-STEPS = 3
+STEPS = 2
 
 
 def trainer_of(layout: dict[str, object]) -> Trainer:

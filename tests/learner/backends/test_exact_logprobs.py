@@ -66,7 +66,7 @@ def test_any_batch_of_the_engine_and_any_pack_of_the_learner_agree_to_the_bit(ba
     learner = learner_of(backend, family)
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
-    sampled = finished(decoder, random_requests(12, seed=1))
+    sampled = finished(decoder, random_requests(8, seed=1))
     for seed, budget in ((0, 1), (1, 130), (2, 5000)):
         assert not differences(learner, shuffled(sampled, seed), 0, budget).any(), f"budget {budget}"
 
@@ -76,7 +76,7 @@ def test_without_exact_arithmetic_they_do_not(backend):
     learner = learner_of(backend, "qwen3", exact=False)
     decoder = decoder_of(learner.hf_config, exact=False)
     take(decoder, learner, 0)
-    found = differences(learner, finished(decoder, random_requests(12, seed=1)), 0, 130)
+    found = differences(learner, finished(decoder, random_requests(6, seed=1)), 0, 130)
     assert 0 < found.mean() < 1e-5
 
 
@@ -121,7 +121,7 @@ def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_b
             learner.train_step(pack(random_samples([40, 17]), 100), TIS, policy_version=version)
         codes = torch_tensors(quantised(host_tensors(learner.export()), FORMATS[name]))
         decoder.swap_weights(prepare_weights(decoder.model, codes, complete=version == 0), version)
-        sampled = finished(decoder, random_requests(6, seed=version))
+        sampled = finished(decoder, random_requests(4, seed=version))
         assert differences(learner, sampled, version, 200).any() != aware
 
 
@@ -130,7 +130,7 @@ def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
     learner = learner_of(backend, "qwen3")
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
-    sampled = finished(decoder, random_requests(8, seed=3, top_p=0.8, keep_masks=True))
+    sampled = finished(decoder, random_requests(5, seed=3, top_p=0.8, keep_masks=True))
     assert all(generation.kept is not None for _, generation in sampled)
     assert not differences(learner, sampled, 0, 200).any()
 
@@ -141,7 +141,7 @@ def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, mon
     learner = learner_of(backend, "qwen3", parallel=ParallelConfig(recompute=recompute))
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 0)
-    samples = [trained_sample(*each) for each in finished(decoder, random_requests(8, seed=4))]
+    samples = [trained_sample(*each) for each in finished(decoder, random_requests(5, seed=4))]
     monkeypatch.setattr(policy_output, "LOGITS_BYTES", 0)
     monkeypatch.setattr(policy_output, "LEAST_ROWS", 9)  # several chunks of the output layer
     result = learner.train_step(pack(samples, 150), TIS, policy_version=0)
@@ -156,7 +156,7 @@ def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     learner.train_step(pack(random_samples([30, 9]), 100), TIS, policy_version=0)
     decoder = decoder_of(learner.hf_config)
     take(decoder, learner, 1)
-    sampled = finished(decoder, random_requests(5, seed=5))
+    sampled = finished(decoder, random_requests(3, seed=5))
     save_checkpoint(learner, tmp_path, 1, {}, keep=1)
     resumed = learner_of(backend, "llama")
     load_checkpoint(resumed, latest(tmp_path))
@@ -167,13 +167,13 @@ def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     ]
     assert steps[0].grad_norm == steps[1].grad_norm
     take(decoder, learner, 2)
-    assert not differences(resumed, finished(decoder, random_requests(5, seed=6)), 2, 90).any()
+    assert not differences(resumed, finished(decoder, random_requests(3, seed=6)), 2, 90).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_trains_as_ordinary_arithmetic_does(backend):
     exact, ordinary = (learner_of(backend, "qwen3", exact=each) for each in (True, False))
-    for step in range(3):
+    for step in range(2):
         batch = pack(random_samples([5, 17, 2, 32, 9], seed=step), 40)
         ours, theirs = (each.train_step(batch, TIS, policy_version=3) for each in (exact, ordinary))
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
@@ -189,7 +189,7 @@ def test_two_threads_give_the_same_bits(backend):
     take(decoder, learner, 0)
     torch.set_num_threads(2)
     try:
-        sampled = finished(decoder, random_requests(4, seed=7))
+        sampled = finished(decoder, random_requests(2, seed=7))
     finally:
         torch.set_num_threads(1)
     assert sampled

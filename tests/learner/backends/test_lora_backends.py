@@ -57,9 +57,9 @@ def arrays(tensors) -> dict[str, np.ndarray]:
 
 
 def trained(backend: str, lora: LoraConfig, parallel: ParallelConfig = UNDIVIDED, **model: object):
-    """Return losses and norms of four steps, the adapters, the weights that they make, and log-probs."""
+    """Return losses and norms of three steps, the adapters, the weights that they make, and log-probs."""
     trainer = trainer_of(backend, lora, parallel, **model)
-    steps = [step(trainer, number) for number in range(4)]
+    steps = [step(trainer, number) for number in range(3)]
     exported = trainer.exported()
     published = arrays(exported.here.items()) | arrays(exported.rest())
     adapters, weights = arrays(trainer.adapters.streamed()), arrays(trainer.export().items())

@@ -30,6 +30,7 @@ from tests.learner.backends.fsdp.test_lora import assert_steps_are_those_of_the_
 from tests.learner.backends.test_lora_backends import assert_same, divided, trained, trained_alone
 from tests.learner.lora_reference import adapt
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
+from tests.suites import thinned
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
@@ -67,12 +68,12 @@ def adapters(trainer):
     ("backend", "family", "lora"),
     [
         ("megatron", "qwen3_moe", LORA),
-        ("megatron", "qwen3_moe", STABILISED),
+        pytest.param("megatron", "qwen3_moe", STABILISED, marks=pytest.mark.nightly),
         ("megatron", "qwen3_moe", DORA),
         ("megatron", "deepseek_v3", LORA),
         ("fsdp", "qwen3_moe", LORA),
         ("fsdp", "qwen3_moe", STABILISED),
-        ("fsdp", "deepseek_v3", LORA),
+        pytest.param("fsdp", "deepseek_v3", LORA, marks=pytest.mark.nightly),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -92,7 +93,13 @@ def test_steps_are_those_of_the_formula(backend, family, lora):
     assert_steps_are_those_of_the_formula(trainer, model, begun, 3.0 if lora.rank_stabilised else 1.5)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "family",
+    thinned(
+        ["mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"], "mixtral", "qwen3_next",
+        rest=pytest.mark.nightly,
+    ),
+)  # fmt: skip
 def test_each_step_of_fsdp_is_megatrons(family):
     lora = LORA if family == "mixtral" else STABILISED
     assert_same(trained_alone("fsdp", lora, family=family), trained_alone("megatron", lora, family=family))
@@ -135,9 +142,9 @@ def test_every_layout_of_ranks_trains_the_same_adapters_of_experts(worlds, name)
 @pytest.mark.parametrize(
     ("backend", "family", "lora"),
     [
-        ("megatron", "qwen3_moe", LORA),
+        pytest.param("megatron", "qwen3_moe", LORA, marks=pytest.mark.nightly),
         ("megatron", "qwen3_moe", DORA),
-        ("megatron", "deepseek_v3", LORA),
+        pytest.param("megatron", "deepseek_v3", LORA, marks=pytest.mark.nightly),
         ("fsdp", "qwen3_moe", LORA),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

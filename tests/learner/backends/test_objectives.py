@@ -68,7 +68,7 @@ from tests.learner.tiny import VOCAB, hf_state, random_samples, tiny_config, tin
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
 """Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
-STEPS = 4
+STEPS = 2
 WEIGHTS = (1.0, 0.25, 1.75)
 """Importance weights of the groups that samples are of, which weigh all terms of their loss."""
 BATCH = BatchConfig(tokens_per_micro_batch=56, logprob_tokens_per_micro_batch=64)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from functools import cache
+from itertools import product
 from pathlib import Path
 from threading import Event
 
@@ -140,10 +141,16 @@ def test_what_does_not_combine_is_refused():
 
 # --- files ---
 
+IN_EVERY_RUN = ((1, 0.3, torch.float32), (20_000, 1.0, torch.bfloat16), (2**26, 0.3, torch.float32))
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
-@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 2**26])
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "fraction", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in IN_EVERY_RUN else pytest.mark.nightly)
+        for case in product((1, 20_000, 2**26), (0.3, 1.0), (torch.float32, torch.bfloat16))
+    ],
+)
 def test_in_files_the_state_changes_no_bit_of_the_weights(
     tmp_path, monkeypatch, fraction, dtype, bucket_bytes
 ):

@@ -24,9 +24,9 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
 """Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
-STEPS = 4
+STEPS = 2
 OVER_CHUNKS = [1, 150, 3, 64, 2, 65, 130, 4, 71]
 """Lengths of sequences through which layers with a state go in pieces of 64 tokens."""
 
@@ -285,7 +285,7 @@ def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, 
             optimizer,
             random_samples(LENGTHS, seed=step, versions=(2, 3), temperatures=(0.5, 0.8, 2.0)),
             loss="tis",
-            lr=OPTIMIZER.lr * min(1, (step + 1) / 3),
+            lr=OPTIMIZER.lr * min(1, (step + 1) / 2),
         )
         for step in range(STEPS)
     ]
@@ -339,7 +339,7 @@ FURTHER_IN_BFLOAT16 = ("dp2 plain", "pp2 tied", "cp2", "cp2 qwen3-next", "dp2 tp
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
-def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
+def test_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
     case = CASES[name]
     answers = worlds.run(case.ranks, train, case, torch.float32)
     expected_steps, expected_weights = reference(case.model)

@@ -15,7 +15,7 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-5)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-5)
 
 
 @pytest.fixture(params=["megatron", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -57,15 +57,15 @@ def trainer_of(request):
     ("loss", "config", "temperatures"),
     [pytest.param("sft", SFTLoss(), 1.0, marks=pytest.mark.slow), ("tis", TIS, (0.5, 0.8, 2.0))],
 )
-def test_four_steps_follow_plain_torch_adamw(trainer_of, loss, config, temperatures, family, tied):
+def test_steps_follow_plain_torch_adamw(trainer_of, loss, config, temperatures, family, tied):
     reference = tiny_model(family, tied=tied)
     # AdamW makes much of small differences where the gradient is near 0, as in experts that see few tokens
     peak = 1e-2 if family == "qwen3" else 1e-3
     trainer = trainer_of(reference, OPTIMIZER.model_copy(update={"lr": peak}))
     optimizer = reference_optimizer(reference, OPTIMIZER)
-    for step in range(4):
+    for step in range(2):
         samples = random_samples(LENGTHS, seed=step, temperatures=temperatures)
-        lr = peak * min(1, (step + 1) / 3)
+        lr = peak * min(1, (step + 1) / 2)
         expected = reference_step(reference, optimizer, samples, loss=loss, lr=lr)
         result = trainer.train_step(pack(samples, 56), config, policy_version=3)
         assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)

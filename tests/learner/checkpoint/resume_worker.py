@@ -1,14 +1,10 @@
-"""Runs, for each kind of optimizer, six steps, and three, a checkpoint and three. Run by torchrun."""
+"""Runs, for each kind of optimizer, six steps, and three, a checkpoint and three."""
 
-import gc
-import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from learner.backends.factory import close_world, init_world
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
@@ -87,12 +83,9 @@ def restored(kind: str, root: Path) -> dict[str, str]:
     return {name: tensor_digest(tensor) for name, tensor in trainer.export().items()}
 
 
-def main(root: Path, resumed: Path, kinds: list[str]) -> None:
-    """Print from rank 0: the kinds whole and in halves, and the same from what lies in `resumed`."""
-    torch.set_num_threads(1)
-    gc.freeze()  # megatron-core collects garbage at each checkpoint: what is imported is none
-    init_world()
-    results = {
+def found_by_rank(root: Path, resumed: Path, kinds: list[str]) -> dict[str, dict[str, object]]:
+    """Return on each rank the kinds whole and in halves, and the same from what lies in `resumed`."""
+    return {
         kind: {
             "whole": whole(kind),
             "halves": first_half(kind, root) + second_half(kind, root),
@@ -102,10 +95,3 @@ def main(root: Path, resumed: Path, kinds: list[str]) -> None:
         }
         for kind in kinds
     }
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(results) + "\n")
-    close_world()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,17 +1,16 @@
 """Resuming is gated on the trajectory: three steps, a checkpoint and three steps are six steps."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.learner.checkpoint.resume_worker import KINDS, first_half, restored, second_half, whole
+from tests.learner.checkpoint.resume_worker import (
+    KINDS,
+    first_half,
+    found_by_rank,
+    restored,
+    second_half,
+    whole,
+)
 
-REPOSITORY = Path(__file__).parents[3]
-WORKER = Path(__file__).with_name("resume_worker.py")
 IN_EVERY_RUN = ("main weights on the host",)
 """Kinds that are not marked slow; test_checkpoint.py has float32."""
 NIGHTLY = ("on the host", "both", "muon, main weights", "fsdp, muon", "fsdp, all in bfloat16")
@@ -35,7 +34,7 @@ def test_one_rank_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(request, tmp_path_factory):
+def two_ranks(request, tmp_path_factory, worlds):
     """Return what two ranks found, what one found alone, and what they saved, two and one.
 
     It is of those kinds alone that are to be tested."""
@@ -43,16 +42,7 @@ def two_ranks(request, tmp_path_factory):
     tests = [item for item in request.session.items if "two_ranks" in getattr(item, "fixturenames", ())]
     kinds = sorted({item.callspec.params["kind"] for item in tests})
     alone = {kind: first_half(kind, root) + second_half(kind, root) for kind in kinds}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(WORKER), str(saved), str(root), *kinds],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), alone, saved, root
+    return worlds.run(2, found_by_rank, saved, root, kinds)[0], alone, saved, root
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_copy_has_every_weight_by_its_hugging_face_name(family, tied):
     trainer = trainer_of(family, tied=tied)
     assert same(taken(HostCopy(torch.float32), trainer), trainer.export())

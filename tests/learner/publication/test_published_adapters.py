@@ -106,11 +106,16 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("backend", "decomposed"),
-    [(Trainer, False), (Trainer, True), (FsdpTrainer, False)],
-    ids=["megatron", "megatron with lengths of rows", "fsdp"],
+    ("dtype", "backend", "decomposed"),
+    [
+        pytest.param(torch.float32, Trainer, False, marks=pytest.mark.nightly),
+        (torch.float32, Trainer, True),
+        pytest.param(torch.float32, FsdpTrainer, False, marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, Trainer, False, marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, Trainer, True, marks=pytest.mark.nightly),
+        (torch.bfloat16, FsdpTrainer, False),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 async def test_actors_make_the_learners_experts_of_their_adapters(bus, tmp_path, dtype, backend, decomposed):
     learner = Learner(bus, tmp_path, dtype, decomposed=decomposed, backend=backend, family="qwen3_moe")
     await learner.publisher.start(tmp_path)

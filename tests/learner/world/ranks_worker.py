@@ -1,9 +1,6 @@
-"""Takes one step of a world whose ranks have unequal shares, by the real division. Run by torchrun."""
+"""Takes one step of a world whose ranks have unequal shares, by the real division."""
 
 import asyncio
-import json
-import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,6 @@ import torch.distributed as dist
 
 from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
-from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
     load_checkpoint,
@@ -144,23 +140,11 @@ def copies() -> bool:
     return True
 
 
-def main(directory: Path, losses: Sequence[str]) -> None:
-    """Print what each rank found as JSON, from rank 0."""
-    torch.set_num_threads(1)
-    init_world(timeout_s=77)
-    found = {loss: step(loss) for loss in losses} | {
+def found_by_rank(directory: Path) -> dict[str, object]:
+    """Return all that this rank finds."""
+    return {loss: step(loss) for loss in LOSSES} | {
         "random": random_numbers(directory / "random"),
         "copied": copies(),
         "recorded": recorded(),
         "whole": whole(directory / "whole"),
-        "timeout_s": dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, found)
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(of_ranks) + "\n")
-    close_world()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), list(LOSSES))

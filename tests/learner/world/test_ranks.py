@@ -1,25 +1,18 @@
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bus.errors import ConfigError
+from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.loss import SFTLoss
 from learner.data.data_parallel import equally_many
 from learner.data.packing import empty_micro_batch, pack, refuse_oversized
 from tests.learner.checkpoint.test_checkpoint import OPTIMIZER
 from tests.learner.tiny import TIS, random_samples, tiny_model
-from tests.learner.world.ranks_worker import LOSSES, step
-
-REPOSITORY = Path(__file__).parents[3]
-WORKER = Path(__file__).with_name("ranks_worker.py")
+from tests.learner.world.ranks_worker import LOSSES, found_by_rank, step
 
 
 @pytest.mark.parametrize("loss", [TIS, SFTLoss()], ids=["tis", "sft"])
@@ -61,17 +54,8 @@ def test_a_trajectory_over_the_budget_is_refused_by_name_where_that_is_asked_for
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_unequal_shares_and_idle_ranks_train_as_one_process_does(tmp_path, ranks):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(WORKER), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    of_ranks = json.loads(done.stdout.splitlines()[-1])
+def test_unequal_shares_and_idle_ranks_train_as_one_process_does(worlds, tmp_path, ranks):
+    of_ranks = worlds.run(ranks, found_by_rank, tmp_path)
     assert len(of_ranks) == ranks
     for loss in LOSSES:
         alone = step(loss)
@@ -83,4 +67,14 @@ def test_unequal_shares_and_idle_ranks_train_as_one_process_does(tmp_path, ranks
     assert len(of_ranks[0]["recorded"]) == 4  # what the first rank trains on
     assert [found["recorded"] for found in of_ranks[1:]] == [{}] * (ranks - 1)
     assert [found["whole"] for found in of_ranks] == ["step_00000001"] * ranks
-    assert [found["timeout_s"] for found in of_ranks] == [77] * ranks
+
+
+def test_a_collective_waits_as_long_as_it_is_told():
+    close_world()
+    try:
+        init_world(timeout_s=77)
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        assert options._timeout.total_seconds() == 77
+    finally:
+        close_world()
+        init_world()

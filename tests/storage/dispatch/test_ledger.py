@@ -172,7 +172,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.owed(step, each, oldest_version=0) == owed
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
+LedgerMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=40)
 test_ledger_agrees_with_a_simple_model_through_crashes = LedgerMachine.TestCase
 
 

@@ -135,7 +135,7 @@ class Simulation:
 ACTIONS = ("complete", "train", "complete", "prefetch", "complete", "reject", "complete", "resume")
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(count=st.integers(1, 4), staleness=st.integers(0, 3), actions=st.binary(max_size=60))
 def test_no_order_of_events_exceeds_the_bound_or_ends_in_a_deadlock(
     count: int, staleness: int, actions: bytes

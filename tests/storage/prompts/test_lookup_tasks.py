@@ -13,7 +13,10 @@ KEYS = PromptKeys()
 
 @pytest.fixture(scope="module", params=["search", "shop"])
 def generated(request, tmp_path_factory):
-    return request.param, generate_task(request.param, tmp_path_factory.mktemp(request.param), seed=1)
+    """The name of a task, and its prompts, held-out prompts and demonstrations."""
+    files = generate_task(request.param, tmp_path_factory.mktemp(request.param), seed=1)
+    prompts, heldout = (load_prompts(path, KEYS) for path in (files.prompts, files.heldout))
+    return request.param, [*prompts], [*heldout], [*load_demonstrations(files.demonstrations)]
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +33,23 @@ def known(question: str, facts: dict[str, str]) -> str:
 
 
 def test_every_label_is_what_the_corpus_or_the_shop_says(generated, facts):
-    name, files = generated
-    prompts = [row for path in (files.prompts, files.heldout) for row in load_prompts(path, KEYS)]
+    name, own, heldout, _ = generated
+    prompts = [*own, *heldout]
     assert len({row.content for row in prompts}) == len(prompts) == TASKS[name].problems
     assert all(row.label == known(row.content, facts) for row in prompts)
 
 
 def test_held_out_questions_are_asked_in_no_demonstration(generated):
-    name, files = generated
-    heldout = {row.content for row in load_prompts(files.heldout, KEYS)}
-    asked = {prompt.content[0]["content"] for prompt, _ in load_demonstrations(files.demonstrations)}
+    name, prompts, held_out, demonstrations = generated
+    heldout = {row.content for row in held_out}
+    asked = {prompt.content[0]["content"] for prompt, _ in demonstrations}
     assert len(heldout) == TASKS[name].heldout
     assert heldout.isdisjoint(asked)
-    assert heldout.isdisjoint(row.content for row in load_prompts(files.prompts, KEYS))
+    assert heldout.isdisjoint(row.content for row in prompts)
 
 
 def test_the_promised_share_of_demonstrations_calls_well_or_answers_right(generated, facts):
-    name, files = generated
-    demonstrations = load_demonstrations(files.demonstrations)
+    name, _, _, demonstrations = generated
     right = [is_right(prompt.content, response, facts) for prompt, response in demonstrations]
     calls = [response.startswith("<") for _, response in demonstrations]
     assert 1 - sum(right) / len(right) == pytest.approx(TASKS[name].wrong_share, abs=0.015)
@@ -63,8 +65,8 @@ def is_right(chat, response: str, facts: dict[str, str]) -> bool:
 
 
 def test_results_in_demonstrations_say_what_the_corpus_or_the_shop_says(generated, facts):
-    _, files = generated
-    second = [p.content for p, _ in load_demonstrations(files.demonstrations) if len(p.content) > 1]
+    *_, demonstrations = generated
+    second = [p.content for p, _ in demonstrations if len(p.content) > 1]
     for question, call, result in second:
         said = result["content"].removeprefix("<result>").removesuffix("</result>")
         tool, _, query = call["content"].removeprefix("<").partition("</")[0].partition(">")

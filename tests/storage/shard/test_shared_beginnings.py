@@ -31,6 +31,6 @@ def test_what_the_learner_does_not_share_counts_for_each():
 
 
 @given(TEXTS)
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_it_counts_what_is_different_of_all_beginnings(texts):
     assert counted(texts) == len({tuple(text[: n + 1]) for text in texts for n in range(len(text))})

@@ -70,7 +70,7 @@ def versions(draw):
     return base, new
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(versions(), st.sampled_from([in_parts.PART_BYTES, 64, 8]))
 def test_applying_a_delta_gives_the_new_weights_to_the_bit(pair, part_bytes):
     with pytest.MonkeyPatch.context() as patched:
@@ -201,7 +201,7 @@ def test_every_cut_is_refused(step):
         apply_delta(before, data + b"x")
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_as_a_delta_and_as_a_snapshot(data):
     base = weights(0, a=tensor(np.arange(10)))

@@ -214,8 +214,13 @@ SIZES = {
 @pytest.mark.parametrize(
     "family",
     [
-        "Bloom", "CodeGen", "Falcon", "GPTBigCode", "GPTJ", "GPTNeoX", "Mpt", "OPT", "Persimmon", "Phi",
-        "Phi3", "Qwen3", "RecurrentGemma", "Starcoder2", "XGLM",
+        "Bloom", "Falcon", "OPT", "Phi3", "Qwen3", "RecurrentGemma",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (
+                "CodeGen", "GPTBigCode", "GPTJ", "GPTNeoX", "Mpt", "Persimmon", "Phi", "Starcoder2", "XGLM"
+            )
+        ),
     ],
 )  # fmt: skip
 def test_a_model_is_quantised_whole(family):

@@ -198,7 +198,7 @@ INTERLEAVINGS = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(**INTERLEAVINGS)
 def test_every_request_ends_once_and_whole(kinds, seed, per_engine):
     run_virtually(live_through(kinds, seed, per_engine))

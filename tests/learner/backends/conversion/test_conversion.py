@@ -9,7 +9,7 @@ from learner.model_directories.model_directory import load_hf_directory, save_hf
 from tests.learner.tiny import FAMILIES, hf_state, tiny_config, tiny_model
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_out_bit_for_bit_as_they_went_in(family, tied):
     model = tiny_model(family, tied=tied)
@@ -47,7 +47,7 @@ def test_all_misfits_are_named_at_once():
     assert "unexpected model.layers.2.extra" in str(error.value)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_a_saved_directory(tmp_path, family, tied):
     model = tiny_model(family, tied=tied)

@@ -57,7 +57,7 @@ def equal_bits(one, other):
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("family", "tied"), [*((f, False) for f in FAMILIES), ("qwen3", True)])
 def test_there_and_back_again_every_bit_is_the_same(tmp_path, family, tied, dtype):
     source = written(tmp_path / "hf", family, dtype=dtype, tied=tied, tokenizer=True)

@@ -159,15 +159,20 @@ def test_what_rotates_neighbours_stays(monkeypatch):
     assert FusedModules(tiny_model("llama")).rotations == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "dtype"),
     [
-        {},
-        {"parallel": ParallelConfig(recompute="full")},
-        {"lora": LoraConfig(rank=4, weight_decomposed=True)},
+        ({}, torch.float32),
+        pytest.param({}, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(
+            {"parallel": ParallelConfig(recompute="full")}, torch.float32, marks=pytest.mark.nightly
+        ),
+        ({"parallel": ParallelConfig(recompute="full")}, torch.bfloat16),
+        ({"lora": LoraConfig(rank=4, weight_decomposed=True)}, torch.float32),
+        pytest.param(
+            {"lora": LoraConfig(rank=4, weight_decomposed=True)}, torch.bfloat16, marks=pytest.mark.nightly
+        ),
     ],
-    ids=["plain", "recomputed", "adapters"],
 )
 def test_steps_are_those_of_transformers_modules(monkeypatch, settings, dtype):
     results = []
