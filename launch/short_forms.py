@@ -3,25 +3,34 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bus.config import URL_VARIABLE
 from bus.credentials import VARIABLE, load_credentials
 from launch.config import RunConfig, config_file, flags, preset
 from launch.settings_sources import DEFAULT, Source, merged
 
+if TYPE_CHECKING:
+    from launch.recipes.recipe import Recipe
+
 
 def sources_of(
-    preset_name: str | None, configs: Sequence[Path] | None, short: Sequence[Source], settings: object
+    preset_name: str | None,
+    configs: Sequence[Path] | None,
+    short: Sequence[Source],
+    settings: object,
+    *,
+    recipe: "Recipe | None" = None,
 ) -> list[Source]:
-    """Return the settings of a start in their order, the last wins: the preset, each file, the environment
-    and the short forms, the flags.
+    """Return the settings of a start in their order, the last wins: the preset, the recipe, each file, the
+    environment and the short forms, the flags.
 
     Before them stand the types of all tables by default: a preset need not repeat these, and a later layer
     that chooses another type must still replace its table."""
     return [
         Source(DEFAULT, _types(RunConfig().model_dump())),
         *([Source(f"preset {preset_name}", preset(preset_name))] if preset_name else []),
+        *([Source(f"recipe {recipe.name}", recipe.settings)] if recipe else []),
         *(Source(f"file {path}", config_file(path)) for path in configs or ()),
         *short,
         Source("flag", flags(settings)),

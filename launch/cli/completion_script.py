@@ -15,6 +15,7 @@ from launch.cli.app import app
 from launch.cli.completion_shells import BASH, FISH, ZSH
 from launch.cli.settings_help import flag
 from launch.config import preset_names
+from launch.recipes.recipe import recipe_names
 from launch.settings_tree import Model, members, tag_of
 
 Table = Mapping[str, list[str]]
@@ -134,5 +135,6 @@ def _choices(annotation: Any) -> list[str]:
 def _fixed_values() -> Iterator[tuple[str, list[str]]]:
     """Yield the values of flags whose types do not tell them."""
     yield "--preset", preset_names()
+    yield "--recipe", recipe_names()
     yield "--log-level", ["debug", "info", "warning", "error"]
     yield "--log-format", ["text", "json"]

@@ -22,6 +22,7 @@ from launch.cli.app import (
     PresetName,
     PrintConfig,
     Prompts,
+    RecipeName,
     RewardName,
     Settings,
     app,
@@ -30,6 +31,8 @@ from launch.cli.app import (
 from launch.config import RunConfig, resolve
 from launch.environment_variables import run_variables
 from launch.process.runtime import run
+from launch.recipes.recipe import Recipe
+from launch.recipes.recipe import recipe as recipe_of
 from launch.settings_sources import Origins, Source, merged
 from launch.short_forms import short_sources, sources_of
 
@@ -38,6 +41,7 @@ from launch.short_forms import short_sources, sources_of
 def local(  # noqa: PLR0913 - each is a flag
     *,
     preset_name: PresetName = None,
+    recipe_name: RecipeName = None,
     config: ConfigFiles = None,
     bus: BusUrl = None,
     creds: CredsFile = None,
@@ -59,6 +63,8 @@ def local(  # noqa: PLR0913 - each is a flag
     preset_name
         Settings that come with Sluice: sort, addition, count, product, python, retool, search, mcp, guess,
         nim, duel, panel, agent, debate, load.
+    recipe_name
+        Settings with a published model and its prompts: sums.
     config
         TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
     bus
@@ -68,14 +74,16 @@ def local(  # noqa: PLR0913 - each is a flag
     reward
         Built-in reward, or yours: my_pkg.my_module:function.
     agent
-        Command that is run for each episode and asks the policy as it would ask OpenAI's or Anthropic's
-        servers. It posts its reward, or --reward computes it.
+        Command run per episode, a client of OpenAI's or Anthropic's API; without --reward it posts its own.
     """
     log_as(log, "local", level="warning")
     short = [*run_variables(), *short_sources(bus, creds, prompts, reward, agent)]
-    sources = _sources(preset_name, config, short, settings)
+    recipe = None if recipe_name is None else recipe_of(recipe_name)
+    sources = _sources(preset_name, config, short, settings, recipe=recipe)
     layer = merged(sources)
     resolved = resolve(layer)
+    if recipe is not None and not print_config:
+        recipe.prepare()
     own_bus = "url" not in layer.get("bus", {})
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
@@ -140,12 +148,13 @@ def storage(  # noqa: PLR0913 - each is a flag
 
 
 def _sources(
-    preset_name: str | None, configs: Sequence[Path] | None, short: Sequence[Source], settings: object
-) -> list[Source]:
+    preset_name: str | None, configs: Sequence[Path] | None, short: Sequence[Source], settings: object,
+    *, recipe: Recipe | None = None,
+) -> list[Source]:  # fmt: skip
     """Return the settings of a start, and say which of them a later choice of another `type` leaves out."""
     import structlog  # not for help
 
-    sources = sources_of(preset_name, configs, short, settings)
+    sources = sources_of(preset_name, configs, short, settings, recipe=recipe)
     for replaced in Origins(sources).replaced:
         structlog.get_logger().warning("settings_left_out", reason=replaced)
     return sources

@@ -39,6 +39,7 @@ def test_the_wheel_has_what_processes_read_and_neither_tests_nor_docs(built: Pat
         "actors/engines/sglang/cpu/sgl_kernel/__init__.py",
         "launch/presets/sorting_agents.py",
         "launch/presets/sort.toml",
+        "launch/recipes/sums.toml",
         "launch/watch/dashboard/web/index.html",
         "launch/watch/dashboard/web/vendor/uPlot.LICENSE",
     } <= names

@@ -1,0 +1,72 @@
+"""What `--recipe` names: settings with a published model and prompts, which are had once and kept."""
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from bus.errors import ConfigError
+from launch.config import Layer, merge
+from launch.recipes import sums
+from launch.recipes.pypi_model import PackagedModel, make_directory_of
+from launch.settings_tree import nearest
+from storage.disk.atomic_files import one_at_a_time, write_file
+
+PROMPTS: Mapping[str, Callable[[], tuple[str, str]]] = {"sums": sums.prompts}
+"""Functions by the name of their recipe, which return its training prompts and its held-out ones as JSONL."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings, and what they need beside them."""
+
+    name: str
+    about: str
+    """What it teaches, for help."""
+    model: PackagedModel
+    own: Layer
+    """Settings but for the paths of model and prompts."""
+
+    @property
+    def directory(self) -> Path:
+        """Return where model and prompts are kept: in the user's cache."""
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(cache) / "sluice" / "recipes" / self.name
+
+    @property
+    def settings(self) -> Layer:
+        """Return all settings; what they name is there after `prepare`."""
+        where = self.directory
+        paths = {
+            "model": {"path": str(where / "model")},
+            "data": {"prompts": str(where / "prompts.jsonl"), "heldout": str(where / "heldout.jsonl")},
+        }
+        return merge(paths, self.own)
+
+    def prepare(self) -> None:
+        """Make the model's directory and the prompts, if they are not there yet.
+
+        Raises `ConfigError` where the model's package cannot be had or read."""
+        where = self.directory
+        with one_at_a_time(where, timeout_s=900.0):
+            where.mkdir(parents=True, exist_ok=True)
+            make_directory_of(self.model, where / "model")
+            for name, lines in zip(("prompts.jsonl", "heldout.jsonl"), PROMPTS[self.name](), strict=True):
+                write_file(where / name, lines.encode())
+
+
+def recipe(name: str) -> Recipe:
+    """Return the recipe of that name. Raises `ConfigError` with the nearest match for an unknown one."""
+    found = recipe_names()
+    if name not in found:
+        raise ConfigError(f"no recipe {name!r}: {nearest(name, found)}the recipes are: {', '.join(found)}")
+    own = tomllib.loads((files("launch") / "recipes" / f"{name}.toml").read_text())
+    described = own.pop("recipe")
+    return Recipe(name, described["about"], PackagedModel(**described["model"]), own)
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes."""
+    return sorted(PROMPTS)
