@@ -9,8 +9,8 @@ from launch.process.log_settings import configure_logging
 
 convert = App(
     name="convert",
-    help="Convert models between Hugging Face directories, checkpoints, fp8 and int4, tensor by tensor, "
-    "read GGUF files, and take text models out of multimodal ones.",
+    help="Convert models between Hugging Face directories, checkpoints, fp8 and int4; read GGUF files, take "
+    "text models out of others.",
     help_format="plaintext",
 )
 ModelDirectory = Annotated[
