@@ -153,8 +153,12 @@ class ActorsConfig(Config):
     """Time after its end at which a rollout is stored though others of its group still run, so that an
     actor's death costs only unfinished ones. `None` hands over complete groups only."""
 
-    tool_calls: Literal["auto", "hermes", "qwen3_coder", "llama3", "mistral"] = "auto"
-    """How the model writes tool calls; `auto` tells it from the chat template."""
+    tool_calls: Literal[
+        "auto", "command", "deepseek", "gemma4", "glm45", "harmony", "hermes", "invoke", "jamba", "kimi",
+        "lfm2", "lfm2_plain", "llama3", "mistral", "nemotron", "olmo3", "phi4", "qwen3_coder",
+    ] = "auto"  # fmt: skip
+    """How the model writes tool calls; with `auto` the chat template writes some, and what reads them is
+    taken."""
 
     mask_older_versions: int | None = Field(None, ge=0)
     """Policy versions that a token may lag the newest token of its trajectory and still be trained on. Older
@@ -184,6 +188,11 @@ class ActorsConfig(Config):
     def by_name(self) -> Mapping[str, EnvironmentConfig]:
         """Return all environments by name, first that of prompts that choose none, whose name is empty."""
         return {"": self.environment, **{one.name: one.environment for one in self.environments}}
+
+    @property
+    def offers_native_tools(self) -> bool:
+        """Tell whether an environment has tools whose calls are read as the model writes them."""
+        return any(isinstance(one, ToolsConfig) and one.calls == "native" for one in self.by_name.values())
 
     @model_validator(mode="after")
     def _opponents_have_names_of_their_own(self) -> Self:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import structlog
 from transformers import AutoTokenizer
 
 from actors.account import ActorAccount
@@ -51,9 +52,11 @@ from bus.connection import Bus
 from bus.pace import follow_pace
 from bus.policy_names import DEFAULT_POLICY
 from bus.process_tuning import few_collections, quick_turns
-from storage.chats.stop_tokens import stop_token_ids
+from storage.chats.stop_tokens import stop_token_ids, stop_tokens
 from storage.images.chat import ImageChat
 from storage.weights.blob_sources import BlobSource, blob_source
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,9 @@ def _actor(
     engine, opponents = engines.policy, engines.opponents.engines
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     images = ImageChat.of(model, tokenizer)
-    sampled = Sampling.from_config(settings.sampling, stop_token_ids(model, tokenizer))
+    stops = stop_tokens(model, tokenizer)
+    log.info("answers_end_with", tokens=list(map(str, stops)))
+    sampled = Sampling.from_config(settings.sampling, [stop.number for stop in stops])
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(
         engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact, kernels=kernels
@@ -203,6 +208,8 @@ def _actor(
         opponents=opponents,
         images=images,
     )  # fmt: skip
+    if settings.actors.offers_native_tools:
+        policy.refuse_unread_calls()
     further = FurtherEngines({name: one.engine for name, one in engines.further.items()}, settings.agents)
     policy.further = further
     policy.unscaled = settings.unscaled

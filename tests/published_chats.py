@@ -180,7 +180,7 @@ CHATS: dict[str, Chat] = {
     "gpt-oss": chat(
         GPT_OSS,
         ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"),
-        "gpt_oss",
+        "harmony",
         "<|return|> <|call|>",
         most_calls=1,
     ),
@@ -318,7 +318,7 @@ CHATS: dict[str, Chat] = {
             "<|start|>assistant",
         ),
         ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
-        "invoke",
+        "harmony",
         "<|eot|>",
         raw_text=True,
     ),

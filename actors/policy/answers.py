@@ -4,11 +4,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from actors.policy.call_readers import Schemas
+from actors.policy.frames import Frame, frames
 from actors.policy.messages import Tool, ToolCall
-from actors.policy.tool_calls import CallFormat, Found, WrittenCall, call_format, parameters_of
+from actors.policy.reading import DECODER, NOT_READ, Found, WrittenCall, parameters_of
+from actors.policy.tool_calls import CALL_FORMATS, CallFormat, format_shown
 
-REASONING = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
-"""Marks around reasoning; a template that does not show the first has the second."""
+REASONING = (
+    ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought", "<channel|>"),
+    ("<seed:think>", "</seed:think>"), ("<think>", "</think>"),
+)  # fmt: skip
+"""Marks around reasoning; a template that shows none of the others has the last."""
+CHANNEL = "<|channel>"
+"""The token with which a mark of Gemma's begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,8 @@ class AnswerReader:
 
     def __init__(self, template: str, tool_calls: str = "auto") -> None:
         """Read tool calls in the format of that name; "auto" tells it from the template's text."""
-        self._calls: CallFormat = call_format(template, tool_calls)
+        named = format_shown(template) if tool_calls == "auto" else tool_calls
+        self._calls: CallFormat = CALL_FORMATS[named]
         shown = [marks for marks in REASONING if marks[0] in template]
         self._think, self._thought = shown[0] if shown else REASONING[-1]
         self._openings = re.compile("|".join(map(re.escape, (self._think, *self._calls.openings))))
@@ -57,7 +66,13 @@ class AnswerReader:
     @property
     def marks(self) -> frozenset[str]:
         """Return the texts that have a meaning here: special tokens of these texts must not be left out."""
-        return frozenset((self._think, self._thought, *self._calls.openings, *self._calls.marks))
+        own = (CHANNEL,) if self._think.startswith(CHANNEL) else ()
+        return frozenset((self._think, self._thought, *own, *self._calls.openings, *self._calls.marks))
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """Return the texts that have a meaning here and end answers."""
+        return frozenset(self._calls.ends)
 
     def opens_reasoning(self, rendered: str) -> bool:
         """Return whether a rendered prompt ends inside of reasoning, so that the answer begins there."""
@@ -69,12 +84,14 @@ class AnswerReader:
         Reasoning that does not end takes all that follows. `number` is that of the completion: it makes the
         ids of calls unique in a rollout, in nine letters and digits, as Mistral's template wants them."""
         parts, at = _Parts(), 0
+        if self._calls.framed:
+            return self._read_frames(text, tools, number)
         if in_reasoning:
             at = self._read_reasoning(text, 0, parts)
         openings = self._openings if tools else self._thinking
         schemas = parameters_of(tools)
         while at < len(text):
-            if tools and self._calls.bare and parts.is_blank and text[at:].lstrip().startswith("{"):
+            if tools and parts.is_blank and text[at:].lstrip().startswith(self._calls.bare):
                 found = self._calls.read(text, at, schemas)
                 if found.end > at:
                     at = parts.take(found)
@@ -88,6 +105,28 @@ class AnswerReader:
             else:
                 at = parts.take(self._calls.read(text, opening.start(), schemas))
         return _answer(parts, text, number)
+
+    def _read_frames(self, text: str, tools: Sequence[Tool], number: int) -> Answer:
+        """Take an answer apart that consists of messages; those to tools are calls."""
+        parts, schemas = _Parts(), parameters_of(tools)
+        for frame in frames(text):
+            if frame.kind == "reasoning":
+                parts.reasoning.append(frame.body)
+            elif frame.kind == "content" or not tools:
+                parts.content.append(frame.body)
+            else:
+                self._read_call(frame, schemas, parts)
+        return _answer(parts, text, number)
+
+    def _read_call(self, frame: Frame, schemas: Schemas, parts: _Parts) -> None:
+        """Note the call in a message to a tool: its arguments as JSON, or calls that name the tool again."""
+        at = 0
+        try:
+            DECODER.decode(frame.body)
+            parts.calls.append(WrittenCall(frame.recipient, frame.body.strip()))
+        except NOT_READ:
+            while at < len(frame.body):
+                at = parts.take(self._calls.read(frame.body, at, schemas))
 
     def _read_reasoning(self, text: str, at: int, parts: _Parts) -> int:
         """Note the reasoning that began before `at`; return where the text goes on."""

@@ -1,7 +1,7 @@
 """Chats as tokens and back: the template renders, the tokenizer encodes, in a thread of their own."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,6 +12,7 @@ import structlog
 
 from actors.environments.base import ChatMessage
 from actors.policy.answers import Answer, AnswerReader
+from actors.policy.call_detection import CallsFound, calls_found
 from actors.policy.chat_messages import (
     Fingerprint,
     checked_messages,
@@ -102,13 +103,19 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self._images = images
-        template = tokenizer.chat_template or ""
-        self._reader = AnswerReader(
-            template if isinstance(template, str) else "\n".join(template.values()), tool_calls
-        )
+        self._named = tool_calls
         self._thread = ThreadPoolExecutor(1, "chat-format")
         self._prompts: dict[bytes, _Prompt] = {}
         self._tools_unseen = False
+
+    @cached_property
+    def calls(self) -> CallsFound:
+        """How the model writes tool calls, as its template shows or as it was named."""
+        return calls_found(self._template, self._special_texts.values(), self._named)
+
+    @cached_property
+    def _reader(self) -> AnswerReader:
+        return AnswerReader(self._template.text, self.calls.format)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
@@ -244,8 +251,9 @@ class ChatFormat:
         self, token_ids: list[int], in_reasoning: bool, tools: Sequence[Tool], number: int
     ) -> tuple[str, Answer]:
         text = written = self.decode(token_ids)
-        if self._special_marks.intersection(token_ids):
-            left_out = self._special_ids - self._special_marks
+        kept_marks = self._numbers_of(self._reader.marks | self._reader.ends)
+        if kept_marks.intersection(token_ids):
+            left_out = self._special_ids - kept_marks
             kept = [token for token in token_ids if token not in left_out]
             written = self.decode(kept, skip_special_tokens=False)
         return text, self._reader.read(written, in_reasoning=in_reasoning, tools=tools, number=number)
@@ -257,17 +265,18 @@ class ChatFormat:
         )
 
     @cached_property
-    def _special_marks(self) -> frozenset[int]:
-        """Special tokens that belong to reasoning or tool calls."""
-        marks = self._reader.marks
-        return frozenset(
-            number for number in self._special_ids
-            if self.decode([number], skip_special_tokens=False).strip() in marks
-        )  # fmt: skip
+    def _special_texts(self) -> dict[int, str]:
+        return {
+            number: self.decode([number], skip_special_tokens=False).strip() for number in self._special_ids
+        }
+
+    def _numbers_of(self, texts: Set[str]) -> frozenset[int]:
+        """Return the special tokens of these texts."""
+        return frozenset(number for number, text in self._special_texts.items() if text in texts)
 
     @cached_property
     def _tails(self) -> TailRenderer:
-        ends = self._special_ids - self._special_marks
+        ends = self._special_ids - self._numbers_of(self._reader.marks)
         texts = [self.decode([number], skip_special_tokens=False) for number in ends]
         return TailRenderer(self._render, texts)
 

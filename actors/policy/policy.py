@@ -81,6 +81,10 @@ class Policy:
         """Return the names of the other policies that may be asked, frozen ones and trained ones."""
         return self._opponents.keys() | self.further.engines.keys()
 
+    def refuse_unread_calls(self) -> None:
+        """Raise `ConfigError` for a chat template whose tool calls no format reads."""
+        self._format.calls.refuse_unread()
+
     def fresh(self, rollout_id: str) -> "Policy":
         """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""
         policy = copy(self)

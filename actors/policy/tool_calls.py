@@ -1,40 +1,21 @@
-"""How models write tool calls, one reader for each way: text in, calls out, and what is no call.
+"""How models write tool calls: a table of formats, each with its marks and its reader."""
 
-A reader gets the text and where the opening of a call begins. What it cannot read it returns as malformed."""
-
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, TypeAlias
 
-from actors.environments.base import JSON
-from actors.policy.messages import Tool
-
-Parameters: TypeAlias = Mapping[str, Mapping[str, JSON]]
-"""JSON schemas of parameters by name, of one tool."""
-SPACE = re.compile(r"[ \t\r\n]*")
-
-
-class WrittenCall(NamedTuple):
-    """A call of a tool as text."""
-
-    name: str
-    arguments: str
-
-
-class Found(NamedTuple):
-    """What a reader found."""
-
-    end: int
-    """Where the text goes on."""
-    calls: tuple[WrittenCall, ...] = ()
-    malformed: str = ""
-    """What looked like a call and is none."""
-
-
-class NoCallError(ValueError):
-    """The text at hand is no tool call."""
+from actors.policy.call_readers import (
+    FunctionCalls,
+    JsonCalls,
+    NamedJson,
+    Schemas,
+    TaggedParameters,
+    read_gemma,
+    read_llama,
+    read_mistral,
+)
+from actors.policy.literals import raw_value
+from actors.policy.reading import Found
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,225 +24,149 @@ class CallFormat:
 
     openings: tuple[str, ...]
     """Texts by which calls begin."""
-    read: Callable[[str, int, Mapping[str, Parameters]], Found]
+    read: Callable[[str, int, Schemas], Found]
     marks: tuple[str, ...] = ()
     """Further texts with a meaning; like openings, they may be special tokens."""
-    bare: bool = False
-    """An answer that begins with a JSON object may be a call, too."""
+    ends: tuple[str, ...] = ()
+    """Texts with a meaning that end answers, too."""
+    bare: tuple[str, ...] = ()
+    """Texts by which an answer begins that may be a call without an opening."""
+    framed: bool = False
+    """An answer consists of messages with a header each, which says to whom it is."""
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+FUNCTION = re.compile(r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\s]+)>\s*")
+QWEN3_CODER = {
+    "head": FUNCTION,
+    "parameter": re.compile(r"<parameter=(?P<key>[^>\s]+)>\n?"),
+    "value_end": re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>)"),
+}
+IN_TAGS = TaggedParameters(
+    "<tool_call>",
+    **QWEN3_CODER,
+    tail=re.compile(r"</function>\s*(?:</(?:seed:)?tool_call>|\Z)"),
+    closing="</tool_call>",
+)
+ALONE = TaggedParameters("<function=", **QWEN3_CODER, tail=re.compile("</function>"), closing="</function>")
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse)
-NOT_READ = (ValueError, RecursionError)
-"""What reading JSON raises, of whatever kind the text is."""
+def read_qwen3_coder(text: str, at: int, schemas: Schemas) -> Found:
+    """Read <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
+    return (ALONE if text.startswith("<function=", at) else IN_TAGS)(text, at, schemas)
 
 
-def _skip(text: str, at: int) -> int:
-    """Return where something other than space follows."""
-    found = SPACE.match(text, at)
-    return found.end() if found else at
+GLM45 = TaggedParameters(
+    "<tool_call>",
+    head=re.compile(r"<tool_call>\s*(?P<name>[^\n<{]+?)\s*(?=<arg_key>|</tool_call>)"),
+    parameter=re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>"),
+    value_end=re.compile(r"</arg_value>\s*(?=<arg_key>|</tool_call>)"),
+    tail=re.compile("</tool_call>"),
+    closing="</tool_call>",
+)
+INVOKE_AROUND = "minimax:tool_call", "atem:function_calls", "｜DSML｜function_calls"  # noqa: RUF001 - DeepSeek's
+INVOKES = "<invoke name=", "<atem:invoke name=", "<｜DSML｜invoke name="  # noqa: RUF001 - DeepSeek's bars
+PREFIX, AROUND = "(?:atem:|｜DSML｜)?", "|".join(INVOKE_AROUND)  # noqa: RUF001 - DeepSeek's bars
+INVOKE = TaggedParameters(
+    "<invoke",
+    head=re.compile(rf'(?:<(?:{AROUND})>\s*)?<{PREFIX}invoke name="(?P<name>[^"]+)">\s*'),
+    parameter=re.compile(rf'<{PREFIX}parameter name="(?P<key>[^"]+)"(?: string="(?P<text>true|false)")?>'),
+    value_end=re.compile(rf"</{PREFIX}parameter>\s*(?=<{PREFIX}parameter name=|</{PREFIX}invoke>)"),
+    tail=re.compile(rf"</{PREFIX}invoke>\s*(?:</(?:{AROUND})>)?"),
+    closing="</invoke>",
+)
+DEEPSEEK_BEGIN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"  # noqa: RUF001 - DeepSeek's
+DEEPSEEK_SEP, DEEPSEEK_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001 - DeepSeek's bars
+DEEPSEEK_ENDS = "<｜tool▁calls▁end｜>"  # noqa: RUF001 - DeepSeek's bars
+DEEPSEEK = NamedJson(
+    DEEPSEEK_CALL,
+    re.compile(
+        rf"(?:{DEEPSEEK_BEGIN})?\s*{DEEPSEEK_CALL}(?:\w+{DEEPSEEK_SEP}(?=[^{{\n]+\n))?"
+        rf"(?P<name>[^<{{\n]+?)\s*(?:{DEEPSEEK_SEP})?\s*(?:```json)?\s*(?=\{{)"
+    ),
+    re.compile(rf"\s*(?:```)?\s*(?:{DEEPSEEK_END}|\Z)\s*(?:{DEEPSEEK_ENDS})?"),
+    DEEPSEEK_END,
+)
+KIMI = NamedJson(
+    "<|tool_call_begin|>",
+    re.compile(
+        r"(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?"
+        r"(?P<name>[^<{\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+    ),
+    re.compile(r"\s*(?:<\|tool_call_end\|>|\Z)\s*(?:<\|tool_calls_section_end\|>)?"),
+    "<|tool_call_end|>",
+)
 
 
-def _past(text: str, at: int, sign: str) -> int:
-    """Return where the text goes on behind `sign` and space around it. Raises `NoCallError`."""
-    at = _skip(text, at)
-    if not text.startswith(sign, at):
-        raise NoCallError(f"there is no {sign!r} at character {at}")
-    return _skip(text, at + len(sign))
+def read_message(text: str, at: int, schemas: Schemas) -> Found:
+    """Read the body of a message to a tool that is no JSON, as Muse writes it."""
+    return INVOKE(text, at, schemas)
 
 
-def _members(text: str, at: int) -> tuple[dict[str, str], int]:
-    """Read the JSON object that begins at `at`: the text of each value by key, and where the object ends."""
-    members: dict[str, str] = {}
-    at = _past(text, at, "{")
-    if text.startswith("}", at):
-        return members, at + 1
-    while True:
-        key, at = DECODER.raw_decode(text, at)
-        if not isinstance(key, str):
-            raise NoCallError(f"the key {key!r} is no string")
-        begin = _past(text, at, ":")
-        _, end = DECODER.raw_decode(text, begin)
-        members[key] = text[begin:end]
-        at = _skip(text, end)
-        if text.startswith("}", at):
-            return members, at + 1
-        at = _past(text, at, ",")
-
-
-def _json_call(text: str, at: int) -> tuple[WrittenCall, int]:
-    """Read {"name": ..., "arguments" or "parameters": ...}; arguments may be absent, or JSON in a string."""
-    members, end = _members(text, at)
-    name = DECODER.decode(members.get("name", "null"))
-    if not isinstance(name, str) or not name.strip():
-        raise NoCallError("the call has no name")
-    name.encode()  # half a surrogate pair cannot be sent anywhere: UnicodeEncodeError is a ValueError
-    arguments = members.get("arguments", members.get("parameters", "{}"))
-    if arguments.startswith('"'):
-        arguments = DECODER.decode(arguments)
-    return WrittenCall(name, arguments), end
-
-
-def _malformed(text: str, at: int, opening: str, closing: str) -> Found:
-    """Return all up to the closing or to the next opening."""
-    rest = text[at + len(opening) :]
-    closed, reopened = rest.find(closing), rest.find(opening)
-    if closed >= 0 and (reopened < 0 or closed < reopened):
-        end = closed + len(closing)
-    else:
-        end = reopened if reopened >= 0 else len(rest)
-    end += at + len(opening)
-    return Found(end, malformed=text[at:end])
-
-
-def read_hermes(text: str, at: int, _: Mapping[str, Parameters]) -> Found:
-    """Read <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen write it.
-
-    The end of the answer closes a whole call, too."""
-    try:
-        call, end = _json_call(text, _skip(text, at + len("<tool_call>")))
-        end = _skip(text, end)
-        return Found(end if end == len(text) else _past(text, end, "</tool_call>"), (call,))
-    except NOT_READ:
-        return _malformed(text, at, "<tool_call>", "</tool_call>")
-
-
-FUNCTION = re.compile(r"(<tool_call>\s*)?<function=([^>\s]+)>\s*")
-PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?")
-VALUE_END = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>)")
-
-
-def read_qwen3_coder(text: str, at: int, schemas: Mapping[str, Parameters]) -> Found:
-    """Read <tool_call><function=name><parameter=key>value</parameter></function></tool_call>.
-
-    Values are text; the tool's schema says which of them are numbers, booleans, lists or objects."""
-    try:
-        if not (begun := FUNCTION.match(text, at)):
-            raise NoCallError("no function is named")
-        name, arguments, end = begun[2], {}, begun.end()
-        while found := PARAMETER.match(text, end):
-            if not (closed := VALUE_END.search(text, found.end())):
-                raise NoCallError(f"the parameter {found[1]} does not end")
-            schema = schemas.get(name, {}).get(found[1], {})
-            arguments[found[1]] = _typed(text[found.end() : closed.start()], schema)
-            end = closed.end()
-        end = _past(text, end, "</function>")
-        if begun[1] and end < len(text):
-            end = _past(text, end, "</tool_call>")
-    except NOT_READ:
-        closing = "</tool_call>" if text.startswith("<tool_call>", at) else "</function>"
-        opening = "<tool_call>" if closing == "</tool_call>" else "<function="
-        return _malformed(text, at, opening, closing)
-    return Found(end, (WrittenCall(name, json.dumps(arguments, ensure_ascii=False)),))
-
-
-def _typed(value: str, schema: Mapping[str, JSON]) -> JSON:
-    """Return a value as its schema has it; text that cannot be read so stays text."""
-    kind = schema.get("type", "string" if "anyOf" not in schema and "oneOf" not in schema else None)
-    if kind == "string" or (isinstance(kind, Sequence) and not isinstance(kind, str) and "string" in kind):
-        return value
-    try:
-        read: JSON = DECODER.decode(value.lower() if kind == "boolean" else value)
-    except NOT_READ:
-        return value
-    return read
-
-
-PYTHON_TAG = "<|python_tag|>"
-LOOKS_LIKE_A_CALL = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
-
-
-def read_llama3(text: str, at: int, _: Mapping[str, Parameters]) -> Found:
-    """Read {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>, several divided by `;`.
-
-    An answer that begins like a call is one or is malformed; any other JSON object is an answer. What else
-    stands behind the tag, such as Python code, is malformed: no tool is named."""
-    tagged = text.startswith(PYTHON_TAG, at)
-    begin = _skip(text, at + len(PYTHON_TAG) if tagged else at)
-    if not tagged and not LOOKS_LIKE_A_CALL.match(text, begin):
-        return Found(at)
-    calls: list[WrittenCall] = []
-    end = begin
-    try:
-        if not tagged and not {"parameters", "arguments"}.intersection(_members(text, begin)[0]):
-            return Found(at)  # an object that has a name for something else
-        while True:
-            call, end = _json_call(text, end)
-            calls.append(call)
-            end = _skip(text, end)
-            if end == len(text) or text.startswith(PYTHON_TAG, end):
-                return Found(end, tuple(calls))
-            end = _past(text, end, ";")
-            if end == len(text):
-                return Found(end, tuple(calls))
-    except NOT_READ:
-        return Found(len(text), malformed=text[at:])
-
-
-MISTRAL_NAME = re.compile(r"([^\[\]{}\s]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-TOOL_CALLS = "[TOOL_CALLS]"
-
-
-def read_mistral(text: str, at: int, _: Mapping[str, Parameters]) -> Found:
-    """Read [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
-    begin = _skip(text, at + len(TOOL_CALLS))
-    try:
-        if named := MISTRAL_NAME.match(text, begin):
-            _, end = DECODER.raw_decode(text, named.end())
-            return Found(_skip(text, end), (WrittenCall(named[1], text[named.end() : end]),))
-        calls: list[WrittenCall] = []
-        end = _past(text, begin, "[")
-        while True:
-            call, end = _json_call(text, end)
-            calls.append(call)
-            end = _skip(text, end)
-            if text.startswith("]", end):
-                return Found(_skip(text, end + 1), tuple(calls))
-            end = _past(text, end, ",")
-    except NOT_READ:
-        return _malformed(text, at, TOOL_CALLS, "</s>")
+def in_marks(opening: str, closing: str) -> CallFormat:
+    """Return the format of JSON between two marks."""
+    return CallFormat((opening,), JsonCalls(opening, closing), (closing,))
 
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
-    "hermes": CallFormat(("<tool_call>",), read_hermes, ("</tool_call>",)),
-    "qwen3_coder": CallFormat(
-        ("<tool_call>", "<function="), read_qwen3_coder, ("</tool_call>", "</function>")
+    "harmony": CallFormat(
+        ("<|message|>",), read_message, ("<|start|>", "<|channel|>", "<|constrain|>", "<|end|>", "<|eom|>"),
+        ends=("<|call|>", "<|return|>", "<|eot|>"), framed=True,
     ),
-    "llama3": CallFormat((PYTHON_TAG,), read_llama3, bare=True),
-    "mistral": CallFormat((TOOL_CALLS,), read_mistral, ("[ARGS]", "[CALL_ID]")),
-}
+    "gemma4": CallFormat(("<|tool_call>",), read_gemma, ("<tool_call|>", '<|"|>')),
+    "deepseek": CallFormat(
+        (DEEPSEEK_BEGIN, DEEPSEEK_CALL), DEEPSEEK, (DEEPSEEK_SEP, DEEPSEEK_END, DEEPSEEK_ENDS)
+    ),
+    "kimi": CallFormat(
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), KIMI,
+        ("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    ),
+    "invoke": CallFormat(
+        (*(f"<{around}>" for around in INVOKE_AROUND), *INVOKES), INVOKE,
+        tuple(f"</{around}>" for around in INVOKE_AROUND),
+    ),
+    "lfm2_plain": CallFormat(
+        ("<|tool_call_start|>",), FunctionCalls("<|tool_call_start|>", "<|tool_call_end|>", raw_value),
+        ("<|tool_call_end|>",),
+    ),
+    "lfm2": CallFormat(
+        ("<|tool_call_start|>",), FunctionCalls("<|tool_call_start|>", "<|tool_call_end|>"),
+        ("<|tool_call_end|>",),
+    ),
+    "olmo3": CallFormat(
+        ("<function_calls>",), FunctionCalls("<function_calls>", "</function_calls>"), ("</function_calls>",)
+    ),
+    "command": in_marks("<|START_ACTION|>", "<|END_ACTION|>"),
+    "jamba": in_marks("<tool_calls>", "</tool_calls>"),
+    "nemotron": in_marks("<TOOLCALL>", "</TOOLCALL>"),
+    "phi4": CallFormat(
+        ("<|tool_call|>",), JsonCalls("<|tool_call|>", "<|/tool_call|>", must_close=False),
+        ("<|/tool_call|>",),
+    ),
+    "qwen3_coder": CallFormat(
+        ("<tool_call>", "<seed:tool_call>", "<function="), read_qwen3_coder,
+        ("</tool_call>", "</seed:tool_call>", "</function>"),
+    ),
+    "glm45": CallFormat(
+        ("<tool_call>",), GLM45, ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    ),
+    "hermes": in_marks("<tool_call>", "</tool_call>"),
+    "mistral": CallFormat(("[TOOL_CALLS]",), read_mistral, ("[ARGS]", "[CALL_ID]")),
+    "llama3": CallFormat(
+        ("<|python_tag|>", "<|python_start|>"), read_llama, ("<|python_end|>",), bare=("{", "[")
+    ),
+}  # fmt: skip
+"""Formats by name, those first whose marks no other has."""
 SIGNS = {
     "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
     "<tool_call>": "hermes",
-    TOOL_CALLS: "mistral",
-    PYTHON_TAG: "llama3",
+    "<|tool_list_start|>": "lfm2",
+    **{sign: name for name, one in CALL_FORMATS.items() if not one.framed for sign in one.openings},
     '"parameters"': "llama3",
 }
-"""Texts of chat templates and the format of their models, the surest first."""
+"""Texts of chat templates that write no calls, and the format of their models, the surest first."""
 
 
-def call_format(template: str, named: str) -> CallFormat:
-    """Return the format of that name, or the one that a chat template shows; "hermes" where it shows none."""
-    if named != "auto":
-        return CALL_FORMATS[named]
-    return CALL_FORMATS[next((name for sign, name in SIGNS.items() if sign in template), "hermes")]
-
-
-def parameters_of(tools: Sequence[Tool]) -> Mapping[str, Parameters]:
-    """Return the schemas of all parameters, by the name of their tool; what has none is left out."""
-    return {name: parameters for name, parameters in map(_parameters, tools) if parameters}
-
-
-def _parameters(tool: Tool) -> tuple[str, Parameters]:
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        return "", {}
-    schema = function.get("parameters")
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return "", {}
-    named = {name: value for name, value in properties.items() if isinstance(value, Mapping)}
-    return str(function.get("name")), named
+def format_shown(template: str) -> str:
+    """Return the format that the text of a chat template names; "hermes" where it names none."""
+    return next((name for sign, name in SIGNS.items() if sign in template), "hermes")

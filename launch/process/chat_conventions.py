@@ -1,4 +1,4 @@
-"""What a model's files and template say of its chats: by which tokens answers end."""
+"""What a model's files and template say of its chats: by which tokens answers end, and how calls are read."""
 
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY
@@ -8,14 +8,17 @@ from storage.disk.run_directory import RunDirectory
 
 
 def chat_remark(config: RunConfig) -> str:
-    """Say by which tokens answers end and what names them; nothing for a model that is not on this host.
+    """Say by which tokens answers end and what names them, and how tool calls are read where an environment
+    has tools; nothing for a model that is not on this host.
 
-    Raises `ConfigError` where no token ends an answer, or a file names what is no token."""
+    Raises `ConfigError` where no token ends an answer, a file names what is no token, or no format reads the
+    calls that the template writes."""
     model = model_here(config.model.path, RunDirectory(config.directory, config.run))
     if model is None:
         return ""
     from transformers import AutoTokenizer  # not for help
 
+    from actors.policy.chat_format import ChatFormat
     from storage.chats.stop_tokens import stop_tokens
 
     try:
@@ -23,4 +26,10 @@ def chat_remark(config: RunConfig) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model}: its tokenizer cannot be read: {error}") from error
     whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
-    return f"Answers{whose} end with {', '.join(map(str, stop_tokens(model, tokenizer)))}."
+    said = f"Answers{whose} end with {', '.join(map(str, stop_tokens(model, tokenizer)))}."
+    if not config.actors.offers_native_tools:
+        return said
+    calls = ChatFormat(tokenizer, config.actors.tool_calls).calls
+    calls.refuse_unread()
+    unseen = "" if calls.writes else "; the chat template itself writes none, and may not show tools"
+    return f"{said} Their tool calls are read as {calls.format}{unseen}."

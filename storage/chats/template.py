@@ -24,7 +24,11 @@ PROBE_TOOL: Mapping[str, Json] = {
         "description": "Probe.",
         "parameters": {
             "type": "object",
-            "properties": {"value": {"type": "string", "description": "Text."}},
+            "properties": {
+                "value": {"type": "string", "description": "Text."},
+                "number": {"type": "integer", "description": "Number."},
+                "on": {"type": "boolean", "description": "Whether."},
+            },
             "required": ["value"],
         },
     },
@@ -74,6 +78,12 @@ class ChatTemplate:
     def __init__(self, tokenizer: Renders) -> None:
         self._tokenizer = tokenizer
 
+    @property
+    def text(self) -> str:
+        """Return the template, or all templates where it has several by name."""
+        found = self._tokenizer.chat_template or ""
+        return found if isinstance(found, str) else "\n".join(found.values())
+
     def render(self, messages: Sequence[Json], tools: Sequence[Json] = (), *, go_on: bool = True) -> str:
         """Return a chat as text, with `go_on` up to where the assistant starts to speak.
 
@@ -113,13 +123,14 @@ class ChatTemplate:
         )
 
 
-def answer_with_calls(count: int) -> Message:
-    """Return an answer that consists of calls of `PROBE_TOOL`, whose values are `STAND_IN` and a number."""
+def answer_with_calls(count: int, text: str = "", **others: Json) -> Message:
+    """Return an answer that consists of calls of `PROBE_TOOL`, whose values are `STAND_IN`, a number and
+    `text`."""
     calls: list[Json] = [
         {
             "id": f"call0000{number}",
             "type": "function",
-            "function": {"name": "probe", "arguments": {"value": f"{STAND_IN}{number}"}},
+            "function": {"name": "probe", "arguments": {"value": f"{STAND_IN}{number}{text}", **others}},
         }
         for number in range(count)
     ]

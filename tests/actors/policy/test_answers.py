@@ -37,7 +37,9 @@ TEMPLATES = {
 
 
 def read(text: str, family: str = "hermes", *, tools=TOOLS, in_reasoning=False):
-    return AnswerReader(TEMPLATES[family]).read(text, in_reasoning=in_reasoning, tools=tools, number=3)
+    return AnswerReader(TEMPLATES.get(family, ""), "auto" if family in TEMPLATES else family).read(
+        text, in_reasoning=in_reasoning, tools=tools, number=3
+    )
 
 
 def calls(answer) -> list[tuple[str, str]]:
@@ -86,7 +88,7 @@ TWICE = {
 }
 
 
-@pytest.mark.parametrize("family", CALL_FORMATS)
+@pytest.mark.parametrize("family", WRITTEN)
 def test_calls_behind_each_other_have_ids_of_their_own(family):
     answer = read(TWICE[family], family)
     assert calls(answer) == [("add", "{}"), ("sub", "{}")]
@@ -140,14 +142,14 @@ def test_a_malformed_call_ends_where_the_next_one_begins():
     assert answer.content == "xy"
 
 
-@pytest.mark.parametrize("family", CALL_FORMATS)
+@pytest.mark.parametrize("family", WRITTEN)
 def test_without_tools_there_are_no_calls(family):
     for text in (*WRITTEN[family], *MALFORMED[family], "it is 3"):
         answer = read(text, family, tools=())
         assert (answer.content, answer.tool_calls, answer.malformed_calls) == (text, (), ())
 
 
-@pytest.mark.parametrize("family", CALL_FORMATS)
+@pytest.mark.parametrize("family", WRITTEN)
 def test_calls_inside_of_reasoning_are_none(family):
     text = WRITTEN[family][0]
     answer = read(f"<think>\nI could {text}\n</think>\n\n{text}", family)

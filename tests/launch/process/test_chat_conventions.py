@@ -34,3 +34,15 @@ def test_a_start_refuses_a_file_that_names_what_is_no_token(tmp_path):
 def test_nothing_is_said_of_a_model_that_is_not_here():
     assert chat_remark(resolve({"model": {"path": "nowhere"}})) == ""
     assert chat_remark(resolve({})) == ""
+
+
+def test_a_start_says_how_calls_are_read_and_refuses_a_template_whose_calls_nothing_reads(tmp_path):
+    tools = {"environment": {"type": "tools", "reward": "exact", "tools": [{"type": "calculator"}]}}
+    layer = {"model": {"path": model(tmp_path, "Qwen3")}, "actors": tools}
+    assert chat_remark(resolve(layer)).endswith("tokenizer). Their tool calls are read as hermes.")
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("tool_call>", "other>"))
+    with pytest.raises(ConfigError, match=r"actors.tool_calls=auto: .* no format reads: '<other>"):
+        chat_remark(resolve(layer))
+    tagged = {**tools["environment"], "calls": "tags"}
+    assert "calls" not in chat_remark(resolve({**layer, "actors": {"environment": tagged}}))
