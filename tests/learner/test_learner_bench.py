@@ -27,6 +27,7 @@ from learner.data.balancing import forward_flops
 from learner.scoring.logprobs import score
 
 
+@pytest.mark.slow
 def test_all_sides_train_and_are_compared():
     threads = torch.get_num_threads()
     whole = small()

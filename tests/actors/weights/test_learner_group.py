@@ -167,7 +167,7 @@ async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
 
 
 @pytest.mark.parametrize(
-    ("sessions", "says"), [(True, ["target"] * 2), pytest.param(False, [None], marks=pytest.mark.slow)]
+    ("sessions", "says"), [(True, ["target"] * 2), pytest.param(False, [None], marks=pytest.mark.nightly)]
 )
 async def test_a_draft_model_of_its_own_gets_nothing_of_what_is_sent(learner, serving, sessions, says):
     async with serving() as (engine, server):
@@ -257,6 +257,7 @@ async def test_a_server_that_waits_for_the_learner_for_too_long_is_given_up(lear
         assert (engine.policy_version, learner.fetched) == (0, [])
 
 
+@pytest.mark.slow
 async def test_a_server_goes_on_once_it_has_all_that_it_said_it_would_take(learner, serving, monkeypatch):
     """As one with CUDA does, whose next tokens would wait for the weights."""
     monkeypatch.setattr("learner.publication.shared_copy.BUCKET_BYTES", 128)
