@@ -35,7 +35,7 @@ def text_alone(config: "PretrainedConfig") -> "PretrainedConfig":
     if text is config or config.is_encoder_decoder or config.model_type in FAMILIES or architecture is None:
         return config
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = config.tie_word_embeddings
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     text.architectures = [architecture]
     text.dtype = text.dtype or config.dtype
     if quantised := getattr(config, "quantization_config", None):

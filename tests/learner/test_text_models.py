@@ -18,7 +18,12 @@ from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.model.model import build_model
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import HFWeights, load_hf_directory, save_hf_directory
+from learner.model_directories.model_directory import (
+    HFWeights,
+    load_hf_config,
+    load_hf_directory,
+    save_hf_directory,
+)
 from learner.model_directories.text_directory import convert_text_model
 from learner.publication.host_copy import HostCopy
 from learner.publication.whole_model import WholeModel
@@ -127,6 +132,15 @@ def test_what_has_no_text_model_is_not_converted(tmp_path):
     with pytest.raises(ConfigError, match="no model of its text, a glm4v_text, alone; give a text mo"):
         FsdpTrainer(hf_config, {}, OptimizerConfig())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_whole_that_does_not_say_whether_heads_are_tied_goes_by_its_text_model(tmp_path):
+    transformers.Blip2Config().save_pretrained(tmp_path)
+    text = load_hf_config(tmp_path)
+    assert (text.model_type, text.tie_word_embeddings) == (
+        "opt",
+        transformers.OPTConfig().tie_word_embeddings,
+    )
 
 
 def test_tensors_that_the_text_model_lacks_are_named(tmp_path):

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -27,8 +27,6 @@ UNBUILDABLE = (
 )  # fmt: skip
 """What code of transformers raises for types, and for sizes, that it was not written for."""
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-OUTPUT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-"""Hyperparameters by which a model changes its logits, with the value that changes nothing."""
 
 
 def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
@@ -78,6 +76,27 @@ def attention_of(hf_config: PretrainedConfig) -> str | dict[str, str]:
     return {"text_config": PACKED, "vision_config": "sdpa"} if is_vision_model(hf_config) else PACKED
 
 
+class LogitChange(NamedTuple):
+    """What a model does to its logits; the check at the start compares it with transformers."""
+
+    factor: float
+    """Multiplies them (Cohere, Granite)."""
+    cap: float | None
+    """Bound on their magnitude (Gemma)."""
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> "LogitChange":
+        """Read it from a configuration."""
+        text = hf_config.get_text_config()
+        factor = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        return cls(factor, getattr(text, "final_logit_softcapping", None))
+
+    @property
+    def changes(self) -> bool:
+        """Tell whether logits are changed at all."""
+        return self != (1.0, None)
+
+
 def refusal(problems: list[str]) -> str:
     """Return the message of an error that lists problems of a model."""
     listed = "\n".join(f"- {problem}" for problem in problems)
@@ -105,10 +124,6 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
         yield f"layer_types: {', '.join(kinds)} would mix the sequences of a pack"
     if ropes := sorted(rope_types(text) & PACK_DEPENDENT_ROPES):
         yield f"rope_type={ropes[0]!r}: its angles would depend on the other sequences of a pack"
-    for name, neutral in OUTPUT_CHANGES.items():
-        value = getattr(text, name, neutral)
-        if value not in (None, neutral):
-            yield f"{name}={value}: the fused output layer takes the logits as they are"
 
 
 def _unsupported_model(model: PreTrainedModel) -> Iterator[str]:

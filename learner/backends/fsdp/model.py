@@ -21,9 +21,10 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from bus.errors import ConfigError
 from bus.images import PlacedImage
 from learner.backends.fsdp.attention import PackedSequences
-from learner.backends.fsdp.build import attention_of
+from learner.backends.fsdp.build import LogitChange, attention_of, refusal
 from learner.backends.fsdp.fused_modules import FusedModules, are_wanted
 from learner.backends.fsdp.router_replay import RouterReplay
 from learner.backends.fsdp.sglang_model import SglangArithmetic
@@ -60,6 +61,9 @@ class PackedModel(torch.nn.Module):
         self.hf = hf_model
         self.exact = exact
         self.vision = None if images is None else PackedVision(hf_model, images)
+        self._logits = LogitChange.of(hf_model.config)
+        if self._logits.changes and (exact or kernels is not None):
+            raise ConfigError(refusal(["model.numerics: only `fast` has scaled or capped logits"]))
         self._unscaled_tokens = unscaled_tokens(hf_model.config)
         self.windows: set[int] = set()
         """Sliding windows, in tokens, that its layers have attended in."""
@@ -84,8 +88,11 @@ class PackedModel(torch.nn.Module):
             return (self._plain_logits(batch),)
         weight = self.hf.get_output_embeddings().weight
         kernels = None if self.sglang is None else self.sglang.kernels
+        hidden = self._hidden(batch)
+        if self._logits.factor != 1.0:
+            hidden = hidden * self._logits.factor
         return policy_output(
-            self._hidden(batch), weight, batch, token_loss, top, exact=self.exact, kernels=kernels
+            hidden, weight, batch, token_loss, top, exact=self.exact, kernels=kernels, cap=self._logits.cap
         )
 
     def _hidden(self, batch: MicroBatch) -> Tensor:

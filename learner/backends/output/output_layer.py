@@ -10,6 +10,8 @@ A loss that looks at several tokens at once, such as the mean log ratio of a seq
 log-probabilities of all of them. `label_logprobs` computes these, and computes the logits a second time,
 chunk by chunk, when the gradient comes back.
 
+Some models bound their logits: x becomes cap * tanh(x / cap), before the temperature divides it.
+
 A label that was drawn from a kept set of tokens alone has its log-probability there: the logit less the
 logarithm of the sum of the exponentials of the kept logits. The entropy stays that of the whole vocabulary.
 """
@@ -69,7 +71,7 @@ def kept_columns(token_ids: Tensor | None, first: int) -> KeptColumns | None:
     return KeptColumns(token_ids.long() - first, token_ids >= 0)
 
 
-def output_layer_loss(
+def output_layer_loss(  # noqa: PLR0913 - what a chunk needs, and its bounds
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -79,6 +81,7 @@ def output_layer_loss(
     kept: KeptColumns | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_size: int,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, which carries gradient, and without it float32 log-probabilities and entropy [N].
 
@@ -92,9 +95,10 @@ def output_layer_loss(
         kept: what each label was drawn from; `None` is the whole vocabulary for all.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         chunk_size: rows of logits alive at a time.
+        cap: bound on the magnitude of logits; `None` is none.
     """
     loss, logprobs, entropy = _OutputLayerLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, token_loss, temperatures.reciprocal(), kept, group, chunk_size
+        hidden, weight, labels, token_loss, temperatures.reciprocal(), kept, group, chunk_size, cap
     )
     return loss, logprobs, entropy
 
@@ -111,6 +115,7 @@ class _OutputLayerLoss(torch.autograd.Function):
         kept: KeptColumns | None,
         group: dist.ProcessGroup | None,
         chunk_size: int,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Go through the chunks, gradients included."""
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -122,6 +127,10 @@ class _OutputLayerLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, min(start + chunk_size, len(hidden)))
             logits = hidden[rows] @ weight.t()
+            of_cap = None
+            if cap is not None:
+                logits = capped(logits, cap)
+                of_cap = 1 - (logits / cap).square()
             column, here = local_columns(labels[rows], logits.shape[-1])
             kept_here = None if kept is None else kept.rows(rows)
             found = _statistics(logits, column, here, scale[rows], kept_here, group)
@@ -129,6 +138,8 @@ class _OutputLayerLoss(torch.autograd.Function):
             chunk_loss, slopes = _loss_and_slopes(token_loss, found, rows)
             loss += chunk_loss
             grad = _logits_gradient(logits, column, here, found, *slopes, scale[rows], kept_here)
+            if of_cap is not None:
+                grad *= of_cap
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -145,8 +156,13 @@ class _OutputLayerLoss(torch.autograd.Function):
         return (
             None if of_hidden is None else of_hidden.mul_(grad),
             None if of_weight is None else of_weight.mul_(grad).to(ctx.weight_dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Return the logits within a bound, as transformers computes it."""
+    return torch.tanh(logits / cap) * cap
 
 
 def _loss_and_slopes(

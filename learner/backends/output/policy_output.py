@@ -14,6 +14,7 @@ from learner.backends.output.exact_output import exact_output
 from learner.backends.output.output_layer import (
     KeptColumns,
     TokenLoss,
+    capped,
     kept_columns,
     label_logprobs,
     output_layer_loss,
@@ -40,7 +41,7 @@ def chunk_rows(columns: int, *, exact: bool = False) -> int:
 def policy_output(  # noqa: PLR0913 - what both backends know
     hidden: Tensor, weight: Tensor, batch: MicroBatch, token_loss: TokenLoss | None, top: int, *,
     first_label: int = 0, largest_part: int | None = None, group: dist.ProcessGroup | None = None,
-    exact: bool = False, kernels: SglangKernels | None = None,
+    exact: bool = False, kernels: SglangKernels | None = None, cap: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
 
@@ -60,6 +61,7 @@ def policy_output(  # noqa: PLR0913 - what both backends know
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         exact: compute in exact arithmetic, of a vocabulary that is on one rank.
         kernels: compute with these, of a vocabulary that is on one rank.
+        cap: bound on the magnitude of logits, in ordinary arithmetic; `None` is none.
     """
     rows, labels = hidden.index_select(0, batch.predicting), batch.labels.index_select(0, batch.trained)
     chunk_size = chunk_rows(largest_part or len(weight), exact=exact)
@@ -67,6 +69,8 @@ def policy_output(  # noqa: PLR0913 - what both backends know
     project = partial(exact_linear if exact else F.linear, weight=weight)
     if kernels is not None:
         project = partial(sglang_linear, kernels, weight=weight)
+    elif cap is not None:
+        project = partial(_capped_linear, weight=weight, cap=cap)
     shared: dict[str, Any] = {"temperatures": temperatures, "group": group, "chunk_size": chunk_size}
     if top:
         return top_tokens(rows, project, top, first=first_label, **shared)
@@ -82,10 +86,14 @@ def policy_output(  # noqa: PLR0913 - what both backends know
             rows, project, labels, token_loss, chosen, values=partial(_of_server, kernels), **shared
         )
     if token_loss is not None:
-        return output_layer_loss(rows, weight, labels, token_loss, **shared)
+        return output_layer_loss(rows, weight, labels, token_loss, cap=cap, **shared)
     if chosen is None:
         return label_logprobs(rows, project, labels, **shared)
     return label_and_chosen_logprobs(rows, project, labels, chosen, **shared)
+
+
+def _capped_linear(rows: Tensor, weight: Tensor, cap: float) -> Tensor:
+    return capped(F.linear(rows, weight), cap)
 
 
 def _of_server(

@@ -47,7 +47,6 @@ def test_steps_follow_plain_transformers_and_adamw(family):
     [
         ("olmo2", {"output_router_logits": True}, "output_router_logits=True adds a load-balancing loss"),
         ("olmo2", {"quantization_config": {"quant_method": "fp8"}}, "`launch convert dequantise` makes one"),
-        ("olmo2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: the fused output layer"),
         ("gemma3", {"layer_types": ["linear_attention"] * 2}, "layer_types: linear_attention would mix"),
         (
             "llama with scaled rope",

@@ -30,22 +30,25 @@ def with_entropy_bonus(token_loss):
     )
 
 
-def in_plain_torch(hidden, weight, labels):
+def in_plain_torch(hidden, weight, labels, cap=None):
     """Log-probabilities of the labels and entropies, each at its own temperature."""
-    distribution = torch.log_softmax(hidden @ weight.t() / TEMPERATURES[:, None], dim=-1)
+    logits = hidden @ weight.t()
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    distribution = torch.log_softmax(logits / TEMPERATURES[:, None], dim=-1)
     return distribution.gather(-1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("bonus", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 10, 1000])
-def test_fused_loss_and_gradients_are_those_of_plain_torch(chunk_size, bonus):
+def test_fused_loss_and_gradients_are_those_of_plain_torch(chunk_size, bonus, cap):
     hidden, weight, labels, token_loss = made()
     loss_of = with_entropy_bonus(token_loss) if bonus else token_loss
     loss, logprobs, entropy = output_layer_loss(
-        hidden, weight, labels, loss_of, temperatures=TEMPERATURES, chunk_size=chunk_size
+        hidden, weight, labels, loss_of, temperatures=TEMPERATURES, chunk_size=chunk_size, cap=cap
     )
     found = torch.autograd.grad(3 * loss, (hidden, weight))
-    expected = in_plain_torch(hidden, weight, labels)
+    expected = in_plain_torch(hidden, weight, labels, cap)
     expected_loss = loss_of(*expected, slice(None))
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
     for ours, theirs in zip(found, torch.autograd.grad(3 * expected_loss, (hidden, weight)), strict=True):
