@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 
 SMALL = (
-    "--preset", "sort", "--learner.backend", "fsdp", "--warmup.steps", "40", "--warmup.batch-size", "16",
+    "--preset", "sort", "--learner.backend", "fsdp", "--warmup.steps", "16", "--warmup.batch-size", "16",
     "--learner.steps", "4", "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
     "--evaluation.every-versions", "0", "--learner.target-accuracy", "none",
     "--learner.publication.quantisation", "int4", "--learner.quantisation-aware",
@@ -25,7 +25,7 @@ def test_the_sort_preset_learns_with_fsdp_and_has_the_policy_of_its_quantised_en
     records = records_of_run(tmp_path, *SMALL)
     directory = tmp_path / "runs/sort"
     losses = [each["train/loss"] for each in records if each.get("train/stage") == "warmup"]
-    assert losses[-1] < losses[0] - 1.0  # nats
+    assert losses[-1] < losses[0] - 0.3  # nats
     mismatches = [each["policy/mismatch_nats"] for each in records if "policy/mismatch_nats" in each]
     counted = [json.loads(line) for line in (directory / "counters.jsonl").read_text().splitlines()]
     probed = [each["engine/probe_nats"] for each in counted if "engine/probe_nats" in each]
