@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from bus.connection import Bus
-from bus.process_tuning import few_collections
+from bus.process_tuning import few_collections, return_freed_memory
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.algorithms.plugin import refuse_bad_plugins
@@ -147,5 +147,6 @@ def build(
         backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread,
         images=initial.images, whole=initial.whole,
     )  # fmt: skip
+    return_freed_memory()  # of what was read
     size = published_bytes(initial.state, published_dtype(settings.learner, settings.model))
     return Built(World(channel, rank, settings), progress, size)
