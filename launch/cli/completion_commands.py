@@ -7,7 +7,7 @@ from launch.cli.app import app
 
 @app.command(usage="Usage: launch completion bash|zsh|fish")
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
-    """Print the scripts by which shells complete commands, flags and their values.
+    """Print the scripts by which shells complete commands and flags.
 
     Write it, once and after each upgrade, to ~/.local/share/bash-completion/completions/launch for bash, to
     ~/.config/fish/completions/launch.fish for fish, and to a file _launch in a directory of $fpath for zsh.

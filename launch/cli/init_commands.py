@@ -21,7 +21,7 @@ def init(
     preset_name: PresetName = None,
     everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
 ) -> None:
-    """Write a configuration file in which every line is explained: the settings that most runs set.
+    """Write a configuration file in which every line is explained.
 
     Its lines are comments that show the defaults, so that the file as it is changes nothing.
 

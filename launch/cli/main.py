@@ -50,11 +50,12 @@ SETTINGS: Mapping[str, Model] = {
     "gateway": ActorsProcess,
     "retrain": RetrainProcess,
     "doctor": RunConfig,
+    "try": RunConfig,
 }
 """Settings of the commands that have help for single sections."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("local", "bus", "storage", "shards", "learner", "actors", "gateway"),
-    "Prepare": ("init", "doctor", "convert", "completion"),
+    "Prepare": ("init", "doctor", "try", "convert", "completion"),
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
     "Act on a run that goes on": ("data", "engines", "keys", "reward"),
     "Look back": ("verify", "retrain", "witness", "rescore", "restore"),

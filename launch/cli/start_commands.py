@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from bus.errors import ConfigError
 from launch.cli.app import (
@@ -95,6 +96,53 @@ def local(  # noqa: PLR0913 - each is a flag
     from launch.local.local import run_local
 
     raise SystemExit(run(partial(run_local, resolved, own_bus=own_bus)))
+
+
+@app.command(name="try", usage=USAGE.format("try"))
+def try_(  # noqa: PLR0913 - each is a flag
+    *,
+    preset_name: PresetName = None,
+    recipe_name: RecipeName = None,
+    config: ConfigFiles = None,
+    creds: CredsFile = None,
+    prompts: Prompts = None,
+    reward: RewardName = None,
+    agent: AgentCommand = None,
+    count: Annotated[int, Parameter(name="--count", group=SHORT, validator=Number(gte=1))] = 3,
+    log: Logging = LogOptions(),
+    settings: Settings = RunConfig(),
+) -> None:
+    """Show what a model does with a few prompts, untrained.
+
+    It takes the settings of `launch local`, samples with the embedded engine, and prints each prompt as it is
+    rendered, the answer with the token that ended it, reasoning, tool calls, and the reward with its parts.
+
+    Parameters
+    ----------
+    preset_name
+        Settings that come with Sluice, as `launch local` takes them.
+    recipe_name
+        Settings with a published model and its prompts, as `launch local` takes them.
+    config
+        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
+    prompts
+        Training prompts: .jsonl, .parquet or hf://...
+    reward
+        Built-in reward, or yours: my_pkg.my_module:function.
+    agent
+        Command of an agent, as `launch local` takes it.
+    count
+        Number of prompts, from the first.
+    """
+    from launch.process.trial import try_model
+
+    log_as(log, "try", level="warning")
+    short = [*run_variables(), *short_sources(None, creds, prompts, reward, agent)]
+    recipe = None if recipe_name is None else recipe_of(recipe_name)
+    resolved = resolve(merged(_sources(preset_name, config, short, settings, recipe=recipe)))
+    if recipe is not None:
+        recipe.prepare()
+    run(partial(try_model, resolved, count=count, say=partial(print, flush=True)))
 
 
 @app.command(usage=USAGE.format("storage"))
