@@ -1,5 +1,17 @@
 """All exceptions that the system raises on purpose. Each type is named for what the caller can do."""
 
+from collections.abc import Sequence
+
+MOST_LISTED = 12
+"""Problems that one error lists: the screen that shows it has room for no more."""
+
+
+def listed(problems: Sequence[str], most: int = MOST_LISTED) -> str:
+    """Return problems as a list for people, a line each, and how many more there are than `most`."""
+    lines = [f"- {problem}" for problem in problems[:most]]
+    more = [f"- and {len(problems) - most} more"] if len(problems) > most else []
+    return "\n".join([*lines, *more])
+
 
 class SluiceError(Exception):
     """Root of all errors raised on purpose; its message holds the values and the remedy."""

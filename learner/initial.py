@@ -21,6 +21,7 @@ from learner.settings import LearnerSettings
 from storage.disk.atomic_files import one_at_a_time
 from storage.images.chat import ImageChat
 from storage.images.reader import ImageReader
+from storage.model_reading import refuse_no_template
 from storage.prompts.generators import load_demonstrations
 
 
@@ -80,10 +81,9 @@ def _whole_model(settings: LearnerSettings, text: PretrainedConfig) -> WholeMode
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Raise `ConfigError` when the tokenizer is not this model's."""
+    """Raise `ConfigError` when the tokenizer is not this model's, or writes no prompt."""
     refuse_other_vocabulary(hf_config, tokenizer, directory)
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"{directory}: the tokenizer has no chat template; prompts are rendered with it")
+    refuse_no_template(tokenizer, directory)
 
 
 def _demonstrations(

@@ -14,15 +14,18 @@ import torch
 from bus.codec import Json
 from bus.host_limits import memory_bytes
 from learner.config.batch import DEFAULT_TOKENS
+from learner.model_directories.model_directory import load_hf_config
 from learner.publication.dtypes import compute_dtype
 from learner.settings import LearnerSettings
-from storage.disk.atomic_files import read_json
-from storage.weights.model_files import CONFIG
 
 log = structlog.get_logger()
 SHARE = 16
 """Activations of a micro-batch take at most one part in so many of the memory of the host or container."""
 LEAST_TOKENS = 256
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "num_key_value_heads",
+    "num_experts_per_tok", "intermediate_size", "moe_intermediate_size",
+)  # fmt: skip
 
 
 def fitted(settings: LearnerSettings) -> LearnerSettings:
@@ -31,10 +34,10 @@ def fitted(settings: LearnerSettings) -> LearnerSettings:
     The number follows from the model and the host alone, so that a resumed learner has the same one. Models
     made from nothing are small, and have that of a GPU."""
     batch = settings.learner.batch
-    config = settings.model_directory / CONFIG
     if torch.cuda.is_available() or batch.tokens_per_micro_batch or settings.model.path is None:
         return settings
-    hf_config = read_json(config, "give a directory of a Hugging Face model")
+    text = load_hf_config(settings.model_directory).get_text_config()
+    hf_config = {name: getattr(text, name, None) for name in SIZES}
     recompute = settings.learner.parallel.recompute == "full"
     each = activation_bytes(hf_config, compute_dtype(settings.model).itemsize, recompute=recompute)
     most = memory_bytes() // SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

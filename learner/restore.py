@@ -6,16 +6,7 @@ from pathlib import Path
 import structlog
 
 from learner.backends.base import Backend
-from learner.backends.factory import (
-    build_backend,
-    refuse_attention,
-    refuse_batches,
-    refuse_optimizers,
-    refuse_quantisation,
-    refuse_router_replay,
-    refuse_state_directory,
-    rounding_of,
-)
+from learner.backends.factory import build_backend, rounding_of
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig
 from learner.initial import Initial
@@ -23,6 +14,7 @@ from learner.initial_critic import critic_source
 from learner.progress import Progress
 from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.settings import LearnerSettings
+from learner.unfit_settings import refuse_unfit
 from learner.warmup import finish_warm_up
 from learner.world.process_group import use_threads
 
@@ -38,17 +30,9 @@ def restore_backend(
     Model, optimizer, critic, frozen policies, random generators and the stage's threads are as they were
     then. A run that was done trains on. Every rank calls this, in a world divided as `parallel` says. The
     files of a `verified` checkpoint are not read twice. Raises `StorageError` for a checkpoint that is
-    missing or damaged, `ConfigError` for another model's or another critic's, for batches that cannot be
-    trained on here and for weights that cannot be published as the run is to.
+    missing or damaged, `ConfigError` for another model's or another critic's, and as `refuse_unfit` does.
     """
-    refuse_batches(settings.model, settings.learner.batch, initial.hf_config)
-    refuse_attention(settings.model, parallel)
-    refuse_state_directory(settings.learner)
-    stages = (settings.learner, settings.warmup) if settings.warmup.steps else (settings.learner,)
-    optimizers = [stage.optimizer for stage in stages]
-    refuse_optimizers(settings.model, optimizers, initial.hf_config, settings.learner.backend)
-    refuse_router_replay(settings.learner, initial.hf_config)
-    refuse_quantisation(settings.learner, initial.state)
+    refuse_unfit(settings, initial, parallel)
     rounding = rounding_of(settings.learner, settings.model)
     # a run without a warm-up begins in this stage too, but takes no step in it
     stage = settings.warmup if progress.stage == "warmup" and settings.warmup.steps else settings.learner

@@ -31,7 +31,7 @@ def ensure_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) -
     if not (directory / "config.json").exists():
         build_model_directory(directory, sizes, seed=seed)
         return
-    wanted = _config(sizes, character_tokenizer(images=sizes.vision.layers > 0))
+    wanted = scratch_config(sizes)
     if other := list(_other_sizes(load_hf_config(directory), wanted)):
         raise ConfigError(
             f"the run's scratch model in {directory} was made with other sizes ({', '.join(other)}): "
@@ -67,6 +67,11 @@ def build_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) ->
     if sees:
         image_processor(sizes.vision).save_pretrained(directory)
     return directory
+
+
+def scratch_config(sizes: ScratchModel) -> PretrainedConfig:
+    """Return the configuration of a scratch model of these sizes."""
+    return _config(sizes, character_tokenizer(images=sizes.vision.layers > 0))
 
 
 def character_tokenizer(*, images: bool = False) -> PreTrainedTokenizerFast:

@@ -39,11 +39,12 @@ def doctor(  # noqa: PLR0913 - each is a flag
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
     settings: Settings = RunConfig(),
 ) -> None:
-    """Look whether this host can run what a configuration wants; each finding is ok, a warning or an error.
+    """Look whether this host can run what a configuration wants.
 
-    It looks at versions, conflicts of packages, GPU, disk, ports, limits, variables, the model directory, and
-    the bus with its clock. Each warning and error comes with a remedy. It starts nothing and leaves nothing.
-    The exit status is 1 if there is an error.
+    It looks at versions, conflicts of packages, GPU, disk, ports, limits, variables, the model directory, the
+    bus with its clock, and at all that a start asks, where prompts are named. Each finding is ok, a warning
+    or an error, and each of the latter two comes with a remedy. It leaves nothing. The exit status is 1 if
+    there is an error.
 
     Parameters
     ----------
@@ -55,9 +56,9 @@ def doctor(  # noqa: PLR0913 - each is a flag
     bus
         NATS server, as nats://[user:password@]host:port.
     prompts
-        Training prompts, as `launch local` takes them; doctor does not read them.
+        Training prompts, as `launch local` takes them, which are checked as by a start.
     reward
-        Reward, as `launch local` takes it; doctor does not load it.
+        Reward, as `launch local` takes it; it is called as by a start where prompts are named.
     agent
         Command of an agent, as `launch local` takes it; doctor does not run it.
     as_json

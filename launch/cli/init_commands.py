@@ -23,7 +23,8 @@ def init(
 ) -> None:
     """Write a configuration file in which every line is explained.
 
-    Its lines are comments that show the defaults, so that the file as it is changes nothing.
+    It has the settings that most runs set. Its lines are comments that show the
+    defaults, so that the file as it is changes nothing.
 
     Parameters
     ----------

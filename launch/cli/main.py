@@ -21,6 +21,7 @@ from launch.cli import (
     engine_commands,
     init_commands,
     key_commands,
+    plan_commands,
     process_commands,
     run_commands,
     start_commands,
@@ -50,12 +51,13 @@ SETTINGS: Mapping[str, Model] = {
     "gateway": ActorsProcess,
     "retrain": RetrainProcess,
     "doctor": RunConfig,
+    "plan": RunConfig,
     "try": RunConfig,
 }
 """Settings of the commands that have help for single sections."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("local", "bus", "storage", "shards", "learner", "actors", "gateway"),
-    "Prepare": ("init", "doctor", "try", "convert", "completion"),
+    "Prepare": ("init", "doctor", "plan", "try", "convert", "completion"),
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
     "Act on a run that goes on": ("data", "engines", "keys", "reward"),
     "Look back": ("verify", "retrain", "witness", "rescore", "restore"),
@@ -68,6 +70,7 @@ COMMANDS = (
     engine_commands,
     key_commands,
     init_commands,
+    plan_commands,
     process_commands,
     run_commands,
     start_commands,

@@ -1,4 +1,4 @@
-"""Tells which backend trains: the only module outside the backends' own folders that imports one."""
+"""Tells which backend trains: only this module and suitability.py import a backend from outside."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +12,7 @@ from learner.backends.base import Backend, CriticSource
 from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.torch_dist import is_checkpoint, model_in
+from learner.backends.megatron.layout import refuse_world
 from learner.backends.megatron.model.windows import (
     refuse_shared_sinks,
     refuse_shared_states,
@@ -68,6 +69,12 @@ def init_world(
         process_groups.init_world(parallel, timeout_s)
     else:  # nothing is divided
         init_process_group(timeout_s)
+
+
+def refuse_other_world(parallel: ParallelConfig, ranks: int, backend: BackendName) -> None:
+    """Raise `ConfigError` for a world of so many ranks that cannot be divided as `parallel` says."""
+    if backend == "megatron":  # elsewhere nothing is divided
+        refuse_world(parallel, ranks)
 
 
 def close_world() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
 from bus.work_progress import tracked
@@ -19,6 +18,7 @@ from learner.backends.factory import checkpoint_weights
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from learner.model_directories.text_model import text_weights
 from storage.disk.atomic_files import TEMPORARY_PREFIX
+from storage.model_reading import AGAIN, read_config, read_tokenizer, refusing
 from storage.weights.output_head import has_other_head
 from storage.weights.text_model import text_alone
 
@@ -41,8 +41,6 @@ TOKENIZER_FILES = (
     "video_preprocessor_config.json",
     "vocab.json",
 )
-UNREADABLE = (OSError, ValueError, KeyError, StrictDataclassError)
-"""What transformers raises for a configuration that it cannot read."""
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types of published configurations that transformers does not know, and whose model is another's."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -106,7 +104,9 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:
 def load_hf_config(path: Path) -> PretrainedConfig:
     """Read `config.json` as `load_whole_config` does; of a multimodal model that is not trained as a whole,
     the text model's part."""
-    return text_alone(load_whole_config(path))
+    config = load_whole_config(path)
+    with refusing(f"cannot read {path / 'config.json'}", AGAIN):
+        return text_alone(config)
 
 
 def load_whole_config(path: Path) -> PretrainedConfig:
@@ -114,11 +114,9 @@ def load_whole_config(path: Path) -> PretrainedConfig:
     where the files have another one, which is what transformers takes.
 
     Raises `ConfigError` when it is missing or unreadable, or of a model that can be converted only."""
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} is not a model directory: it has no config.json")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except UNREADABLE as error:
+        config = read_config(path)
+    except ConfigError as error:
         model_type = str(raw_config(path).get("model_type"))
         if model_type in ALIASES:
             raise ConfigError(
@@ -126,7 +124,7 @@ def load_whole_config(path: Path) -> PretrainedConfig:
                 f"{ALIASES[model_type]} of it by `launch convert hf-to-megatron {path} TARGET`, and give "
                 "--model.path TARGET"
             ) from error
-        raise ConfigError(f"cannot read {path / 'config.json'}: {_first_line(error)}") from error
+        raise
     if has_other_head(path):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     return config
@@ -150,10 +148,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer. Raises `ConfigError` when it is not there: transformers would make one up."""
     if not has_tokenizer(path):
         raise ConfigError(f"{path} has no tokenizer: it needs tokenizer.json or tokenizer.model")
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot read the tokenizer in {path}: {_first_line(error)}") from error
+    return read_tokenizer(path)
 
 
 def other_tokens(directory: Path, model_directory: Path) -> list[str]:
@@ -170,10 +165,11 @@ def refuse_other_vocabulary(
 ) -> None:
     """Raise `ConfigError` when the tokenizer of `directory` has tokens that the model does not embed."""
     embedded = hf_config.get_text_config().vocab_size
-    if len(tokenizer) > embedded:
+    tokens = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
+    if tokens > embedded:
         raise ConfigError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds {embedded}: they do "
-            "not belong together"
+            f"{directory}: the tokenizer has {tokens} tokens, the model embeds {embedded}: they do not "
+            "belong together; put the tokenizer's files of this model there"
         )
 
 
@@ -309,8 +305,8 @@ def _weight_files(path: Path) -> Sequence[Path]:
         try:
             index = json.loads((path / INDEX_FILE).read_text())
             return [path / name for name in sorted(set(index["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"cannot read {path / INDEX_FILE}: {error!r}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"cannot read {path / INDEX_FILE} ({error!r}): {AGAIN}") from error
     raise ConfigError(
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}: convert the weights to safetensors"
     )
@@ -321,10 +317,7 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
+    except FileNotFoundError as error:
+        raise ConfigError(f"cannot read {file}: it is missing, and {INDEX_FILE} names it: {AGAIN}") from error
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error of transformers, without its advice to update."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"cannot read {file}: it is damaged ({error}): {AGAIN}") from error

@@ -6,12 +6,15 @@ checkpoints.
 
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from bus.errors import ConfigError
 from learner.algorithms.objective import Objective
 from learner.backends.base import Backend
 from learner.backends.frozen import FrozenPolicies
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
+from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import load_hf_directory, other_tokens
 from learner.progress import Stage
 from learner.settings import LearnerSettings
@@ -71,16 +74,29 @@ def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | 
 def _load(
     backend: Backend, settings: LearnerSettings, tag: str, directory: Path, *, is_initial: bool = False
 ) -> None:
-    hf_config, state = load_hf_directory(directory)
+    hf_config, state = _opened(tag, directory, settings.model_directory)
     if different := backend.other_hyperparameters(hf_config):
         raise ConfigError(
             f"the {tag} in {directory} takes the policy's place in the model, so all of it must be the same, "
             f"but {', '.join(different)}: choose a model like the policy"
         )
-    if other := other_tokens(directory, settings.model_directory):
-        raise ConfigError(
-            f"the {tag} in {directory} has another vocabulary than the policy in "
-            f"{settings.model_directory}: {len(other)} tokens have other ids, as {other[0]!r}; choose "
-            "a model with the policy's tokenizer"
-        )
     backend.frozen.load(tag, hf_config, state, directory, is_initial=is_initial)
+
+
+def refuse_other_policies(settings: LearnerSettings, learner: LearnerConfig) -> None:
+    """Raise `ConfigError` for a directory of a reference or a teacher that cannot be read, or whose tokens
+    are not the policy's."""
+    named = {tag: teacher.path for tag, teacher in learner.used_teachers.items()}
+    for tag, directory in {**named, "reference": learner.reference.path}.items():
+        if directory is not None:
+            _opened(tag, directory, settings.model_directory)
+
+
+def _opened(tag: str, directory: Path, model_directory: Path) -> tuple[PretrainedConfig, State]:
+    found = load_hf_directory(directory)
+    if other := other_tokens(directory, model_directory):
+        raise ConfigError(
+            f"the {tag} in {directory} has another vocabulary than the policy in {model_directory}: "
+            f"{len(other)} tokens have other ids, as {other[0]!r}; choose a model with the policy's tokenizer"
+        )
+    return found

@@ -19,6 +19,7 @@ from PIL import Image
 from bus.errors import ConfigError
 from bus.images import PlacedImage, image_digest
 from storage.images.encoded import REMEMBERED, ImageError, decoded
+from storage.model_reading import AGAIN, refusing
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -59,7 +60,10 @@ class ImageReader:
             config = json.loads((directory / "config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {directory / 'config.json'}: {error}") from error
-        return cls(directory, config) if config.get("model_type") in FAMILIES else None
+        if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
+            return None
+        with refusing(f"cannot read what {directory} says of images", AGAIN):
+            return cls(directory, config)
 
     def read(self, data: bytes) -> PlacedImage:
         """Return an image, as if it stood at token 0. Raises `ImageError`."""

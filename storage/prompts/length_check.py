@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import NamedTuple
 
 from bus.blobs import get_blob
@@ -18,12 +17,11 @@ from bus.messages import BlobRef, ModelFiles, Prompt
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
 from storage.images.reader import ImageReader
+from storage.model_reading import context_of, read_config, read_tokenizer, refuse_no_template, refusing
 from storage.weights.model_files import unbundle
 
 BATCH = 1024
-_IMPORTING = Lock()
-"""Held for the first import of transformers, which fails in a second thread meanwhile: a process that keeps
-the runs of several policies checks their prompts at the same time."""
+TEMPLATE_REMEDY = "change the prompt, or the template in the model's directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +68,7 @@ def check_measured_prompts(measured: Mapping[str, Sequence[Prompt]], model_direc
         model_directory: files of the model."""
     images = None
     if ImageReader.of(model_directory) is not None:
-        with _IMPORTING:
-            from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model_directory, trust_remote_code=False)
-        images = ImageChat.of(model_directory, tokenizer)
+        images = ImageChat.of(model_directory, read_tokenizer(model_directory))
     for name, prompts in measured.items():
         for number, prompt in enumerate(prompts, start=1):
             try:
@@ -105,14 +99,11 @@ def long_prompts(
     """Return the prompts that leave no room for `max_new_tokens` in the context.
 
     Raises `ConfigError` for a prompt that the model's chat template refuses."""
-    from storage.chats.template import ChatRefusedError, ChatTemplate  # Jinja2 is slow to import, too
+    from storage.chats.template import ChatRefusedError, ChatTemplate  # Jinja2 is slow to import
 
-    with _IMPORTING:
-        from transformers import AutoConfig, AutoTokenizer  # slow to import, needed once
-
-    hf_config = AutoConfig.from_pretrained(model_directory, trust_remote_code=False)
-    context = hf_config.get_text_config().max_position_embeddings
-    tokenizer = AutoTokenizer.from_pretrained(model_directory, trust_remote_code=False)
+    context = context_of(read_config(model_directory), model_directory)
+    tokenizer = read_tokenizer(model_directory)
+    refuse_no_template(tokenizer, model_directory)
     images = ImageChat.of(model_directory, tokenizer)
     template, rendered = ChatTemplate(tokenizer), list[_Rendered]()
     start = 0
@@ -120,7 +111,8 @@ def long_prompts(
         number = start + len(rendered) + 1
         try:
             messages, shown = _with_texts(prompt, images)
-            text = template.render(messages, prompt.tools)
+            with refusing(f"prompt {number}: the model's chat template refuses it", TEMPLATE_REMEDY):
+                text = template.render(messages, prompt.tools)
         except ImageError as error:
             raise ConfigError(f"prompt {number}: {error}") from error
         except ChatRefusedError as error:

@@ -33,7 +33,10 @@ def has_other_head(directory: Path) -> bool:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         return False  # others say what is wrong with it
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    if not isinstance(config, dict):
+        return False  # the same
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
     if not (config.get(TIED, text.get(TIED, False))):
         return False
     tensors = [found for file in sorted(directory.glob("*.safetensors")) for found in _tensors(file).items()]

@@ -60,7 +60,7 @@ def test_activations_take_the_memory_that_they_are_reckoned_to_take(recompute):
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerSettings:
     """Those of a directory's model, on a host of 8 GiB."""
     monkeypatch.setattr(micro_batch, "memory_bytes", lambda: 8 << 30)
-    (tmp_path / "config.json").write_text(json.dumps(LAPTOP))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LAPTOP}))
     where = {name: tmp_path / name for name in ("checkpoints", "progress", "lineage", "export")}
     return LearnerSettings(
         model=ModelConfig(path=tmp_path), warmup=WarmupConfig(), learner=LearnerConfig(),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, listed
 from bus.work_progress import tracked
 from learner.backends.fsdp.names import FileNames
 from learner.model_directories.lazy_weights import State, part_of, spec_of
@@ -38,10 +38,9 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
     Raises `ConfigError` with all names that are missing, unexpected or of another shape, on every rank alike;
     the model is then unchanged. Every rank calls this.
     """
-    problems = {problem for of_rank in gathered(list(_problems(names, state))) for problem in of_rank}
+    problems = {problem for of_rank in gathered(list(misfits(names, state))) for problem in of_rank}
     if problems:
-        listed = "\n".join(f"- {problem}" for problem in sorted(problems))
-        raise ConfigError(f"these weights do not fit the model:\n{listed}")
+        raise ConfigError(f"these weights do not fit the model:\n{listed(sorted(problems))}")
     for name, tensor in tracked(tensors.items(), "loading the weights"):
         mine, of_tensor = local(tensor), names.tensors[name]
         if not mine.numel():
@@ -56,7 +55,8 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
             mine.copy_(names.merge(name, state)[start:stop])
 
 
-def _problems(names: FileNames, state: State) -> Iterator[str]:
+def misfits(names: FileNames, state: State) -> Iterator[str]:
+    """Yield, for people, what `state` lacks of a model's weights, and what it has besides or otherwise."""
     wanted = names.files
     for name, shape in wanted.items():
         if name not in state:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, listed
 from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule, Shape, as_it_came, nothing
 from learner.backends.megatron.conversion.beside import weights_beside
@@ -73,7 +73,7 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
         raise ConfigError(f"{source} is a checkpoint of megatron-core already")
     if has_tokenizer(source):
         refuse_other_vocabulary(hf_config, load_tokenizer(source), source)
-    _refuse_misfits(source, hf_config, state)
+    refuse_misfits(source, hf_config, state)
     shape = shape_of(hf_config)
     seen = Digesting(_by_rule(state, hf_config))
     beside = list(filter(family_of(hf_config).beside, state))
@@ -175,17 +175,18 @@ def _refuse_unsupported(hf_config: PretrainedConfig) -> None:
         raise ConfigError("cannot convert this model:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
-def _refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeights) -> None:
-    """Compare with what transformers itself would save for this configuration."""
+def refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeights) -> None:
+    """Raise `ConfigError` for weights that are not those which transformers would save for this
+    configuration."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     expected = {name: t.shape for name, t in revert_weight_conversion(model, model.state_dict()).items()}
     if hf_config.tie_word_embeddings:
         expected = {name: size for name, size in expected.items() if name not in OUTPUT.parts}
-    problems = [f"missing {name} {list(size)}" for name, size in expected.items() if name not in state]
+    missing = [f"missing {name} {list(size)}" for name, size in expected.items() if name not in state]
     ignored = (*OUTPUT.parts,) if hf_config.tie_word_embeddings else ()
     beside = family_of(hf_config).beside
-    problems += [
+    unexpected = [
         f"unexpected {name}"
         for name in state
         if name not in expected
@@ -193,12 +194,10 @@ def _refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeight
         and not name.endswith("rotary_emb.inv_freq")
         and not beside(name)
     ]
-    problems += [
+    others = [
         f"{name} is {list(state.spec(name).shape)}, not {list(size)}"
         for name, size in expected.items()
         if name in state and state.spec(name).shape != tuple(size)
     ]
-    if problems:
-        raise ConfigError(
-            f"the weights in {source} do not fit its config.json:\n" + "\n".join(f"- {p}" for p in problems)
-        )
+    if problems := [listed(of_kind, 6) for of_kind in (missing, unexpected, others) if of_kind]:
+        raise ConfigError(f"the weights in {source} do not fit its config.json:\n" + "\n".join(problems))

@@ -11,12 +11,12 @@ from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import (
     ALIASES,
     STORED_DTYPES,
-    UNREADABLE,
     HFWeights,
     load_hf_directory,
     raw_config,
 )
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
+from storage.model_reading import AGAIN, refusing
 from storage.weights.fp8 import Blocks
 
 
@@ -32,10 +32,8 @@ def load_published(directory: Path) -> tuple[PretrainedConfig, State]:
     kind = ALIASES.get(model_type, model_type)
     left_out = ("auto_map", *(("quantization_config",) if block else ()))
     known = {name: value for name, value in raw.items() if name not in left_out}
-    try:
+    with refusing(f"cannot read {directory / 'config.json'}", AGAIN):
         hf_config = CONFIG_MAPPING[kind].from_dict({**known, "model_type": kind})
-    except UNREADABLE as error:
-        raise ConfigError(f"cannot read {directory / 'config.json'}: {error!r}") from error
     if block is None:
         return hf_config, HFWeights(directory)
     return hf_config, DequantisedWeights(HFWeights(directory, STORED_DTYPES), block, torch.bfloat16)

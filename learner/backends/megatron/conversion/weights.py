@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, listed
 from bus.work_progress import tracked
 from learner.backends.megatron.conversion.base import (
     CHOICE_BIAS,
@@ -69,7 +69,7 @@ def load_hf_weights(
     places = places_in(stacks)
     problems = _of_any_rank(list(_problems(slices, rules, shape, state, wanted, places)))
     if problems:
-        raise ConfigError("these weights do not fit the model:\n" + "\n".join(f"- {p}" for p in problems))
+        raise ConfigError(f"these weights do not fit the model:\n{listed(problems)}")
     state = unstacked(state, stacks)
     if dist.get_rank() == 0:
         _tell_rounded_routers(rules, state, next(chunks[0].parameters()).dtype)

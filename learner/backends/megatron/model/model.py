@@ -169,10 +169,7 @@ def build_chunks(
     Returns one piece, or `virtual_pipeline` pieces, from the first layers to the last. Raises `ConfigError`
     with every hyperparameter of `hf_config` that cannot be represented, or that `parallel` does not divide.
     """
-    problems = unsupported(hf_config) or layout_problems(parallel, shape_of(hf_config))
-    if not problems and family_of(hf_config).sinks:
-        problems = list(_problems_of_sinks(dtype, parallel))
-    if problems:
+    if problems := unsupported(hf_config) or unsuitable(hf_config, dtype, parallel):
         raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
     config = transformer_config(hf_config, dtype, parallel)
     pieces = parallel.virtual_pipeline
@@ -181,6 +178,14 @@ def build_chunks(
             kind(config, block_spec(config, hf_config, stage), hf_config, stage).to(device())
             for stage in (range(pieces) if pieces > 1 else [None])
         ]
+
+
+def unsuitable(hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig) -> list[str]:
+    """List, for people, why a supported model cannot be computed as `dtype` or divided as `parallel` says."""
+    problems = layout_problems(parallel, shape_of(hf_config))
+    if not problems and family_of(hf_config).sinks:
+        problems = list(_problems_of_sinks(dtype, parallel))
+    return problems
 
 
 @contextmanager
