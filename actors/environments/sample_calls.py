@@ -7,6 +7,7 @@ from itertools import accumulate
 from actors.config import ActorsConfig
 from actors.environments.agent_config import POSTED
 from actors.environments.choice import DEFAULT, chosen_environment
+from actors.rewards.base import RewardError
 from actors.rewards.config import RewardConfig
 from actors.rewards.prompt_choices import answer_of_nobody, chosen_reward
 from actors.rewards.registry import REWARDS
@@ -46,6 +47,25 @@ def sample_calls(
             answer = answer_of_nobody(prompt, text, task_id="sample call")
             found[key] = SampleCall(f"{where}, prompt {number}", name, config, answer)
     return list(found.values())
+
+
+def sample_scores(prompts: Sequence[Prompt], actors: ActorsConfig) -> list[str]:
+    """Say which rewards three sample answers to the first prompt have: its label, a number, and nothing. Only
+    a quick reward that is built in is called, in a run with one environment."""
+    config = actors.environment
+    if actors.environments or not isinstance(config, RewardConfig) or not prompts:
+        return []
+    name = chosen_reward(prompts[0], config)
+    if name not in REWARDS or prompts[0].label is None:
+        return []
+    scores = []
+    for text in (prompts[0].label, TEXT, ""):
+        try:
+            found = f"{REWARDS[name](answer_of_nobody(prompts[0], text, task_id='sample')):g}"
+        except RewardError as error:
+            found = f"an error ({error})"
+        scores.append(f"{text[-40:]!r} has {found}")
+    return [f"The reward {name} of answers to prompt 0: {', '.join(scores)}."]
 
 
 def _is_called(config: object) -> bool:

@@ -14,7 +14,6 @@ import structlog
 from rich.console import Console
 
 from bus.child_process import module_command
-from bus.codec import Json
 from bus.config import URL_VARIABLE
 from bus.connection import Bus
 from bus.server import free_port
@@ -22,12 +21,12 @@ from bus.status import peak_rss_bytes
 from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
-from launch.local.taking_up import over, remarks
+from launch.local.taking_up import remarks
 from launch.operations.run_stop import going_on
 from launch.process.ranks import SMALLER_LEARNER
 from launch.process.services import policy_config
-from launch.process.start_checks import check_start, start_remarks
-from launch.watch.conclusion import conclude, saved_progress
+from launch.process.start_checks import check_start, finished, stage_of, start_remarks
+from launch.watch.conclusion import conclude
 from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary
 from launch.watch.view import TerminalView
@@ -51,15 +50,13 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
     """Run everything until the learner is done or `stop`; returns the exit status."""
     console = Console()
     run = RunDirectory(config.directory, config.run)
-    if run.exists and run.summary.exists() and (why := over(config, run)) is not None:
+    if (complete := finished(config, run)) is not None:
         print_summary(console, read_json(run.summary, "remove it to have the run go on"))
-        console.print(
-            f"Run {config.run!r} is complete: {why}. Another --run starts anew.", soft_wrap=True, markup=False
-        )
+        console.print(complete, soft_wrap=True, markup=False)
         return 0
     run.refuse_unwritable()
     run.refuse_other_format()
-    await check_start(config, run)
+    await check_start(config, run, own_bus=own_bus)
     for remark in [*start_remarks(config), *(remarks(config, run) if run.exists else ())]:
         console.print(remark, soft_wrap=True, markup=False)
     console.print(dashboard_hint(config), soft_wrap=True)
@@ -212,7 +209,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
             "actors",
             _command("actors", *join, *python, *_monitoring(config, "actors")),
             drain_s=_actors_drain_s(config),
-            may_end=lambda: _stage(run) == "done",  # they may be sooner than the learner, which says so
+            may_end=lambda: stage_of(run) == "done",  # they may be sooner than the learner, which says so
             smaller="lower actors.engine.slots",
         ),
         Part(
@@ -276,7 +273,3 @@ async def _watch_host(
             except psutil.NoSuchProcess:
                 continue
         await set_within(stop, LOOK_S)
-
-
-def _stage(run: RunDirectory) -> Json:
-    return (saved_progress(run) or {}).get("stage")

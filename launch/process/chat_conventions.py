@@ -1,10 +1,10 @@
 """What a model's files and template say of its chats: by which tokens answers end, and how calls are read."""
 
-from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY
 from launch.config import RunConfig
 from launch.process.model_directory import model_here
 from storage.disk.run_directory import RunDirectory
+from storage.model_reading import read_tokenizer
 
 
 def chat_remark(config: RunConfig) -> str:
@@ -16,15 +16,10 @@ def chat_remark(config: RunConfig) -> str:
     model = model_here(config.model.path, RunDirectory(config.directory, config.run))
     if model is None:
         return ""
-    from transformers import AutoTokenizer  # not for help
-
-    from actors.policy.chat_format import ChatFormat
+    from actors.policy.chat_format import ChatFormat  # not for help
     from storage.chats.stop_tokens import stop_tokens
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model}: its tokenizer cannot be read: {error}") from error
+    tokenizer = read_tokenizer(model)
     whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
     said = f"Answers{whose} end with {', '.join(map(str, stop_tokens(model, tokenizer)))}."
     if not config.actors.offers_native_tools:

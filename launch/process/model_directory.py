@@ -13,6 +13,9 @@ from launch.process.weight_files import all_tensors
 from learner.config.mtp import Heads, refuse_headless
 from storage.disk.run_directory import RunDirectory
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+"""Files of which a tokenizer has one at least."""
+
 
 def model_directory(path: Path, *, setting: str = "model.path") -> Path:
     """Return the directory that `setting` names as `path`, fetching a model of the Hugging Face hub.
@@ -41,7 +44,8 @@ def model_here(path: Path | None, run: RunDirectory) -> Path | None:
     if path is None:
         return None
     found = model_on_disk(pinned(path, run))
-    return found if (found / "config.json").is_file() and (found / "tokenizer.json").is_file() else None
+    tokenizer = any((found / name).is_file() for name in TOKENIZERS)
+    return found if (found / "config.json").is_file() and tokenizer else None
 
 
 def refuse_full_context(config: RunConfig) -> None:

@@ -6,17 +6,22 @@ from tempfile import TemporaryDirectory
 
 from actors.environments.build import check_environment
 from actors.environments.prompt_choices import refuse_unknown_choices
-from actors.environments.sample_calls import sample_calls
+from actors.environments.sample_calls import sample_calls, sample_scores
 from actors.rewards.group_filters import load_filter
 from actors.rewards.sample_call import check_calls
+from bus.codec import Json
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.policy_names import DEFAULT_POLICY
+from bus.server import nats_binary
 from launch.config import RunConfig, of_policy
 from launch.evaluation_checks import refuse_nobody_rolls_out
+from launch.local.taking_up import over
 from launch.operations.run_stop import going_on
 from launch.process.chat_conventions import chat_remark
+from launch.process.engine_check import refuse_no_sglang
 from launch.process.hub_revision import pinned
+from launch.process.model_check import refuse_models
 from launch.process.model_directory import (
     model_directory,
     model_here,
@@ -24,8 +29,10 @@ from launch.process.model_directory import (
     refuse_headless_model,
     refuse_other_angles,
 )
+from launch.process.scratch_prompts import refuse_long_for_scratch
 from launch.process.vision_checks import refuse_unfit_vision
 from launch.process.weights_transport import transport_remark
+from launch.watch.conclusion import saved_progress
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
@@ -35,15 +42,23 @@ from storage.prompts.length_check import check_measured_prompts, check_prompt_le
 from storage.prompts.run_prompts import Prompts, read_prompts
 
 
-async def check_start(config: RunConfig, run: RunDirectory) -> Prompts:
+async def check_start(
+    config: RunConfig, run: RunDirectory, *, own_bus: bool = False, models: bool = True
+) -> Prompts:
     """Check what can be wrong before anything starts; prompts of a generated task are written into `run`.
 
-    Returns the prompts. Raises `ConfigError` for the first thing that is wrong."""
+    Returns the prompts. `models=False` leaves out what the learner would refuse of models. Raises
+    `ConfigError` for the first thing that is wrong."""
+    if own_bus:
+        nats_binary()  # raises where there is none to start
     refuse_nobody_rolls_out(config)
     await check_environment(config.actors)
     load_filter(config.actors.group_filter, config.actors.group_limits)
     for one in _of_each_policy(config):
         await asyncio.to_thread(_check_model, one)
+    if models:
+        await refuse_models(_of_each_policy(config))
+    await asyncio.to_thread(refuse_no_sglang, config)
     refuse_missing(config.metrics)
     prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
     refuse_unknown_choices(prompts.training, config.actors, where=prompts.source)
@@ -84,21 +99,44 @@ def _check_model(config: RunConfig) -> None:
         load_demonstrations(config.warmup.demonstrations)
 
 
-async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) -> str:
+async def rehearse_local(
+    config: RunConfig, stop: asyncio.Event, *, own_bus: bool, models: bool = True
+) -> str:
     """Check what `launch local` and the processes that it starts check first, as far as this host shows it.
 
-    Starts no process and leaves no file; a bus that is not the run's own must answer. Returns what was found,
-    in words. Raises `ConfigError` for the first thing that is wrong, `BusError` for a bus that is away."""
+    Starts nothing that stays and leaves no file; a bus that is not the run's own must answer. Returns what
+    was found, in words. Raises `ConfigError` for the first thing that is wrong, `BusError` for a bus that is
+    away."""
     from learner.algorithms.plugin import refuse_bad_plugins
 
-    RunDirectory(config.directory, config.run).refuse_unwritable()
+    run = RunDirectory(config.directory, config.run)
+    if (complete := finished(config, run)) is not None:
+        return complete
+    run.refuse_unwritable()
     remark = _refuse_live(config)
     for one in _of_each_policy(config):
         refuse_bad_plugins(one.learner)
     with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
-        prompts = await check_start(config, RunDirectory(Path(scratch), config.run))
+        prompts = await check_start(
+            config, RunDirectory(Path(scratch), config.run), own_bus=own_bus, models=models
+        )
+        if config.model.path is None:
+            refuse_long_for_scratch(prompts.training, config)
         found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
-        return "\n".join([found, *start_remarks(config)])
+        scores = sample_scores(prompts.training, config.actors)
+        return "\n".join([found, *scores, *start_remarks(config)])
+
+
+def finished(config: RunConfig, run: RunDirectory) -> str | None:
+    """Return what a start says of a run that has ended and has nothing left to do; None of others."""
+    if not run.exists or not run.summary.exists() or (why := over(config, run)) is None:
+        return None
+    return f"Run {config.run!r} is complete: {why}. Another --run starts anew."
+
+
+def stage_of(run: RunDirectory) -> Json:
+    """Return the stage in which the run's learner last ended; None where it never did."""
+    return (saved_progress(run) or {}).get("stage")
 
 
 def start_remarks(config: RunConfig) -> list[str]:

@@ -144,7 +144,7 @@ async def try_model(config: RunConfig, stop: asyncio.Event, *, count: int, say: 
     if config.model.path is None:
         raise ConfigError("launch try shows a model that exists: name one by --model.path")
     with TemporaryDirectory(prefix="sluice-try-") as scratch:
-        prompts = await check_start(config, RunDirectory(Path(scratch), config.run))
+        prompts = await check_start(config, RunDirectory(Path(scratch), config.run), models=False)
         tasks = [
             Task.of(prompt, f"try-{number}", heldout=True)
             for number, prompt in enumerate(islice(prompts.training, count))

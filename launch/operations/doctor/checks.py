@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from bus.errors import BusError, ConfigError
 from launch.config import RunConfig
 from launch.operations.doctor.bus import check_bus
-from launch.operations.doctor.findings import Finding
+from launch.operations.doctor.findings import Finding, worst
 from launch.operations.doctor.host import (
     check_disk,
     check_gpu,
@@ -40,9 +41,24 @@ async def examine(config: RunConfig, named_bus: bool, say: Say, stop: asyncio.Ev
             return findings
         for finding in await asyncio.to_thread(list, check()):
             note(finding)
-    async for finding in check_bus(config, named_bus):
+    on_bus = [finding async for finding in check_bus(config, named_bus)]
+    for finding in on_bus:
         note(finding)
+    if worst(on_bus) != "error" and (config.data.prompts or config.data.sources or config.data.task):
+        note(await _start(config, named_bus, stop))
     return findings
+
+
+async def _start(config: RunConfig, named_bus: bool, stop: asyncio.Event) -> Finding:
+    """Tell whether a start would begin, but for what the learner asks of a model, which has a finding."""
+    from launch.process.start_checks import rehearse_local
+
+    try:
+        said = await rehearse_local(config, stop, own_bus=not named_bus, models=False)
+    except (ConfigError, BusError) as error:
+        found, _, remedy = str(error).rpartition(": ")
+        return Finding("start", "error", found or remedy, remedy if found else "change this setting")
+    return Finding("start", "ok", said.splitlines()[0])
 
 
 def _checks(config: RunConfig) -> Iterator[Callable[[], Iterator[Finding]]]:

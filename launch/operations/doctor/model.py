@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bus.errors import ConfigError
 from launch.config import RunConfig
-from launch.operations.doctor.findings import Finding, brief
+from launch.operations.doctor.findings import Finding, brief, worst
 from launch.process.hub_model import is_hub_name
 from launch.process.model_directory import (
     model_on_disk,
@@ -14,9 +14,8 @@ from launch.process.model_directory import (
     refuse_other_angles,
 )
 from launch.process.weight_files import tensors_in, weight_files
+from storage.model_reading import context_of, read_config, read_tokenizer, refuse_no_template
 
-BAD_FILES = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
-"""What transformers raises for files that are missing, garbled, or JSON of another shape."""
 COMPLETE = "download the directory again: a copy was cut short"
 
 
@@ -40,19 +39,33 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
             "DIR` makes",
         )  # fmt: skip
         return
-    yield from _load(path)
-    yield from _weights(path)
+    findings = [*_load(path), *_weights(path)]
+    yield from findings
+    if worst(findings) != "error":
+        yield from _trained(config, path)
     for refuse in (refuse_full_context, refuse_headless_model, refuse_other_angles):
         try:
             refuse(config)
         except ConfigError as error:
-            said, _, remedy = str(error).rpartition(": ")
-            yield Finding("model", "error", said, remedy)
+            yield _refused(error)
+
+
+def _trained(config: RunConfig, path: Path) -> Iterator[Finding]:
+    """Tell whether the learner trains this model as the settings say."""
+    from launch.process.model_check import refuse_model
+
+    found = config.model_copy(update={"model": config.model.model_copy(update={"path": path.resolve()})})
+    try:
+        refuse_model(found)
+    except ConfigError as error:
+        yield _refused(error)
+    else:
+        yield Finding("training", "ok", f"learner.backend={config.learner.backend} trains this model")
 
 
 def _load(path: Path) -> Iterator[Finding]:
     try:
-        from transformers import AutoConfig, AutoTokenizer
+        import transformers  # noqa: F401 - what follows needs it
     except (ImportError, OSError, RuntimeError) as error:  # the last from a torch that is half loaded
         yield Finding(
             "model", "error", f"transformers does not load: {brief(error)}",
@@ -60,25 +73,23 @@ def _load(path: Path) -> Iterator[Finding]:
         )  # fmt: skip
         return
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except BAD_FILES as error:
-        yield Finding("model", "error", f"{path} does not load: {brief(error)}", COMPLETE)
-        return
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        yield Finding(
-            "model", "error", f"the configuration of {path} has no max_position_embeddings: its context is "
-            "unknown",
-            "take a decoder with a bounded context, such as of Qwen3 or Llama",
-        )  # fmt: skip
+        config = read_config(path)
+        context = context_of(config, path)
+        tokenizer = read_tokenizer(path)
+    except ConfigError as error:
+        yield _refused(error)
         return
     yield Finding("model", "ok", f"{path}: {config.model_type}, context {context}, {len(tokenizer)} tokens")
-    if not tokenizer.chat_template:
-        yield Finding(
-            "model", "warning", f"the tokenizer of {path} has no chat template",
-            "take an instruction-tuned model, or add chat_template.jinja to the directory",
-        )  # fmt: skip
+    try:
+        refuse_no_template(tokenizer, path)
+    except ConfigError as error:
+        yield _refused(error)
+
+
+def _refused(error: ConfigError) -> Finding:
+    """Return a refusal of a start as a finding."""
+    found, _, remedy = str(error).rpartition(": ")
+    return Finding("model", "error", found or remedy, remedy if found else COMPLETE)
 
 
 def _weights(path: Path) -> Iterator[Finding]:

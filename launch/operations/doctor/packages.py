@@ -4,16 +4,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
-from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from actors.engines.config import SglangEngineConfig
 from bus.errors import ConfigError
 from bus.server import nats_binary
 from launch.config import RunConfig
 from launch.operations.doctor.findings import Finding, Level
+from launch.process.engine_check import sglang_python, sglang_version
 
 OURS = "sluice-rl"
 SHOWN = ("torch", "megatron-core", "transformers", "nats-py")
@@ -100,23 +99,18 @@ def check_nats_server() -> Iterator[Finding]:
 
 def check_sglang(config: RunConfig) -> Iterator[Finding]:
     """Tell the version of SGLang in the interpreter that its servers run with, where the run wants them."""
-    engine = config.actors.engine
-    if not isinstance(engine, SglangEngineConfig):
-        yield Finding("sglang", "ok", "not needed: the run's engine is another (actors.engine.type)")
+    try:
+        python = sglang_python(config)
+        said = "" if python is None else f"{sglang_version(python)} in {python}"
+    except ConfigError as error:
+        found, _, remedy = str(error).rpartition(": ")
+        yield Finding("sglang", "error", found, remedy)
         return
-    if engine.attached:
-        yield Finding("sglang", "ok", f"on other hosts: {', '.join(engine.attached)}")
-        return
-    python = config.allow.engine_python or engine.python or Path(sys.executable)
-    said = _output([str(python), "-c", "import importlib.metadata as m; print(m.version('sglang'))"])
-    if said[:1].isdecimal():
-        yield Finding("sglang", "ok", f"{said} in {python}")
-    else:
-        yield Finding(
-            "sglang", "error", f"{python} has no SGLang ({said})",
-            "pip install 'sluice-rl[sglang]', name another interpreter with --engine-python, or use "
-            "--actors.engine.type embedded",
-        )  # fmt: skip
+    if python is None:
+        attached = getattr(config.actors.engine, "attached", ())
+        where = f"on other hosts: {', '.join(attached)}" if attached else ""
+        said = where or "not needed: the run's engine is another (actors.engine.type)"
+    yield Finding("sglang", "ok", said)
 
 
 def _requirements(package: str, extra: str) -> Iterator[Requirement]:

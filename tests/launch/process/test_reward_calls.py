@@ -9,6 +9,7 @@ from bus.errors import ConfigError
 from launch.config import resolve
 from launch.process.start_checks import rehearse_local
 
+LONG = {"scratch": {"context": 4096}}
 STOP = asyncio.Event()
 REWARDS = """
 import time
@@ -49,7 +50,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2=", "label": "3"}\n')
 
     def settings(**environment):
-        given = {"directory": tmp_path / "runs", "data": {"prompts": tmp_path / "p.jsonl"}}
+        given = {"directory": tmp_path / "runs", "data": {"prompts": tmp_path / "p.jsonl"}, "model": LONG}
         return resolve({**given, "actors": {"environment": environment}})
 
     return settings

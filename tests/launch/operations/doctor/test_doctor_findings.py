@@ -85,7 +85,8 @@ def test_sglang_is_looked_for_in_the_interpreter_that_would_run_it(tmp_path: Pat
     assert found(check_sglang(RunConfig())) == [("ok", "sglang")]
     assert found(check_sglang(config(url="http://there:1"))) == [("ok", "sglang")]
     [absent] = check_sglang(config(python=tmp_path / "no-python"))
-    assert (absent.level, "no-python has no SGLang" in absent.found) == ("error", True)
+    assert absent.level == "error"
+    assert absent.remedy == f"there is no interpreter {tmp_path}/no-python"
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 0.5.17\n")
     python.chmod(0o755)
@@ -241,6 +242,17 @@ def test_a_check_that_finds_torch_broken_costs_no_other(doctor, torch_in_place):
     status, text = doctor(made_by=(partial(check_gpu, RunConfig()), check_limits), flags=("--json",))
     assert status == 1
     assert [one["check"] for one in json.loads(text)["findings"]] == ["gpu", "open files", "bus"]
+
+
+def test_what_a_start_would_refuse_of_prompts_and_rewards_is_an_error(doctor, tmp_path: Path):
+    prompts = tmp_path / "p.jsonl"
+    flags = ("--json", "--prompts", str(prompts), "--reward", "last_number", "--directory", str(tmp_path),
+             "--sampling.max-new-tokens", "8")  # fmt: skip
+    for label, level in (("72", "ok"), ("seventy", "error")):
+        prompts.write_text(json.dumps({"prompt": "1+1=", "label": label}) + "\n")
+        start = json.loads(doctor(made_by=(check_limits,), flags=flags)[1])["findings"][-1]
+        assert (start["check"], start["level"]) == ("start", level)
+    assert "'seventy' is not a number" in start["found"]
 
 
 def test_settings_come_from_files_and_flags_and_need_no_prompts(doctor, monkeypatch, tmp_path: Path):

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from launch.config import RunConfig, validate
 from launch.operations.doctor.findings import Finding
 from launch.operations.doctor.model import check_model
-from tests.actors.tiny import tiny_model
+from tests.learner.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,22 @@ def look(model: Path | None, **sampling: object) -> list[Finding]:
 
 
 def test_a_whole_model_is_well(model: Path):
-    loaded, weights = look(model, max_new_tokens=8)
-    assert (loaded.level, weights.level) == ("ok", "ok")
+    loaded, weights, training = look(model, max_new_tokens=8)
+    assert (loaded.level, weights.level, training.level) == ("ok", "ok", "ok")
     assert "qwen3, context" in loaded.found
     assert "in 1 files" in weights.found
+    assert training.found == "learner.backend=megatron trains this model"
+
+
+def test_what_a_start_would_refuse_is_an_error(model: Path):
+    *_, training = check_model(validate({
+        "model": {"path": model}, "sampling": {"max_new_tokens": 8},
+        "learner": {"parallel": {"tensor": 3}, "world": {"processes": 3}},
+    }))  # fmt: skip
+    assert (training.level, "num_attention_heads=4 does not divide by tensor=3" in training.found) == (
+        "error", True,
+    )  # fmt: skip
+    assert "choose a divisor" in training.remedy
 
 
 def test_without_a_model_there_is_nothing_to_look_at():
@@ -100,7 +112,7 @@ def test_a_model_that_tells_no_context_is_an_error_and_its_weights_are_looked_at
     config = {"model_type": "bloom", "hidden_size": 8, "n_layer": 1, "n_head": 1, "vocab_size": 99}
     (model / "config.json").write_text(json.dumps(config))
     loaded, weights = look(model, max_new_tokens=8)
-    assert (loaded.level, "has no max_position_embeddings" in loaded.found) == ("error", True)
+    assert (loaded.level, "max_position_embeddings=None is no context" in loaded.found) == ("error", True)
     assert "bounded context" in loaded.remedy
     assert weights.level == "ok"
 
@@ -108,7 +120,7 @@ def test_a_model_that_tells_no_context_is_an_error_and_its_weights_are_looked_at
 def test_a_configuration_of_another_shape_is_an_error(model: Path):
     (model / "config.json").write_text("[]")
     first = look(model, max_new_tokens=8)[0]
-    assert (first.level, "does not load" in first.found) == ("error", True)
+    assert (first.level, "it is a list" in first.found) == ("error", True)
 
 
 def test_transformers_that_does_not_load_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -127,16 +139,16 @@ def test_without_weights_it_is_no_model(model: Path):
 def test_a_garbled_configuration_is_an_error(model: Path):
     (model / "config.json").write_text("{")
     first = look(model, max_new_tokens=8)[0]
-    assert (first.level, "does not load" in first.found) == ("error", True)
+    assert (first.level, "cannot read" in first.found) == ("error", True)
 
 
-def test_a_tokenizer_without_a_chat_template_is_a_warning(model: Path):
+def test_a_tokenizer_without_a_chat_template_is_an_error(model: Path):
     for file in ("chat_template.jinja",):
         (model / file).unlink(missing_ok=True)
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert [finding.level for finding in look(model, max_new_tokens=8)] == ["ok", "warning", "ok"]
+    assert [finding.level for finding in look(model, max_new_tokens=8)] == ["ok", "error", "ok"]
 
 
 def test_answers_that_leave_no_room_for_a_prompt_are_an_error(model: Path):

@@ -1,0 +1,113 @@
+"""Asks whether the learner would train a run's models, in a process that ends with the answer.
+
+It is the learner's own code that is asked, which loads torch: the process that supervises a run keeps none of
+it, and a model of any size or kind ends the question at most."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bus.child_process import module_command
+from bus.errors import ConfigError
+from launch.config import RunConfig
+from launch.process.hub_revision import pinned
+from launch.process.model_directory import model_on_disk
+from learner.config.parallel import UNDIVIDED
+from storage.disk.run_directory import RunDirectory
+
+LIMIT_S = 300.0
+"""Longest time of the question, which takes seconds: of the largest models a minute."""
+
+
+async def refuse_models(configs: Sequence[RunConfig]) -> None:
+    """Raise `ConfigError` for the first model that the learner would refuse; `configs` are those of the run's
+    policies. A model on another host is not seen from here: the learner refuses it when it loads it."""
+    seen = [here for config in configs if (here := _with_model_here(config)) is not None]
+    if not seen:
+        return
+    child = await asyncio.create_subprocess_exec(
+        *module_command("launch.process.model_check"),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            asked = json.dumps([config.model_dump_json() for config in seen]).encode()
+            told, said = await child.communicate(asked)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"model.path={seen[0].model.path}: it could not be told within {LIMIT_S:g} s whether the learner "
+            "trains this model: is its config.json right?"
+        ) from error
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    try:
+        problem = str(json.loads(told))
+    except ValueError:
+        problem = _ended(child.returncode or 0, said.decode(errors="replace"), seen)
+    if problem:
+        raise ConfigError(problem)
+
+
+def _with_model_here(config: RunConfig) -> RunConfig | None:
+    """Return the settings with the directory of the model; None where there is nothing to ask of it: it is on
+    another host, or made here in a shape that nobody divides."""
+    if config.model.path is None:
+        return config if config.learner.parallel != UNDIVIDED or config.learner.lora.exists else None
+    directory = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    if not (directory / "config.json").is_file():
+        return None
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": directory.resolve()})})
+
+
+def _ended(status: int, said: str, configs: Sequence[RunConfig]) -> str:
+    """Return why the process gave no answer."""
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    reason = said.strip().splitlines()[-1:] or ["it said nothing"]
+    return (
+        f"model.path={configs[0].model.path}: the process that looked at this model ended with {how} "
+        f"({reason[0]}): look whether this host has memory left, and whether the files of the model are whole"
+    )
+
+
+def refuse_model(config: RunConfig) -> None:
+    """Raise `ConfigError` for a model that the learner would refuse. Loads torch and the learner; a scratch
+    model is made in a directory that is gone afterwards."""
+    from launch.process.room_check import refuse_too_large
+    from launch.process.services import learner_settings
+    from learner.initial import prepare
+    from learner.unfit_settings import refuse_before_start
+
+    shown = config.warmup.demonstrations
+    warmup = config.warmup if shown is not None else config.warmup.model_copy(update={"steps": 0})
+    with tempfile.TemporaryDirectory(prefix="sluice-model-") as scratch:
+        run = RunDirectory(Path(scratch), config.run)
+        settings, _ = learner_settings(config.model_copy(update={"warmup": warmup}), run)
+        initial = prepare(settings, shown)
+        refuse_before_start(replace(settings, warmup=config.warmup), initial)
+        refuse_too_large(config, initial.hf_config)
+
+
+def main() -> None:
+    """Write what is wrong with the models of the settings on standard input, as JSON; nothing is an empty
+    text. What the learner's code prints goes to the standard error."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    problem = ""
+    try:
+        for config in json.load(sys.stdin):
+            refuse_model(RunConfig.model_validate_json(config))
+    except ConfigError as error:
+        problem = str(error)
+    print(json.dumps(problem), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main()
