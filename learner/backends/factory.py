@@ -34,7 +34,7 @@ from learner.config.model import ModelConfig
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
-from learner.model_directories.lazy_weights import State, spec_of
+from learner.model_directories.lazy_weights import LazyWeights, State, spec_of
 from learner.publication.dtypes import compute_dtype, published_dtype
 from learner.world.process_group import init_process_group
 from storage.images.reader import ImageReader
@@ -199,7 +199,7 @@ def rounding_of(learner: LearnerConfig, model: ModelConfig) -> Rounding | None:
     return Rounding(FORMATS[learner.publication.quantisation], published_dtype(learner, model))
 
 
-def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> State | None:
+def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> LazyWeights | None:
     """Open the weights of a checkpoint that a backend wrote; None where `directory` is none.
 
     Raises `StorageError` when its metadata is unreadable or lacks a tensor.

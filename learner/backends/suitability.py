@@ -7,14 +7,14 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError, listed
 from learner.backends.megatron.conversion.convert import refuse_misfits
 from learner.backends.megatron.conversion.families import shape_of
+from learner.backends.megatron.conversion.torch_dist import is_checkpoint
 from learner.backends.megatron.model.model import unsuitable
 from learner.backends.megatron.model.requirements import unsupported
 from learner.config.backend import BackendName
 from learner.config.model import ModelConfig
 from learner.config.mtp import MtpConfig
 from learner.config.parallel import ParallelConfig
-from learner.model_directories.lazy_weights import State
-from learner.model_directories.model_directory import HFWeights
+from learner.model_directories.lazy_weights import LazyWeights, State
 from learner.publication.dtypes import compute_dtype
 from storage.model_reading import refusing
 
@@ -59,8 +59,8 @@ def refuse_other_weights(
     directory: Path, hf_config: PretrainedConfig, state: State, backend: BackendName, mtp: MtpConfig
 ) -> None:
     """Raise `ConfigError` for weights of a directory that are not those of its configuration."""
-    if not isinstance(state, HFWeights):
-        return  # a checkpoint, which its manifest describes
+    if is_checkpoint(directory) or not isinstance(state, LazyWeights):
+        return  # a manifest describes it, or it was made here
     if backend == "fsdp":
         from learner.backends.fsdp.names import FileNames  # like the trainer above
         from learner.backends.fsdp.weights import misfits

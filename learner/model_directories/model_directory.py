@@ -90,7 +90,7 @@ class HFWeights(LazyWeights):
         return Spec(shape, self._dtypes[dtype])
 
 
-def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:
+def load_hf_directory(path: Path) -> tuple[PretrainedConfig, LazyWeights]:
     """Read `config.json`, and open the weights: one safetensors file, an index of several, or a checkpoint.
 
     Weights are read when they are looked up. Of a multimodal model that is not trained as a whole these are

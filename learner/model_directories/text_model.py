@@ -22,8 +22,8 @@ _STACKING = ("qwen3_5_moe_text",)
 
 def text_weights(weights: LazyWeights, text: PretrainedConfig) -> LazyWeights:
     """Return those of the text model by its own names; `weights` are all of its files, or of a multimodal
-    model's."""
-    if is_multimodal(weights):
+    model's. Those of a model that is trained as a whole, whose configuration is not `text`, are returned."""
+    if text.get_text_config() is text and is_multimodal(weights):
         names = {own: name for name in weights if (own := own_name(name)) is not None}
         weights = RenamedWeights(weights, names)
     return _EachExpert(weights) if text.model_type in _STACKING else weights

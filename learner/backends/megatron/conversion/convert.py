@@ -49,7 +49,6 @@ from learner.model_directories.model_directory import (
     refuse_other_vocabulary,
     save_hf_directory,
 )
-from learner.model_directories.quantised_weights import DequantisedWeights
 from learner.model_directories.written_directory import (
     Converted,
     Digesting,
@@ -69,7 +68,7 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     refuse_existing(target)
     hf_config, state = load_published(source)
     _refuse_unsupported(hf_config)
-    if not isinstance(state, (HFWeights, DequantisedWeights)):
+    if is_checkpoint(source):
         raise ConfigError(f"{source} is a checkpoint of megatron-core already")
     if has_tokenizer(source):
         refuse_other_vocabulary(hf_config, load_tokenizer(source), source)

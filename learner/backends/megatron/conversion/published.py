@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from learner.model_directories.lazy_weights import State
+from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import (
     ALIASES,
     STORED_DTYPES,
@@ -20,7 +20,7 @@ from storage.model_reading import AGAIN, refusing
 from storage.weights.fp8 import Blocks
 
 
-def load_published(directory: Path) -> tuple[PretrainedConfig, State]:
+def load_published(directory: Path) -> tuple[PretrainedConfig, LazyWeights]:
     """Read a model directory; weights in fp8 with a scale for each block are read as bfloat16.
 
     Raises `ConfigError` as `load_hf_directory` does, and for scales that do not fit their weights."""
