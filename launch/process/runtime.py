@@ -38,16 +38,23 @@ def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     """Run `main` on uvloop with an event that SIGINT, SIGTERM or SIGHUP sets; a second ends it at once.
 
     An error made for the user, or of a file or a disk, ends the process with one message and no traceback,
-    and with the status that `fail` gives it. Anything else is a bug and shows its traceback.
+    and with the status that `fail` gives it. Anything else is a bug and shows its traceback. Raises
+    `BrokenPipeError` alone, of which launch/__main__.py makes an end where nobody reads the output any more.
     """
     import uvloop
 
+    left: BrokenPipeError | None = None
     try:
         return uvloop.run(_with_signals(main))
     except* (SluiceError, OSError) as group:
-        fail(*map(for_user, _leaves(group)))
+        errors = list(_leaves(group))
+        left = next((error for error in errors if isinstance(error, BrokenPipeError)), None)
+        if left is None:
+            fail(*map(for_user, errors))
     except* asyncio.CancelledError:
         sys.exit(KILLED)
+    assert left is not None
+    raise left
 
 
 def for_user(error: BaseException) -> BaseException:

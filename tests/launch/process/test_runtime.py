@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.process.runtime import run
 from tests.e2e.commands import ENVIRONMENT, wait_until
 
 DRAINS = """
@@ -133,3 +134,20 @@ run(main)
     assert ended.returncode == status
     assert message in ended.stderr
     assert ("Traceback" in ended.stderr) == (status == 1)
+
+
+def test_a_command_whose_reader_has_left_ends_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "launch", "local", "--preset", "sort", "--print-config"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_of_something_else_than_the_output_is_a_bug():
+    async def breaks(stop):
+        raise ExceptionGroup("tasks", [BrokenPipeError(32, "Broken pipe")])
+
+    with pytest.raises(BrokenPipeError):
+        run(breaks)
