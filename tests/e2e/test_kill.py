@@ -47,19 +47,23 @@ def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
     launcher = Command(tmp_path, "local", *with_steps(LONG, STEPS), "--learner.world.processes", "2")
     run = tmp_path / "runs/sort"
     try:
-        wait_for_step(launcher, run, 2, timeout_s=300)
-        wait_until(lambda: any((run / "checkpoints").glob("step_*")), "a checkpoint", launcher)
-        rank(launcher, part(launcher, "learner"), 0).kill()
-        wait_until(lambda: _resumed(run) >= 2, "both ranks to resume", launcher, timeout_s=120)
+        agent = None
+        for step, number, resumed in ((2, 1, 2), (3, 0, 4)):
+            wait_for_step(launcher, run, step, timeout_s=300)
+            wait_until(lambda: any((run / "checkpoints").glob("step_*")), "a checkpoint", launcher)
+            agent = agent or part(launcher, "learner")
+            rank(launcher, agent, number).kill()
+            what = f"{resumed} ranks to resume"
+            wait_until(lambda n=resumed: _resumed(run) >= n, what, launcher, timeout_s=120)
         assert "part=learner" not in launcher.said()  # the agent mended it, not the supervisor
-        for step, name in ((4, "learner"), (6, "actors"), (8, "storage"), (9, "bus")):
+        for step, name in ((5, "learner"), (6, "actors"), (8, "storage"), (9, "bus")):
             wait_for_step(launcher, run, step)
             part(launcher, name).kill()
         assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
     assert_whole(run, STEPS, GROUPS, SAMPLES)
-    assert _resumed(run) >= 2 * 2
+    assert _resumed(run) >= 2 * 3
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     report = trained_again(tmp_path)
     assert report["batches_equal"] == report["batches"] == STEPS
