@@ -206,7 +206,7 @@ MUTATIONS = (
         ("tests/learner/history",),
     ),
     Mutation(
-        "a group is committed with one use too few",
+        "a commit leaves out its own step",
         "storage/dispatch/ledger.py",
         ('uses.lease_id = leases.lease_id AND step <= ?)",\n                ((step,),),'),
         ('uses.lease_id = leases.lease_id AND step < ?)",\n                ((step,),),'),

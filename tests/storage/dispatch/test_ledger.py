@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from bus.errors import ConfigError, FencedError, LostDataError, StorageError
 from bus.images import ImageCount
 from storage.dispatch.ledger import Account, Ledger
+from storage.dispatch.ledger_reader import states_of
 from storage.dispatch.sampling import Candidate
 from tests.storage.serving import refusing_disk
 
@@ -188,6 +189,17 @@ def test_committed_groups_can_still_be_rolled_back(tmp_path: Path):
     with closing(Ledger.open(path)) as ledger:
         assert ledger.roll_back(1) == 1
         assert ledger.account() == Account(issued=2, rolling_out=0, rejected=0, stored=1, trained=1)
+
+
+def test_a_commit_covers_its_own_step_and_those_before(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(3, 0)
+        for step, lease_id in ((1, 0), (2, 1), (3, 2)):
+            ledger.store(lease_id)
+            ledger.lease(step, (lease_id,))
+        ledger.commit(2)
+    assert [state for state, _ in states_of(path).values()] == ["committed", "committed", "leased"]
 
 
 def test_groups_of_a_step_keep_their_order_through_a_restart(tmp_path: Path):
