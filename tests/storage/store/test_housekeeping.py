@@ -258,6 +258,8 @@ def test_a_writer_killed_at_any_moment_of_its_housekeeping_loses_nothing(tmp_pat
     for n in range(4):
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout.readline() == "open\n"
+            if n == 3:
+                assert "segments_merged" in child.stdout.readline()  # its log
             time.sleep(0.1 + 0.067 * n)
             os.kill(child.pid, signal.SIGKILL)
     with closing(ReplayStore.open(tmp_path / "s")) as store:

@@ -18,7 +18,7 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, eps=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 IN_EVERY_RUN = ("gpt_oss",)
 
 
@@ -30,9 +30,9 @@ def test_steps_follow_plain_transformers_and_adamw(family):
     reference = family_model(family)
     trainer = FsdpTrainer(reference.config, hf_state(reference), OPTIMIZER)
     optimizer = reference_optimizer(reference, OPTIMIZER)
-    for step in range(2):
+    for step in range(3):
         samples = random_samples(LENGTHS, seed=step, temperatures=(0.5, 0.8, 2.0))
-        lr = 1e-3 * min(1, (step + 1) / 2)
+        lr = 1e-3 * min(1, (step + 1) / 3)
         expected = reference_step(reference, optimizer, samples, loss="tis", lr=lr)
         result = trainer.train_step(pack(samples, 56), TIS, policy_version=3)
         assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=5e-6, abs=3e-6)
