@@ -99,7 +99,8 @@ def test_a_world_that_keeps_dying_is_given_up(tmp_path: Path):
     status, said = run(tmp_path, FAILS % 7, processes=2, restarts=1)
     assert status == 1
     assert "more often than learner.world.restarts=1 times, last rank " in said
-    assert "rank 0 with status 7" in said or "rank 1 with status 7" in said  # the other may have been ended meanwhile
+    # the other may have been ended meanwhile
+    assert "rank 0 with status 7" in said or "rank 1 with status 7" in said
     assert starts(tmp_path) == [f"rank{r}-attempt{a}" for r in (0, 1) for a in (0, 1)]
 
 

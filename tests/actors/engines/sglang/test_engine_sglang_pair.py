@@ -250,7 +250,7 @@ async def test_a_prefill_server_that_dies_ends_the_pair_and_what_was_decoded_is_
     await handed_out(engine, "kept")
     engine._server.prefill.process._process.kill()
     with pytest.raises(
-        InterruptedGenerationError, match="its prefill server: it ended with status -9"
+        InterruptedGenerationError, match="its prefill server: it ended with signal SIGKILL"
     ) as cut:
         await asyncio.wait_for(flight, LIMIT_S)
     kept = cut.value.partial

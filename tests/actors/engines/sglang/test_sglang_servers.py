@@ -90,7 +90,7 @@ async def test_a_killed_server_is_replaced_by_the_fleet_with_the_newest_weights(
     await in_flight(built[-1], flight)
     tokens = await tokens_handed_out(built[-1])
     os.kill(built[-1]._server.process.pid, signal.SIGKILL)
-    await is_served_by_another(fleet, built, flight, "ended with status -9")
+    await is_served_by_another(fleet, built, flight, "ended with signal SIGKILL")
     assert await built[-1].checksums() == before
     assert flight.result().token_ids[: len(tokens)].tolist() == tokens
     assert built[-1].tokens_generated <= LONG - len(tokens)
