@@ -83,6 +83,11 @@ def leaves(table: Mapping[str, Any], above: Location = ()) -> Iterator[tuple[Loc
             yield (*above, key), value
 
 
+def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each plain setting of a table by its name, such as learner.steps."""
+    return {".".join(location): value for location, value in leaves(table)}
+
+
 def _of_another_type(below: Mapping[str, Any], value: Layer) -> bool:
     """Return whether a table replaces the one below it, whose settings are then no longer there."""
     before = below.get("type")

@@ -21,11 +21,11 @@ from bus.status import peak_rss_bytes
 from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
-from launch.local.taking_up import remarks
 from launch.operations.run_stop import going_on
 from launch.process.ranks import SMALLER_LEARNER
 from launch.process.services import policy_config
-from launch.process.start_checks import check_start, finished, stage_of, start_remarks
+from launch.process.start_checks import check_start, start_remarks
+from launch.process.taking_up import finished, remarks, stage_of
 from launch.watch.conclusion import conclude
 from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary

@@ -13,7 +13,7 @@ from pydantic_core import to_jsonable_python
 from bus.codec import Json
 from bus.errors import ConfigError, LostDataError
 from launch.config import RunConfig
-from launch.settings_sources import leaves
+from launch.settings_sources import by_name
 from launch.settings_tree import nearest, settings_at
 from launch.watch.history import History
 from launch.watch.latest_step import latest_history, latest_step
@@ -123,7 +123,7 @@ def settings_of(path: Path) -> dict[str, Json]:
 
     Raises `LostDataError` when the file that records them is garbled."""
     recorded = _json(path / "config.json", SETTINGS, "start the run again to write it")
-    return {".".join(at): value for at, value in leaves(recorded or {})}
+    return by_name(recorded or {})
 
 
 def starts_of(path: Path) -> list[Start]:
@@ -133,7 +133,7 @@ def starts_of(path: Path) -> list[Start]:
 
 def chosen_settings(settings: Mapping[str, Json]) -> dict[str, Json]:
     """Return the settings that are not the defaults, but for those of where the run is."""
-    defaults = {".".join(at): value for at, value in leaves(RunConfig().model_dump(mode="json"))}
+    defaults = by_name(RunConfig().model_dump(mode="json"))
     return {
         name: value for name, value in settings.items()
         if name.partition(".")[0] not in NOT_COMPARED

@@ -15,7 +15,7 @@ from bus.connection import Bus
 from bus.errors import BusError, ConfigError, SchemaError
 from bus.messages import RunRecord
 from launch.config import RunConfig
-from launch.settings_sources import leaves
+from launch.settings_sources import by_name
 
 log = structlog.get_logger()
 PERIOD_S = 5.0
@@ -41,8 +41,8 @@ def revision_of(config_json: str) -> str:
 
 def differences(own: RunConfig, now: RunConfig, role: str) -> list[str]:
     """Return each setting that `role` reads and that is another now, with both values."""
-    read = READ_BY.get(role, ())
-    before, after = (dict(_leaves(config, read)) for config in (own, now))
+    read = set(READ_BY.get(role, ()))
+    before, after = (by_name(config.model_dump(mode="json", include=read)) for config in (own, now))
     return [
         f"{name}: {_shown(before, name)} here, {_shown(after, name)} in the run"
         for name in {**before, **after}
@@ -81,11 +81,6 @@ def _compared(
 def _named(found: Sequence[str]) -> tuple[str, ...]:
     more = (f"and {len(found) - SHOWN} more",) if len(found) > SHOWN else ()
     return (*found[:SHOWN], *more)
-
-
-def _leaves(config: RunConfig, sections: Sequence[str]) -> list[tuple[str, Any]]:
-    table = config.model_dump(mode="json", include=set(sections))
-    return [(".".join(location), value) for location, value in leaves(table)]
 
 
 def _shown(values: dict[str, Any], name: str) -> str:

@@ -9,14 +9,12 @@ from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.environments.sample_calls import sample_calls, sample_scores
 from actors.rewards.group_filters import load_filter
 from actors.rewards.sample_call import check_calls
-from bus.codec import Json
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.policy_names import DEFAULT_POLICY
 from bus.server import nats_binary
 from launch.config import RunConfig, of_policy
 from launch.evaluation_checks import refuse_nobody_rolls_out
-from launch.local.taking_up import over
 from launch.operations.run_stop import going_on
 from launch.process.chat_conventions import chat_remark
 from launch.process.engine_check import refuse_no_sglang
@@ -30,9 +28,9 @@ from launch.process.model_directory import (
     refuse_other_angles,
 )
 from launch.process.scratch_prompts import refuse_long_for_scratch
+from launch.process.taking_up import finished
 from launch.process.vision_checks import refuse_unfit_vision
 from launch.process.weights_transport import transport_remark
-from launch.watch.conclusion import saved_progress
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
@@ -125,18 +123,6 @@ async def rehearse_local(
         found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
         scores = sample_scores(prompts.training, config.actors)
         return "\n".join([found, *scores, *start_remarks(config)])
-
-
-def finished(config: RunConfig, run: RunDirectory) -> str | None:
-    """Return what a start says of a run that has ended and has nothing left to do; None of others."""
-    if not run.exists or not run.summary.exists() or (why := over(config, run)) is None:
-        return None
-    return f"Run {config.run!r} is complete: {why}. Another --run starts anew."
-
-
-def stage_of(run: RunDirectory) -> Json:
-    """Return the stage in which the run's learner last ended; None where it never did."""
-    return (saved_progress(run) or {}).get("stage")
 
 
 def start_remarks(config: RunConfig) -> list[str]:

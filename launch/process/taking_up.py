@@ -2,14 +2,22 @@
 
 from collections.abc import Mapping
 
+from bus.codec import Json
 from launch.config import RunConfig
 from launch.operations.recorded_runs import NOT_COMPARED, settings_of
-from launch.settings_sources import leaves
+from launch.settings_sources import by_name
 from launch.watch.conclusion import saved_progress
 from storage.disk.run_directory import RunDirectory
 
 SHOWN = 12
 """Most settings that are named."""
+
+
+def finished(config: RunConfig, run: RunDirectory) -> str | None:
+    """Return what a start says of a run that has ended and has nothing left to do; None of others."""
+    if not run.exists or not run.summary.exists() or (why := over(config, run)) is None:
+        return None
+    return f"Run {config.run!r} is complete: {why}. Another --run starts anew."
 
 
 def over(config: RunConfig, run: RunDirectory) -> str | None:
@@ -35,14 +43,12 @@ def over(config: RunConfig, run: RunDirectory) -> str | None:
 
 def remarks(config: RunConfig, run: RunDirectory) -> list[str]:
     """Say where a run that was begun before goes on, and with which other settings than it had."""
+    said = []
     saved = saved_progress(run) or {}
     if saved.get("stage") == "done":
-        said = [f"Run {config.run!r} had ended after step {saved.get('step')}, and goes on to step "
-                f"{config.learner.steps}."]  # fmt: skip
-    else:
-        said = []
-    before = settings_of(run.path)
-    now = {".".join(at): value for at, value in leaves(config.model_dump(mode="json"))}
+        step, steps = saved.get("step"), config.learner.steps
+        said.append(f"Run {config.run!r} had ended after step {step}, and goes on to step {steps}.")
+    before, now = settings_of(run.path), by_name(config.model_dump(mode="json"))
     other = [
         f"{name}={_shown(now, name)} (it was {_shown(before, name)})"
         for name in dict.fromkeys([*before, *now])
@@ -52,6 +58,11 @@ def remarks(config: RunConfig, run: RunDirectory) -> list[str]:
         more = f", and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
         said.append(f"Other settings than at the last start: {', '.join(other[:SHOWN])}{more}.")
     return said
+
+
+def stage_of(run: RunDirectory) -> Json:
+    """Return the stage in which the run's learner last ended; None where it never did."""
+    return (saved_progress(run) or {}).get("stage")
 
 
 def _shown(settings: Mapping[str, object], name: str) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.config import RunConfig
-from launch.local.taking_up import over, remarks
+from launch.process.taking_up import over, remarks
 from storage.disk.run_directory import RunDirectory
 
 
