@@ -55,13 +55,14 @@ SETTINGS: Mapping[str, Model] = {
     "try": RunConfig,
 }
 """Settings of the commands that have help for single sections."""
+OF_CHECKOUT = "Measure and test, in a checkout"
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("local", "bus", "storage", "shards", "learner", "actors", "gateway"),
     "Prepare": ("init", "doctor", "plan", "try", "convert", "completion"),
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
     "Act on a run that goes on": ("data", "engines", "keys", "reward"),
     "Look back": ("verify", "retrain", "witness", "rescore", "restore"),
-    "Measure and test, in a checkout": ("bench", "soak"),
+    OF_CHECKOUT: ("bench", "soak"),
 }
 """Commands under the heading that `launch --help` shows them with, the most wanted first."""
 COMMANDS = (
@@ -158,10 +159,11 @@ def _complaint(error: CycloptsError) -> str:
         runs = {*RunConfig.model_fields, "preset", "config", "prompts", "reward"} - {*own.model_fields}
         if section in runs:
             return f"{option} is the run's, not this process's: give it to the `launch storage` of the run"
-    if isinstance(error, UnknownCommandError) and (error.unused_tokens or [""])[0] == "replay":
+    unknown = (error.unused_tokens or [""])[0] if isinstance(error, UnknownCommandError) else ""
+    if unknown == "replay":
         return "there is no command 'replay': `launch retrain` trains the steps of a run again"
-    if isinstance(error, UnknownCommandError) and (error.unused_tokens or [""])[0] in ("bench", "soak"):
-        return f"'launch {(error.unused_tokens or [''])[0]}' is not installed: run it in a checkout of Sluice"
+    if unknown in GROUPS[OF_CHECKOUT]:
+        return f"'launch {unknown}' is not installed: run it in a checkout of Sluice"
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]!r}: settings are given as --name VALUE"
     if isinstance(error, RepeatArgumentError) and str(error.token.keyword).startswith("--policies."):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bus import plugins
 from bus.child_process import module_command
 from bus.errors import ConfigError
 from bus.plugins import OWN_PACKAGES, load_function
-from launch.process.own_packages import PACKAGES
+from launch.process.own_packages import CHECKOUT_PACKAGES, PACKAGES
 
 ROOT = Path(__file__).parents[3]
 HELP = ("launch", "bench", "bus", "--help")
@@ -27,6 +28,8 @@ def directory(tmp_path: Path) -> Path:
 def test_both_lists_of_our_packages_name_what_the_repository_has():
     found = {file.parent.name for file in ROOT.glob("*/__init__.py")} - {"tests"}
     assert set(PACKAGES) == set(OWN_PACKAGES) == found
+    of_checkout = {file.parents[1].name for file in ROOT.glob("tests/*/commands/__init__.py")}
+    assert set(CHECKOUT_PACKAGES) == set(plugins.CHECKOUT_PACKAGES) == of_checkout
 
 
 @pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.slow), True])
