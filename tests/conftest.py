@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from bus.errors import BusError
 from bus.server import NatsServer
 from bus.topology import ensure
 from storage.dispatch import dispatcher
+from tests.command_line import arguments_assembled_once
 from tests.object_store import ObjectStore
 
 hypothesis.settings.load_profile("ci")  # the same examples everywhere, however slow the machine
@@ -39,10 +41,27 @@ LONGEST = {
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
+def mark_others(items: list[pytest.Item]) -> None:
+    """Apply `pytest.mark.first(n, others=MARK)`: parametrizations of a test beyond the first n get MARK.
+
+    Those that have the marker of a suite already are not counted."""
+    counted = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("first")
+        if mark is None or any(item.get_closest_marker(name) for name in SUITES):
+            continue
+        test = item.nodeid.partition("[")[0]
+        counted[test] += 1
+        if counted[test] > mark.args[0]:
+            item.add_marker(mark.kwargs["others"])
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put whole runs and the longest files first: with the longest last, one worker would wait for the other.
 
     Files must name the markers of their tests, by which the Makefile finds the files to collect."""
+    mark_others(items)
     for name in SUITES:
         marked = {item.path for item in items if item.get_closest_marker(name)}
         for path in sorted(marked):
@@ -56,6 +75,13 @@ def pytest_collection_finish() -> None:
     objects again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_command_line() -> Iterator[None]:
+    """A test that calls the command line does not assemble the arguments of its command again."""
+    with arguments_assembled_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

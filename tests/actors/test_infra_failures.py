@@ -107,6 +107,7 @@ def p_of_mean(rewards: list[float], everything: list[float]) -> float:
 ONCE_EACH = RetriesConfig(**dict.fromkeys(RetriesConfig.model_fields, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("retries", "expected"), [pytest.param(RetriesConfig(), 0.1, marks=pytest.mark.slow), (ONCE_EACH, 0.01)]
 )

@@ -79,6 +79,7 @@ def memory_of(value: object, seen: set[int]) -> int:
     return sys.getsizeof(value) + sum(memory_of(one, seen) for one in within)
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("deep", "values"),
     [

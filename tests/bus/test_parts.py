@@ -489,6 +489,7 @@ async def test_stop_gives_the_parts_of_an_incomplete_set_back_at_once(bus: Bus, 
     assert second.names == ["m"]
 
 
+@pytest.mark.slow
 @pytest.mark.nats
 async def test_sets_survive_kills_of_the_server_between_their_parts(
     server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch

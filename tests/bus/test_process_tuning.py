@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 GROW = """
 import os, threading, psutil
 from bus.process_tuning import return_freed_memory
@@ -20,6 +22,7 @@ print(before - psutil.Process().memory_info().rss)
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_between_memory_in_use_goes_back_to_the_system():
     done = subprocess.run(
         [sys.executable, "-c", GROW], check=True, capture_output=True, text=True, timeout=60

@@ -38,6 +38,7 @@ async def test_status_comes_at_once_repeatedly_and_a_last_time_at_the_end(bus):
     assert began == {(platform.node(), psutil.Process().create_time())}
 
 
+@pytest.mark.slow
 def test_peak_memory_is_the_programs_own_not_its_parents():
     ballast = bytearray(300 << 20)
     script = "from bus.status import peak_rss_bytes; print(peak_rss_bytes())"

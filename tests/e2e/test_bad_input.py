@@ -133,11 +133,13 @@ def test_local_refuses_what_does_not_exist(
     assert message in refused("local", "--preset", "sort", "--directory", tmp_path, *arguments)
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_message_and_the_status(tmp_path: Path):
     message = refused_process("local", "--prompts", tmp_path / "missing.jsonl", "--directory", tmp_path)
     assert "missing.jsonl: no such file" in message
 
 
+@pytest.mark.slow
 def test_a_run_is_launched_once_at_a_time(refused: Refused, tmp_path: Path):
     """Whoever holds the lock, even its parts alone after a crash, keeps others out."""
     (tmp_path / "sort").mkdir()
@@ -202,6 +204,7 @@ def test_a_run_that_nobody_stores_is_waited_for_and_named(refused: Refused, bus_
     assert "is `launch storage --run nobody` running on this bus?" in message
 
 
+@pytest.mark.slow
 @pytest.mark.nats
 def test_a_learner_that_waits_for_its_run_stops_when_asked(bus_url: str, tmp_path: Path):
     command = ("learner", "--run", "nobody", "--bus", bus_url)

@@ -87,6 +87,7 @@ def test_sides_of_this_machine_have_names():
     assert {"ours", "hf", "sequences"} <= sides().keys()
 
 
+@pytest.mark.slow
 def test_both_sides_with_images_begin_with_the_same_loss():
     workload = dataclasses.replace(small_images(), sequence=48, micro_batch=96, micro_batches=1)
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def equal_bits(one, other):
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", F32), ("qwen3_moe", BF16)])
 def test_there_and_back_every_weight_is_what_fp8_makes_of_it(tmp_path, name, family, dtype):

@@ -54,6 +54,7 @@ def taken(copied):
     }
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("kind", "settings"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES]
 )

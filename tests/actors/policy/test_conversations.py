@@ -132,6 +132,7 @@ UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 WAYS = ("same", "same", "otherwise", "text", "without reasoning")
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=6, phases=UNSHRUNK)
 @given(data=st.data())

@@ -258,6 +258,7 @@ async def test_it_is_a_reward_by_name_with_the_tests_as_metadata_or_label():
         await scorer.close()
 
 
+@pytest.mark.slow
 async def test_many_answers_are_scored_at_a_time_and_the_event_loop_goes_on():
     reward = rewards(at_once=2, wall_s=30)
     wait = f"import time\ntime.sleep(0.2)\n{DOUBLE}"

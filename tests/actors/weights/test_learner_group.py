@@ -166,6 +166,7 @@ async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
     await learner.none_is_left()  # the engine said that it left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sessions", "says"), [(True, ["target"] * 2), pytest.param(False, [None], marks=pytest.mark.nightly)]
 )
@@ -219,6 +220,7 @@ async def test_a_later_version_is_sent_where_the_announced_one_is_gone_and_is_no
         assert len(server.said) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "early", [pytest.param(False, marks=pytest.mark.slow), True], ids=["before it answers", "after"]
 )

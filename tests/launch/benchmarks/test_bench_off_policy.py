@@ -352,6 +352,7 @@ def test_a_page_is_filled_and_one_that_cannot_be_read_is_refused(tmp_path: Path)
         refuse_without_place(page, "reuse")
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", ["staleness", "reuse", "learning", "length"])
 def test_a_page_that_is_not_there_is_refused_before_anything_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -56,6 +56,7 @@ def test_variables_go_over_files_and_flags_over_variables(called, tmp_path: Path
     assert (found.run, found.directory, found.bus.url) == ("of_flag", Path("here"), "nats://flag:1")
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("command", ["learner", "actors", "gateway", "shards --shards 0", "watch"])
 def test_every_command_that_joins_a_run_finds_its_bus_by_the_variables(
     command: str, called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -183,6 +183,7 @@ async def test_what_no_restart_mends_ends_the_run_at_once_with_the_parts_own_wor
     assert supervisor.restarts == 0
 
 
+@pytest.mark.slow
 async def test_a_part_whose_bus_is_away_is_started_again_however_often(supervisor: Supervisor):
     program = """
         from bus.errors import BusAwayError

@@ -74,6 +74,7 @@ class SecondTurn:
         return values[0]
 
 
+@pytest.mark.slow
 async def test_a_search_for_another_fact_finds_what_earns_nothing():
     def astray(chat: str) -> str:
         kind, _, name = question_in(chat).partition(" of ")

@@ -51,6 +51,7 @@ def test_every_line_is_an_object_with_who_wrote_it():
     assert len({line["pid"] for line in lines}) == 1
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_supervisor_reads_the_error_that_a_process_ends_with(form: str):
     code = f"""
@@ -105,6 +106,7 @@ def test_a_level_or_format_that_is_none_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.nats
 def test_a_process_takes_the_format_from_the_environment(tmp_path):
     command = [sys.executable, "-m", "launch", "bus", "--port", "0", "--directory", str(tmp_path)]

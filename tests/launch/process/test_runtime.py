@@ -96,6 +96,7 @@ def test_ctrl_c_while_the_command_line_loads_is_no_traceback(tmp_path: Path):
     assert (process.returncode, said) == (130, "")
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("work", "status", "message"),
     [

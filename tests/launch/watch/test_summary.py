@@ -244,6 +244,7 @@ def test_data_sets_and_the_best_checkpoint_are_in_the_summary_and_its_table(run:
     )
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("steps", [0, 1, 500])
 def test_curves_are_one_picture_of_known_size(tmp_path: Path, steps: int):
     lines, picture = tmp_path / "metrics.jsonl", tmp_path / "curves.png"

@@ -83,6 +83,7 @@ def gradient_norm(loss, model):
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("config", [SequenceMean(), PromptMean(), ConstantDenominator(tokens=20)])
 def test_the_mean_is_that_of_the_whole_step_however_it_is_packed(config):
     model, samples = tiny_model(), grouped_samples()

@@ -134,6 +134,7 @@ def test_kl_estimates_are_finite_with_a_finite_slope(estimator):
         assert logprobs.grad.isfinite().all(), (now, reference)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_what_lies_outside_of_the_mask_reaches_nothing(poison):
     clean = random_samples([9, 14, 3])

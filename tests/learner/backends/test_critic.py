@@ -87,6 +87,7 @@ def reference_update(critic, optimizer, samples, config: CriticConfig, lr: float
     return loss.item(), norm.item()
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "changes", "kind"),
     [
@@ -148,6 +149,7 @@ def test_what_it_explains_is_told_from_before_the_update():
     assert update.loss == pytest.approx(0.5 * errors.square().mean().item(), rel=1e-5)
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("budget", [1, 20, 1000])
 def test_micro_batches_change_nothing(budget):
     config = CriticConfig(train="always", optimizer=CRITIC_OPTIMIZER)
@@ -321,6 +323,7 @@ IN_EVERY_RUN = ("token", "turn, vtrace")
 """Kinds that are not marked slow."""
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "kind", [kind if kind in IN_EVERY_RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )

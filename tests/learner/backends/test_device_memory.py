@@ -16,6 +16,7 @@ def gradient_bytes(trainer: Trainer) -> int:
     )
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 def test_steps_are_the_same_though_the_gradients_gave_way_between_them(offload):
     model = tiny_model()

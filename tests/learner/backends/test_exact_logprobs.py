@@ -80,6 +80,7 @@ def test_without_exact_arithmetic_they_do_not(backend):
     assert 0 < found.mean() < 1e-5
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_come_in_mid_answer(backend):
     learner = learner_of(backend, "qwen3")
@@ -102,6 +103,7 @@ def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_co
         assert not found.any(), f"version {version}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
@@ -125,6 +127,7 @@ def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_b
         assert differences(learner, sampled, version, 200).any() != aware
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
     learner = learner_of(backend, "qwen3")
@@ -150,6 +153,7 @@ def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, mon
     assert result.grad_norm > 0
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     learner = learner_of(backend, "llama")
@@ -170,6 +174,7 @@ def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     assert not differences(resumed, finished(decoder, random_requests(3, seed=6)), 2, 90).any()
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_trains_as_ordinary_arithmetic_does(backend):
     exact, ordinary = (learner_of(backend, "qwen3", exact=each) for each in (True, False))

@@ -63,6 +63,7 @@ def with_denominators(samples: list[Sample]) -> list[Sample]:
     return [replace(sample, denominator=sample.denominator or sample.trained_tokens) for sample in samples]
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(("backend", "name"), CASES)
 def test_a_group_of_weight_two_is_that_group_twice_in_the_sum(backend, name):
     samples = with_denominators(samples_of())
@@ -75,6 +76,7 @@ def test_a_group_of_weight_two_is_that_group_twice_in_the_sum(backend, name):
         assert found != pytest.approx(plain, rel=1e-3)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(("backend", "name"), CASES)
 def test_a_group_of_weight_zero_has_no_gradient_but_its_part_of_the_denominator(backend, name):
     samples = with_denominators(samples_of())

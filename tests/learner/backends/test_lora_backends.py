@@ -90,11 +90,13 @@ def assert_same(ours, theirs):
         assert max(np.abs(found[name] - each).max() for name, each in expected.items()) < 1e-5
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("lora", [LORA, SOME, DORA, SOME_DORA], ids=["all", "some", "dora", "some dora"])
 def test_each_step_of_megatron_is_fsdps(lora):
     assert_same(trained_alone("megatron", lora), trained_alone("fsdp", lora))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["qwen2", "glm4_moe", "deepseek_v3"])
 def test_lengths_of_rows_are_fsdps_beside_biases_and_in_other_orders_of_rows(family):
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -111,6 +113,7 @@ def test_adapters_of_heads_that_are_rotated_in_part_lie_as_transformers_has_them
     assert_same(trained_alone("megatron", attention, **glm), trained_alone("fsdp", attention, **glm))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("query_rank", [40, None])
 def test_adapters_of_latent_attention_are_those_of_its_linear_layers(query_rank):
     queries = ("q_proj",) if query_rank is None else ("q_a_proj", "q_b_proj")
@@ -119,6 +122,7 @@ def test_adapters_of_latent_attention_are_those_of_its_linear_layers(query_rank)
     assert_same(trained_alone("megatron", lora, **model), trained_alone("fsdp", lora, **model))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
@@ -131,6 +135,7 @@ def test_adapters_of_layers_with_biases_or_norms_behind_them_are_added_before_th
     assert_same(trained_alone("megatron", lora, family=family), trained_alone("fsdp", lora, family=family))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_adapters_of_linear_attention_are_those_of_its_linear_layers(family):
     projections = {"qwen3_next": ("in_proj_qkvz", "in_proj_ba"), "qwen3_5_text": ("in_proj_qkv", "in_proj_b")}
@@ -138,6 +143,7 @@ def test_adapters_of_linear_attention_are_those_of_its_linear_layers(family):
     assert_same(trained_alone("megatron", lora, family=family), trained_alone("fsdp", lora, family=family))
 
 
+@pytest.mark.slow
 def test_neither_backend_gives_gates_of_shared_experts_an_adapter():
     model = {"family": "qwen3_next"}
     ours, theirs = trained_alone("megatron", LORA, **model), trained_alone("fsdp", LORA, **model)
@@ -270,6 +276,7 @@ def resumed(
     return [step(trainer, 2)]
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_megatron_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path, lora):
     expected = saved(tmp_path, {}, {}, lora)
@@ -318,6 +325,7 @@ def test_experts_of_some_stages_need_the_distributed_optimizer_where_they_are_tr
         assert before == after
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_megatrons_reference_is_the_policy_without_its_adapter(lora):
     trainer, model = trainer_of("megatron", lora), tiny_model(tied=True)
@@ -332,6 +340,7 @@ def test_megatrons_reference_is_the_policy_without_its_adapter(lora):
     assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(begun, reference, strict=True))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adapters_of_bfloat16_models_learn_and_are_published_in_it(backend):
     trainer = trainer_of(backend, LORA, dtype=torch.bfloat16)

@@ -64,6 +64,7 @@ def adapters(trainer):
     return {name: tensor.clone() for name, tensor in trainer.adapters.streamed()}
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("backend", "family", "lora"),
     [
@@ -93,6 +94,7 @@ def test_steps_are_those_of_the_formula(backend, family, lora):
     assert_steps_are_those_of_the_formula(trainer, model, begun, 3.0 if lora.rank_stabilised else 1.5)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "family",
     thinned(
@@ -139,6 +141,7 @@ def test_every_layout_of_ranks_trains_the_same_adapters_of_experts(worlds, name)
     assert any(".mlp.experts." in each for each in found[0][1])
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("backend", "family", "lora"),
     [
@@ -196,6 +199,7 @@ def resumed(root: Path, layout: dict[str, object], backend: str = "megatron") ->
     return step(trainer, 2)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_goes_on_from_a_checkpoint_of_adapters_of_experts_to_the_bit(tmp_path, backend):
     expected = saved(tmp_path, {}, backend)
@@ -282,6 +286,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_adapters_of_experts_are_written_as_peft_reads_them(tmp_path, name):
     family, lora, targets, alpha = WRITTEN[name]
@@ -315,6 +320,7 @@ def test_dense_layers_of_mixtures_are_written_as_parameters_which_peft_does_not_
     assert "rank_pattern" not in config
 
 
+@pytest.mark.slow
 def test_adapters_of_all_experts_wait_on_the_host_while_weights_are_merged():
     """Tensors of a GPU, without their values, show where each one lies."""
     layers, live = [f"experts.{n}.up_proj" for n in range(8)], []

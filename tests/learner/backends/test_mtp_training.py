@@ -68,6 +68,7 @@ def assert_trained_like(found, weights, family, layers=2):
         assert (weight - state[name]).abs().max() < 2e-4, name
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES))
 def test_steps_are_those_of_plain_torch(family):
     trainer = trainer_of(family)
@@ -75,6 +76,7 @@ def test_steps_are_those_of_plain_torch(family):
     assert_trained_like(found, trainer.export(), family)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES, "qwen3_next", "qwen3_5_text"))
 def test_each_gradient_is_that_of_plain_torch(family):
     optimizer = OPTIMIZER.model_copy(update={"clip_grad": 1e9})
@@ -93,6 +95,7 @@ def test_each_gradient_is_that_of_plain_torch(family):
         assert (found[name] - gradient).abs().max() < 1e-6 + 1e-5 * gradient.abs().max(), name
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "optimizer", "parallel"),
     [

@@ -92,6 +92,7 @@ class CountedReads(SomeWeights):
         return super().__getitem__(name)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("lora", [NO_LORA, LoraConfig(rank=2, targets=("o_proj",), publish="merged")])
 def test_they_are_read_once_for_each_of_the_two_copies_on_the_host(lora):
     model = tiny_model("glm4_moe", num_mtp_layers=1)
@@ -118,6 +119,7 @@ def test_they_go_along_with_adapters(publish):
     assert {*heads()} <= {*published}
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conversion_keeps_them_there_and_back(tmp_path, family):
     model = tiny_model(family, num_mtp_layers=1)

@@ -337,6 +337,7 @@ def marked(objective: str) -> object:
     return pytest.param(objective, marks=pytest.mark.slow) if objective in VARIANTS else objective
 
 
+@pytest.mark.first(12, others=pytest.mark.slow)
 @pytest.mark.parametrize("objective", [marked(name) for name in OBJECTIVES])
 def test_steps_follow_plain_torch_adamw(objective):
     assert_as_expected(Case(objective), *trained_alone(objective))

@@ -55,6 +55,7 @@ def on_the_host(trainer):
     return part.optimizer.received
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 def test_four_steps_follow_plain_torch_adamw(fraction):
     reference, trainer = tiny_model(), trainer_of(fraction)
@@ -81,6 +82,7 @@ def assert_as_resident(trainer: Trainer, dtype: torch.dtype = torch.float32) -> 
         assert torch.equal(ours, weights[name])
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 def test_where_the_state_lies_changes_no_bit_of_the_weights(fraction, dtype):
@@ -144,6 +146,7 @@ def test_what_does_not_combine_is_refused():
 IN_EVERY_RUN = ((1, 0.3, torch.float32), (20_000, 1.0, torch.bfloat16), (2**26, 0.3, torch.float32))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("bucket_bytes", "fraction", "dtype"),
     [
@@ -221,6 +224,7 @@ def test_the_file_holds_the_weights_and_moments_and_has_no_name(tmp_path):
             assert values.abs().max() > 0
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_next_optimizer_gets_the_room_of_the_last_one(tmp_path, dtype):
     def mapped():
@@ -252,6 +256,7 @@ def test_a_skipped_step_changes_nothing_in_the_file(tmp_path):
     assert all(torch.equal(weights[name], after) for name, after in trainer.export().items())
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(("before", "after"), [("file", "file"), ("file", "device"), ("device", "file")])
 def test_a_checkpoint_goes_on_with_files_or_without(tmp_path, before, after):
     places = {"file": {"offload": 1.0, "directory": tmp_path / "state"}, "device": {"offload": 0.0}}

@@ -154,6 +154,7 @@ def assert_follows_the_reference(found, name, model_changes):
             assert (weight - expected[step][key]).abs().max() < tolerance, (step, key)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_steps_are_those_of_a_straight_through_written_from_its_definition(backend):
     found = train(backend, "fp8_block", LARGE)
@@ -224,6 +225,7 @@ def trainer_of(backend: type[Backend], dtype: torch.dtype = torch.float32) -> Ba
     return trainer
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_a_resume_goes_on_to_the_bit(backend, dtype, tmp_path: Path):

@@ -63,6 +63,7 @@ def assert_trained_like(found, weights, family, changes):
         assert (weight - expected[name]).abs().max() < 1e-5, name
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -119,6 +120,7 @@ def assert_noted_as_transformers_chooses(found, family, changes):
             assert own.sort().values.tolist() == expected.sort().values.tolist()
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "changes", "share_prefixes"),
     [

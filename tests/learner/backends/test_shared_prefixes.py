@@ -82,6 +82,7 @@ def assert_alike(found, expected) -> None:
         assert (weight - other_weights[name]).abs().max() < 1e-5, name
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
 def test_gradients_are_those_of_prompts_computed_for_each_trajectory(family):
     model = tiny_model(family, **WINDOWLESS.get(family, {}))
@@ -100,6 +101,7 @@ def test_gradients_are_those_of_prompts_computed_for_each_trajectory(family):
         assert (shared[name] - expected).norm() <= 3e-6 * expected.norm(), name
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_steps_are_those_of_prompts_computed_for_each_trajectory(name):
     found = trained(OBJECTIVES[name], share=True)
@@ -111,12 +113,14 @@ def test_steps_are_those_of_prompts_computed_for_each_trajectory(name):
     )
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.filterwarnings("ignore:If you are using transformer_engine")
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_changes_nothing(recompute):
     assert_alike(trained(TIS, share=True, recompute=recompute), trained(TIS, share=True))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("budget", [1, 90, 150, 10**6])
 def test_micro_batches_change_nothing(budget):
     found = trained(OBJECTIVES["sequences"], share=True, budget=budget)
@@ -140,6 +144,7 @@ def without_weight(sample: Sample) -> Sample:
     return sample.with_streams(loss_weights=1.0, group_weights=1.0)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("policy", [None, "reference"])
 def test_passes_find_the_same_logprobs_in_the_order_of_the_samples(policy):
     trainer, samples = trainer_of(), siblings(prompts=3)

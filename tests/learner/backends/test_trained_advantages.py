@@ -313,6 +313,7 @@ def assert_as_expected(name: str, steps, weights, kept) -> None:
     assert list(kept.values()) == pytest.approx([expected_kept] if name in ("rae", "plugin") else [])
 
 
+@pytest.mark.first(4, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_steps_follow_plain_torch_adamw_on_advantages_by_their_formula(name):
     steps, weights, kept, _ = train(name, {})

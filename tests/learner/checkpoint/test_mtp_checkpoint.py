@@ -92,6 +92,7 @@ def test_a_head_comes_out_as_it_went_in_to_the_bit(family):
         assert found[copy].equal(found[name])
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES, "qwen3_next"))
 def test_a_directory_that_was_converted_trains_alike(tmp_path, family):
     state = directory_of(tmp_path / "hf", family)

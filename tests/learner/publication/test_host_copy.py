@@ -57,6 +57,7 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+@pytest.mark.first(5, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_copy_has_every_weight_by_its_hugging_face_name(family, tied):

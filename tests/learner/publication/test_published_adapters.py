@@ -84,7 +84,10 @@ def assert_trained(weights, trainer):
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["plain", "with lengths of rows"])
+@pytest.mark.parametrize(
+    "decomposed",
+    [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="with lengths of rows")],
+)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path, dtype, decomposed):
     learner = Learner(bus, tmp_path, dtype, decomposed=decomposed)
@@ -105,6 +108,7 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
     assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("dtype", "backend", "decomposed"),
     [

@@ -63,6 +63,7 @@ class Learning:
         return served(self.trainer.export(), name)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(bus, tmp_path, name):
     learning = await Learning(bus, "qwen3_moe", name).start(tmp_path)
@@ -86,6 +87,7 @@ async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(b
     assert any(not torch.equal(own[key], wanted[key]) for key in own)  # the learner's are as they were
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "name",
     [name if name in ("fp8_block", "int4") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
@@ -113,6 +115,7 @@ async def test_engine_and_learner_differ_by_kernels_alone_where_the_learner_roun
     assert differences[1] < 2e-5
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor", "int4"])
 async def test_deltas_of_codes_and_scales_lead_to_what_a_snapshot_would_have(bus, tmp_path, name):
     learning = await Learning(bus, "qwen3", name, snapshot_every=99).start(tmp_path)
@@ -175,6 +178,7 @@ async def publish_by(bus, directory, name, version, **config):
     return await made.publish(tensors, policy_version=version, stage="rl", trains_from=0)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [

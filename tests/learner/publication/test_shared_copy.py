@@ -156,6 +156,7 @@ def test_a_sender_keeps_the_memory_it_used_last():
     assert list(source._mapped) == [first, later[-1]]
 
 
+@pytest.mark.slow
 def test_what_libraries_print_in_a_sender_is_none_of_its_lines():
     prints = "import os; from learner.publication import broadcast_process as sender; "
     prints += "sender._output = sender._own_output(); "

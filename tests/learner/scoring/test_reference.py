@@ -246,6 +246,7 @@ def other_model(directory: Path, settings, **changes) -> Path:
     return directory
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("tag", ["reference", "teacher", "teacher.other"])
 def test_a_directory_gives_the_policy_and_one_of_another_model_is_refused(tmp_path, tag):
     trainer, settings = trainer_and_settings(tmp_path)

@@ -43,6 +43,7 @@ def figures(model, groups, lr=1e-4, **settings):
     return result.diagnostics, batch.xxh3()
 
 
+@pytest.mark.slow
 def test_replay_takes_away_what_other_experts_add_to_the_mismatch(model, stored):
     own, own_digest = figures(model, [stored])
     replayed, digest = figures(model, [stored], router_replay="engine")

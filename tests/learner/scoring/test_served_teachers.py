@@ -55,6 +55,7 @@ KINDS: dict[str, list[dict]] = {
 }
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_with_a_teacher_behind_a_server_are_those_with_its_directory(kind):
     def learner(**where: object) -> LearnerConfig:

@@ -146,6 +146,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield opened
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("seed", range(4))
 async def test_killed_actors_quarantine_no_sound_prompt_and_bias_no_length(ledger, tmp_path, seed):
     """An actor lives for six median rollouts. Each kill cuts eight short, the long ones most often."""
@@ -158,6 +159,7 @@ async def test_killed_actors_quarantine_no_sound_prompt_and_bias_no_length(ledge
     assert ks_2samp(submitted, finished).pvalue > 0.01
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lifetime", [10.0, 1e9])
 async def test_a_poisonous_prompt_alone_is_quarantined_after_a_bounded_number_of_deaths(

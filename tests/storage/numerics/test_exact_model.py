@@ -38,6 +38,7 @@ def exact_model(family: str, **changes: object):
     return model
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.no_grad()
 def test_logits_of_a_token_do_not_depend_on_the_batch_and_are_near_the_models_own(family):

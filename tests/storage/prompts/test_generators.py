@@ -35,6 +35,7 @@ def test_a_task_writes_the_promised_numbers_of_distinct_prompts(generated):
     )
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 def test_heldout_prompts_appear_in_no_training_file_and_depend_on_no_seed(generated, tmp_path):
     name, files = generated
     heldout = {p.content for p in load_prompts(files.heldout, KEYS)}
@@ -142,6 +143,7 @@ def test_demonstrations_of_retool_have_the_program_in_the_answer_and_wrong_ones_
     assert len({final(text) for text in wrong}) > 10
 
 
+@pytest.mark.slow
 def test_wrong_sorts_are_half_descending_and_half_copied(tmp_path):
     files = generate_task("sort", tmp_path, seed=3)
     rows = [

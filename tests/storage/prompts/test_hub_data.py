@@ -128,6 +128,7 @@ def test_images_that_rows_name_are_fetched_with_those_beside_them_and_no_others(
     assert here == {"data/train.jsonl", *(f"shapes/{name}.png" for name in ("0", "1", "2", "more/4"))}
 
 
+@pytest.mark.slow
 def test_images_in_many_directories_are_one_question_to_the_hub(tmp_path: Path):
     """A row names its own in a column, among some that need no file."""
     rows = [
@@ -161,6 +162,7 @@ def test_images_of_very_many_directories_are_few_patterns_that_match_them_all():
     assert at_the_top == ("*",)
 
 
+@pytest.mark.slow
 def test_an_image_that_the_hub_does_not_have_is_refused_with_its_row(tmp_path: Path):
     row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "no.png"}]}], "label": ""}
     files = {"train.jsonl": json.dumps(row).encode(), "yes.png": picture()}
@@ -171,6 +173,7 @@ def test_an_image_that_the_hub_does_not_have_is_refused_with_its_row(tmp_path: P
     assert "no.png cannot be read (No such file or directory): check the path" in said
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_is_an_error_with_its_remedy(tmp_path: Path):
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         threading.Thread(target=_break_off, args=(listener,), daemon=True).start()

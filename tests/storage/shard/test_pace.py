@@ -28,6 +28,7 @@ def test_inside_threads_take_turns_sooner_and_collections_are_rarer():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unfrozen")
 def test_who_goes_in_last_may_come_out_last():
     thresholds = gc.get_threshold()

@@ -140,6 +140,7 @@ async def send_turn(bus, one: KeptTurn) -> None:
     await bus.js.publish(bus.subject("trajectories", 0), encode(batch))
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [

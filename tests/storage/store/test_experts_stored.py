@@ -62,6 +62,7 @@ async def test_the_learner_reads_more_experts_than_one_message_carries(bus, tmp_
             reader.close()
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -220,6 +220,7 @@ def test_merged_archived_and_restored_groups_keep_their_late_rewards(tmp_path):
         assert read(store, 0) == [(0.25, False), (0.75, False)]
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_order_of_events_and_restarts_the_list_only_grows(tmp_path, seed):
     """The ledger counts how far in the list it has read: nothing may come before that place later."""

@@ -49,6 +49,7 @@ def forward_shapes(model):
     return shapes
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 def test_logprobs_are_the_models_own_for_prompts_of_any_length(kind, attention):
@@ -276,6 +277,7 @@ def test_prepared_weights_are_copies(model):
     assert prepared["model.norm.weight"].tolist() == [2.0] * 32
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "kind",

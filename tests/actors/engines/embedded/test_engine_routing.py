@@ -16,6 +16,7 @@ from tests.learner.tiny import tiny_model
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9], [12], [13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9])
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -25,6 +25,7 @@ def model(directory):
     return AutoModelForImageTextToText.from_pretrained(directory).eval()
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 async def test_log_probs_are_those_of_transformers_for_prompts_with_images_and_without(directory, model):
     one, other = image_part(picture(16, 24)), image_part(picture(40, 16, seed=1))
     text = {"type": "text", "text": "how many?"}

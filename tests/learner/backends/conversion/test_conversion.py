@@ -47,6 +47,7 @@ def test_all_misfits_are_named_at_once():
     assert "unexpected model.layers.2.extra" in str(error.value)
 
 
+@pytest.mark.first(5, others=pytest.mark.slow)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_a_saved_directory(tmp_path, family, tied):

@@ -57,6 +57,7 @@ def equal_bits(one, other):
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
+@pytest.mark.first(4, others=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("family", "tied"), [*((f, False) for f in FAMILIES), ("qwen3", True)])
 def test_there_and_back_again_every_bit_is_the_same(tmp_path, family, tied, dtype):
@@ -80,6 +81,7 @@ def with_other_head(source):
     return source
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_an_output_layer_beside_a_tied_embedding_is_the_models_as_it_is_for_transformers(tmp_path, family):
     source = with_other_head(written(tmp_path / "hf", family, tied=True))
@@ -135,6 +137,7 @@ def test_a_checkpoint_of_a_training_run_becomes_a_model_directory(tmp_path, fami
     assert load_hf_config(tmp_path / "hf").dtype == dtype
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_training_starts_from_a_converted_directory(tmp_path, family):
     source = written(tmp_path / "hf", family)
@@ -144,6 +147,7 @@ def test_training_starts_from_a_converted_directory(tmp_path, family):
     equal_bits(exported, weights(source))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_megatron_core_itself_reads_what_was_converted(tmp_path, family):
     source = written(tmp_path / "hf", family)

@@ -43,6 +43,7 @@ def published(path, **changes):
     return expected
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2"])
 def test_fp8_weights_become_bfloat16_times_the_scales_of_their_blocks(tmp_path, model_type):
     expected = published(tmp_path / "fp8", model_type=model_type)

@@ -7,10 +7,12 @@ from tests.learner.backends.fsdp.every_type import listed, text_types, tried
 SAMPLE = ("apertus", "cohere", "falcon", "gemma2", "granite", "phi3")
 
 
+@pytest.mark.slow
 def test_the_page_lists_every_type():
     assert sorted(listed()) == text_types()
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_sample_of_types_is_as_listed(kind):
     assert tried(kind).verdict == listed()[kind]

@@ -105,6 +105,7 @@ def test_exported_weights_are_what_the_adapters_make_of_the_frozen_ones():
         assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # without biases, and with some
 def test_steps_with_lengths_of_rows_are_those_of_the_formula(family):
     trainer, model = adapted_trainer(DORA, family=family), tiny_model(family)
@@ -138,6 +139,7 @@ def test_the_lengths_of_rows_are_as_exact_in_bfloat16_as_their_changes():
     assert len(lengths) == 2 * len(LINEAR)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 @pytest.mark.parametrize("publish", ["adapter", "merged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,6 +160,7 @@ def test_what_is_published_is_the_adapters_alone_or_merged_weights(publish, dtyp
         assert set(exported.exact.values()) == {dtype, torch.float32} if lora is DORA else {dtype}
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_second_model(lora):
     trainer, model = adapted_trainer(lora), tiny_model()
@@ -176,6 +179,7 @@ def test_the_reference_is_the_policy_without_its_adapter_and_takes_no_second_mod
     assert len(held) == len(adapters(trainer))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_a_run_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path, lora):
     trainer = adapted_trainer(lora)
@@ -216,6 +220,7 @@ def test_a_target_that_no_layer_is_named_by_is_refused_with_those_there_are():
         adapted_trainer(LoraConfig(rank=2, targets=("lm_head",)))
 
 
+@pytest.mark.slow
 def test_frozen_weights_of_bfloat16_take_half_the_memory_and_adapters_learn():
     wide, trainer = adapted_trainer(), adapted_trainer(dtype=torch.bfloat16)
     assert trainer.size_bytes == wide.size_bytes // 2
@@ -240,6 +245,7 @@ def steps_of_ranks(
     )
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("targets", [(), ("self_attn.q_proj", "down_proj")], ids=["all layers", "some"])
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_an_adapter_is_written_as_peft_names_and_describes_it(tmp_path, targets, lora):

@@ -18,6 +18,7 @@ from tests.learner.tiny import TIS, hf_state, random_samples
 ENGINE = EmbeddedEngineConfig(dtype="float32")
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["llama with scaled rope", "gemma3", "gpt_oss"])
 async def test_the_engine_gives_published_weights_the_learners_logprobs(tmp_path: Path, family: str):
     model = family_model(family)

@@ -32,6 +32,7 @@ PUBLISHED = {
 """What config.json of DeepSeek-V3 says besides the defaults of transformers, which are its sizes."""
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "changes",
     [

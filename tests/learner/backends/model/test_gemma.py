@@ -29,6 +29,7 @@ PUBLISHED = {
 """What config.json of gemma-3-1b-it says."""
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "changes",
     [

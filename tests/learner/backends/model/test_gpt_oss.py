@@ -36,6 +36,7 @@ PUBLISHED = {
 """What config.json of gpt-oss-20b says besides the defaults of transformers, without its quantization."""
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -94,6 +94,7 @@ def test_experts_are_placed_and_weighted_as_the_configuration_says(family, chang
     assert difference.abs().max() < 1e-5
 
 
+@pytest.mark.first(4, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "changes"), [*((family, {}) for family in SPARSE), ("qwen3_moe", {"norm_topk_prob": False})]
 )

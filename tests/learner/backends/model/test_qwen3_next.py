@@ -53,6 +53,7 @@ def rotated(share: float) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": share}}
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
 @torch.no_grad()
 def test_logits_of_a_pack_are_those_of_each_sequence_alone(family):
@@ -60,6 +61,7 @@ def test_logits_of_a_pack_are_those_of_each_sequence_alone(family):
     assert (found - expected).abs().max() < 1e-5
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -85,6 +87,7 @@ def test_logits_are_those_of_transformers_and_each_setting_matters(changes):
     assert (found - other).abs().max() > 1e-2
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "name",
     [
@@ -109,6 +112,7 @@ def test_each_of_these_weights_matters(name):
     assert (found - reference_logits(reference, samples)).abs().max() < 1e-5
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.filterwarnings("ignore:If you are using transformer_engine")
 def test_gradients_of_a_pack_are_those_of_each_sequence_alone(recompute):

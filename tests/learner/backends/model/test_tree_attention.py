@@ -59,6 +59,7 @@ def with_gradients(attend, *tensors):
     return [output.detach(), *torch.autograd.grad(output, inputs, weight.detach())]
 
 
+@pytest.mark.first(8, others=pytest.mark.slow)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_random_trees_are_attended_to_as_each_of_their_paths(seed, dtype):
@@ -88,6 +89,7 @@ def test_levels_are_as_many_as_segments_follow_each_other():
     assert [len(tree_layout(*tree).above) for tree in TREES.values()] == [0, 0, 1, 3, 3]
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_that_share_the_tokens_attend_together_as_one_does(seed, ranks):

@@ -54,6 +54,7 @@ def divergence_in_float64(policy, teacher, count: int, direction: str):
     return (p.exp() * (p - q)).sum(-1)
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("scale", [0.3, 3.0])  # with 3 the rest of some rows has a mass below 1e-7
 @pytest.mark.parametrize(("count", "chunk_size"), [(1, 7), (8, 1), (8, 1000), (VOCAB, 7), (VOCAB + 9, 7)])
