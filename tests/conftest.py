@@ -44,16 +44,17 @@ Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 def mark_others(items: list[pytest.Item]) -> None:
     """Apply `pytest.mark.first(n, others=MARK)`: parametrizations of a test beyond the first n get MARK.
 
-    Those that have the marker of a suite already are not counted."""
-    counted = Counter[str]()
+    Those that have that marker, or are nightly, are not counted."""
+    counted = Counter[tuple[str, str]]()
     for item in items:
-        mark = item.get_closest_marker("first")
-        if mark is None or any(item.get_closest_marker(name) for name in SUITES):
-            continue
-        test = item.nodeid.partition("[")[0]
-        counted[test] += 1
-        if counted[test] > mark.args[0]:
-            item.add_marker(mark.kwargs["others"])
+        for mark in list(item.iter_markers("first")):
+            others = mark.kwargs["others"]
+            if any(item.get_closest_marker(name) for name in (others.name, "nightly")):
+                continue
+            test = item.nodeid.partition("[")[0], others.name
+            counted[test] += 1
+            if counted[test] > mark.args[0]:
+                item.add_marker(others)
 
 
 @pytest.hookimpl(tryfirst=True)

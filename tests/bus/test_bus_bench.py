@@ -5,6 +5,7 @@ import pytest
 from benchmarks import bus as bench
 
 
+@pytest.mark.nightly
 @pytest.mark.nats
 @pytest.mark.slow
 def test_bench_gives_every_ratio_with_its_limit(monkeypatch: pytest.MonkeyPatch):

@@ -69,6 +69,7 @@ def starts(page: str) -> list[list[str]]:
     return [words for words in launches(page) if words[0] == "local" and "--dry-run" not in words]
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["own-reward", "own-environment", "own-agent", "eight-gpus", "coming-from"])
 def test_the_runs_of_a_tutorial_may_start(page: str, beside, monkeypatch, capsys: pytest.CaptureFixture):

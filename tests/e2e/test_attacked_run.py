@@ -51,6 +51,7 @@ def trained(started: dict[str, Command]) -> int:
     return len(re.findall(r"step_trained|checkpoint_saved", started["learner"].said()))
 
 
+@pytest.mark.nightly
 def test_run_goes_on_while_its_records_are_forged_erased_and_its_keys_exchanged(
     started: dict[str, Command], tmp_path: Path
 ):

@@ -21,6 +21,7 @@ NEAR = 1e-5
 """Log-probs of two kernels in float32 are so near, in nats."""
 
 
+@pytest.mark.nightly
 def test_the_sort_preset_learns_with_fsdp_and_has_the_policy_of_its_quantised_engine(tmp_path: Path):
     records = records_of_run(tmp_path, *SMALL)
     directory = tmp_path / "runs/sort"

@@ -16,6 +16,7 @@ from tests.e2e.test_router_replay_run import MODELS, REPLAY, written
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 
+@pytest.mark.nightly
 def test_the_sort_preset_trains_adapters_with_the_experts_of_its_engine_and_both_agree(tmp_path):
     path = written(MODELS["glm"], tmp_path / "model")
     records = records_of_run(

@@ -42,6 +42,7 @@ def write_files_named_like_our_packages(directory: Path) -> None:
         (directory / name).write_text("raise RuntimeError('a file of the user was imported for ours')\n")
 
 
+@pytest.mark.nightly
 def test_own_prompts_model_and_rewards_that_come_later_train_and_are_scored_again(tmp_path: Path):
     chat = [{"role": "system", "content": "digits"}, {"role": "user", "content": "one to nine"}]
     row = {"question": chat, "answer": 7, "extra": {"source": "mine"}}

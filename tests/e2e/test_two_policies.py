@@ -71,6 +71,7 @@ def assert_trained_apart(own: Path, rival: Path) -> None:
     assert all(not weights[0][name].equal(weights[1][name]) for name in weights[0] if "proj" in name)
 
 
+@pytest.mark.nightly
 def test_each_learner_trains_its_own_strands_once_though_one_is_killed(tmp_path: Path):
     own, rival = tmp_path / "runs/duel", tmp_path / "runs/duel__rival"
     (tmp_path / "killing.py").write_text(KILLING)

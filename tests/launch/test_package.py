@@ -54,6 +54,7 @@ def test_the_source_distribution_has_tests_and_docs(built: Path):
     assert not [name for name in names if "__pycache__" in name]
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

@@ -10,13 +10,16 @@ from tests.conftest import LONGEST, mark_others, pytest_collection_modifyitems
 TESTS = Path(__file__).parents[1]
 
 
-def item_of(path: Path, *markers: str, first: pytest.Mark | None = None, nodeid: str = "") -> SimpleNamespace:
+def item_of(
+    path: Path, *markers: str, first: tuple[pytest.Mark, ...] = (), nodeid: str = ""
+) -> SimpleNamespace:
     """What is collected of a test with these markers."""
-    marks: dict[str, object] = {name: name for name in markers} | ({} if first is None else {"first": first})
+    marks: dict[str, object] = {name: name for name in markers}
     return SimpleNamespace(
         path=path,
         nodeid=nodeid,
         get_closest_marker=marks.get,
+        iter_markers=lambda name: iter(first),
         add_marker=lambda mark: marks.update({mark.name: mark}),
     )
 
@@ -29,15 +32,25 @@ def test_a_file_that_gets_a_marker_from_elsewhere_is_refused(tmp_path: Path):
         pytest_collection_modifyitems([item_of(path, "slow", "sglang")])
 
 
-def test_all_but_the_first_parametrizations_without_a_suite_get_the_marker_of_the_others():
-    first = pytest.mark.first(2, others=pytest.mark.nightly).mark
-    given = [("a[0]", ()), ("a[1]", ("slow",)), ("b", ()), ("a[2]", ("nats",)), ("a[3]", ()), ("c[0]", ())]
+def test_parametrizations_beyond_the_first_get_the_marker_of_the_others():
+    first = (
+        pytest.mark.first(1, others=pytest.mark.slow).mark,
+        pytest.mark.first(3, others=pytest.mark.nightly).mark,
+    )
+    given = [
+        ("a[0]", "slow"),
+        ("a[1]", "nats"),
+        ("b", "nats"),
+        ("a[2]", "nightly"),
+        ("a[3]", "nats"),
+        ("a[4]", "nats"),
+    ]
     items = [
-        item_of(Path("test_mine.py"), *markers, first=None if name == "b" else first, nodeid=name)
-        for name, markers in given
+        item_of(TESTS, marker, first=() if test == "b" else first, nodeid=test) for test, marker in given
     ]
     mark_others(items)
-    assert [item.nodeid for item in items if item.get_closest_marker("nightly")] == ["a[3]"]
+    marked = {name: [i.nodeid for i in items if i.get_closest_marker(name)] for name in ("slow", "nightly")}
+    assert marked == {"slow": ["a[0]", "a[3]", "a[4]"], "nightly": ["a[2]", "a[4]"]}
 
 
 def test_whole_runs_and_the_longest_files_come_first():

@@ -27,6 +27,7 @@ from learner.data.balancing import forward_flops
 from learner.scoring.logprobs import score
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_all_sides_train_and_are_compared():
     threads = torch.get_num_threads()
@@ -150,6 +151,7 @@ def tiny_layouts(names):
     return list(every(names, TINY_LAYOUTS))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_layouts_of_two_ranks_train_on_the_same_and_are_measured(worlds):
     chosen = ["whole", "ring", "context", "fsdp", "data"]

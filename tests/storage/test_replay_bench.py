@@ -10,6 +10,7 @@ pytestmark = pytest.mark.nats
 SMALL = Size(rounds=1, written=64, stored=512, many=5_000, messages=50, leases=500)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_figure_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(replay, "QUICK", SMALL)

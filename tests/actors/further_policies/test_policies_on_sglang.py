@@ -75,6 +75,7 @@ async def assert_answered(policy, own, other):
         np.testing.assert_allclose(part.behaviour_logprobs[part.loss_mask], expected, rtol=0, atol=MOST_NATS)
 
 
+@pytest.mark.nightly
 async def test_each_policy_is_answered_by_its_own_server_whose_versions_are_its_own(bus, rival, tmp_path):
     directory = build_model_directory(tmp_path / "model", SIZES, seed=0)
     models = {seed: model_of(directory, seed) for seed in (1, 2, 3)}

@@ -221,6 +221,7 @@ def test_every_token_replays_to_its_logprob_and_version(data):
     asyncio.run(interleaved("qwen3", data))
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "hermes", "llama3", "no_end"])
 @settings(max_examples=8, phases=UNSHRUNK)

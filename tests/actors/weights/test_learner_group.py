@@ -180,6 +180,7 @@ async def test_a_draft_model_of_its_own_gets_nothing_of_what_is_sent(learner, se
         assert not any("disable_draft_model" in body for body in server.updates)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_the_memory_of_a_version_that_nobody_needs_any_more_serves_a_later_one(
     learner, serving, monkeypatch
@@ -206,6 +207,7 @@ async def test_the_memory_of_a_version_that_nobody_needs_any_more_serves_a_later
     assert not learner.broadcaster._spares
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_a_later_version_is_sent_where_the_announced_one_is_gone_and_is_not_sent_again(
     learner, serving
@@ -387,6 +389,7 @@ async def test_ranks_that_do_not_come_cost_the_group_and_nothing_else(starting, 
         await learner.none_is_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_an_engine_that_does_not_take_what_it_asked_for_holds_up_no_other_and_is_given_up(
     learner, serving
@@ -464,6 +467,7 @@ async def test_the_sender_ends_with_its_learner(learner):
     await learner.none_is_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(learner, monkeypatch):
     published, later = learner.announce(0), Weights.of(1, host_tensors(state(1)))

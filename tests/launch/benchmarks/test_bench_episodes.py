@@ -6,6 +6,7 @@ from benchmarks.episodes import EpisodesLoad, bench_episodes
 from bus.errors import ConfigError
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.nats
 def test_bench_runs_all_episodes_and_finds_them_whole_on_the_bus():

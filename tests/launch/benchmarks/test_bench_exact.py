@@ -15,6 +15,7 @@ TINY = Qwen3Config(
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_both_kinds_are_measured_on_both_sides(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exact, "small", lambda: Batches(TINY, torch.float32, 16, 32, 2, rounds=1))

@@ -5,6 +5,7 @@ import pytest
 from benchmarks import gateway as bench
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_bench_gives_a_request_to_policy_and_gateway(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "ALONE", 1)

@@ -35,6 +35,7 @@ def check(load: Load, mode: str) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.nightly
 @pytest.mark.sglang
 @pytest.mark.timeout(420)
 def test_requests_that_wait_over_updates_find_no_prefixes_of_older_weights():
@@ -43,6 +44,7 @@ def test_requests_that_wait_over_updates_find_no_prefixes_of_older_weights():
     assert figures["older_kv_largest_nats"] > 10 * MOST_NATS, "and differs, so that a mistake would show"
 
 
+@pytest.mark.nightly
 @pytest.mark.sglang
 @pytest.mark.timeout(420)
 def test_what_is_computed_again_after_an_update_is_fresh():

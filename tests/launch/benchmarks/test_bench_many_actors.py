@@ -6,6 +6,7 @@ from benchmarks import many_actors as bench
 from bus.errors import BusError
 
 
+@pytest.mark.nightly
 @pytest.mark.nats
 @pytest.mark.slow
 def test_actors_are_counted_idle_and_at_work(monkeypatch: pytest.MonkeyPatch):

@@ -79,6 +79,7 @@ def test_siblings_share_prompts():
     assert len({tuple(prompt) for prompt in prompts}) == 8
 
 
+@pytest.mark.nightly
 @pytest.mark.sglang
 def test_learners_are_compared_with_a_server(monkeypatch):
     monkeypatch.setattr(on_policy, "BATCHES", (1, 8))

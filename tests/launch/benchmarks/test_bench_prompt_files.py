@@ -5,6 +5,7 @@ import pytest
 from benchmarks.prompt_files import bench_prompt_files
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_both_formats_are_started_twice_with_figures_of_each_start(tmp_path):
     found = bench_prompt_files(tmp_path, prompts=50)

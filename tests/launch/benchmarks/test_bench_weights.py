@@ -15,6 +15,7 @@ from benchmarks.weights import LIMITED_BY, LIMITS, bench_weights, settings
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 
 
+@pytest.mark.nightly
 def test_every_figure_is_measured_and_little_travels():
     threads = torch.get_num_threads()
     workload = replace(small(), dtype=torch.bfloat16, sequence=32, micro_batch=32, micro_batches=1)
@@ -26,6 +27,7 @@ def test_every_figure_is_measured_and_little_travels():
     assert report["absolute"]["delta_bytes"] < report["absolute"]["snapshot_bytes"] / 10
 
 
+@pytest.mark.nightly
 def test_adapters_alone_travel_where_they_are_trained():
     threads = torch.get_num_threads()
     workload = replace(small(), dtype=torch.bfloat16, sequence=32, micro_batch=32, micro_batches=1)
@@ -36,6 +38,7 @@ def test_adapters_alone_travel_where_they_are_trained():
     assert all(figure > 0 for figure in report["ratios"].values())
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_sigterm_leaves_no_gigabytes_behind(tmp_path):
     command = [sys.executable, "-m", "launch", "bench", "weights", "--model", "tiny"]

@@ -128,6 +128,7 @@ async def settled(bus: Bus, run: RunDirectory) -> Verdicts:
     return await verified(run, bus=bus)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_what_a_shard_drops_or_changes_is_found_by_name(server, bus, run):
     faults = ("dropped", "inverted", "altered", "swapped")

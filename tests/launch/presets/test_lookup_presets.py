@@ -74,6 +74,7 @@ class SecondTurn:
         return values[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_a_search_for_another_fact_finds_what_earns_nothing():
     def astray(chat: str) -> str:
@@ -93,6 +94,7 @@ async def test_the_tool_that_the_question_names_answers_from_the_server_that_the
     assert {tool for tool in SHOP_TOOLS if any(f"<{tool}>" in chat for chat in chats)} == {*SHOP_TOOLS}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_an_item_that_is_not_sold_is_a_call_that_has_failed():
     def wrong(chat: str) -> str:

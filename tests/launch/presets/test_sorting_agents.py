@@ -36,6 +36,7 @@ async def failing() -> AsyncIterator[Environment]:
     await environment.close()
 
 
+@pytest.mark.nightly
 async def test_agents_ask_as_in_the_demonstrations_and_fail_as_they_are_made_to(
     failing: Environment,
 ):

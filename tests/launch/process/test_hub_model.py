@@ -46,6 +46,7 @@ print({expression})
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_model_is_fetched_once_and_then_found_without_the_hub(hub: ThreadingHTTPServer, tmp_path: Path):
     there, gone = hub.server_port, 1
@@ -85,6 +86,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: ThreadingHTTPServ
     assert other.stdout.strip() == f"{NAME}@v2", "another name was asked for"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_that_begins_without_the_hub_notes_the_files_that_are_here(
     hub: ThreadingHTTPServer, tmp_path: Path

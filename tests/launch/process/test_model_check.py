@@ -171,6 +171,7 @@ def test_a_model_larger_than_the_host_is_refused(memory: int, disk: int, said: s
     assert bool(said) == bool(refusal(model))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_the_process_that_looks_tells_what_is_wrong_and_a_killed_one_is_named(model: Path, monkeypatch):
     await refuse_models([settings(model)])

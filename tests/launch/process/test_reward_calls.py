@@ -60,6 +60,7 @@ async def dry_run(config):
     return await rehearse_local(config, STOP, own_bus=True)
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     ("environment", "told"),
     [

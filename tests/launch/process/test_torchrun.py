@@ -129,6 +129,7 @@ def test_ranks_die_with_their_agent(tmp_path: Path):
     assert not alive
 
 
+@pytest.mark.nightly
 def test_two_agents_make_one_world_whose_ranks_go_by_node(tmp_path: Path):
     master = f"127.0.0.1:{free_port('127.0.0.1')}"
     nodes = [

@@ -323,6 +323,7 @@ IN_EVERY_RUN = ("token", "turn, vtrace")
 """Kinds that are not marked slow."""
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "kind", [kind if kind in IN_EVERY_RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
@@ -333,6 +334,7 @@ def test_steps_follow_plain_torch_on_the_definitions(kind):
     assert_as_expected(kind, *found)
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 400])
 def test_steps_are_the_same_in_other_micro_batches(budget):
@@ -352,6 +354,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_of_the_policy_is_one_of_the_critic(worlds, name):

@@ -73,6 +73,7 @@ def test_updates_and_values_are_those_of_prompts_computed_for_each_trajectory():
     assert_alike(learned({}, share=True), learned({}, share=False))
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}], ids=str

@@ -187,6 +187,7 @@ def test_it_trains_as_ordinary_arithmetic_does(backend):
         assert (exact.export()[name] - weight).abs().max() < 1e-4, name
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_two_threads_give_the_same_bits(backend):

@@ -91,6 +91,7 @@ def test_steps_of_both_backends_are_near_those_without_fp8_and_near_each_other()
     assert max(abs(found - other) for found, other in zip(ours, plain, strict=True)) > 1e-3
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "model"),

@@ -206,6 +206,7 @@ MARKS = {
 }
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in LAYOUTS])
 def test_every_layout_of_ranks_trains_the_same_adapters(worlds, name):
     ranks, layout, lora, model = LAYOUTS[name]

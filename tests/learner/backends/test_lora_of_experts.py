@@ -133,6 +133,7 @@ LAYOUTS = {
 MARKS = {name: pytest.mark.slow if LAYOUTS[name][0] == 2 else pytest.mark.nightly for name in LAYOUTS}
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in LAYOUTS])
 def test_every_layout_of_ranks_trains_the_same_adapters_of_experts(worlds, name):
     ranks, layout, lora, model = LAYOUTS[name]

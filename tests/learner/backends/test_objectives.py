@@ -396,6 +396,7 @@ def objectives_on_layouts() -> Iterator[object]:
         yield pytest.param(layout, objective, marks=() if (m + n) % 3 == 0 else pytest.mark.nightly)
 
 
+@pytest.mark.first(6, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "objective"), [*objectives_on_layouts()])
 def test_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):

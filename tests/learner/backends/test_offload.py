@@ -117,6 +117,7 @@ def test_a_skipped_step_changes_nothing_on_the_host():
         assert all(torch.equal(value, part.optimizer.state[parameter][k]) for k, value in values.items())
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(0.6, 0.0), (0.0, 0.6), (0.3, 1.0)])
 def test_a_checkpoint_goes_on_with_another_fraction(tmp_path, before, after):

@@ -338,6 +338,7 @@ def test_logits_of_ranks_that_share_sequences_are_those_of_each_sequence_alone(w
 FURTHER_IN_BFLOAT16 = ("dp2 plain", "pp2 tied", "cp2", "cp2 qwen3-next", "dp2 tp2 sp overlapped")
 
 
+@pytest.mark.first(12, others=pytest.mark.nightly)
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
     case = CASES[name]

@@ -193,6 +193,7 @@ NIGHTLY = ("dp2 plain", "tp2", "tp2 of one key-value head", "fsdp2")
 """Layouts whose parts other layouts have too."""
 
 
+@pytest.mark.first(4, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in LAYOUTS]

@@ -309,6 +309,7 @@ def unshared(
     return in_layout(Case(1, {}, model), share=False)
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_of_ranks_does_what_one_rank_without_sharing_does(worlds, name):

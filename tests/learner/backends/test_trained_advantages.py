@@ -326,6 +326,7 @@ def test_every_advantage_is_trained_here_but_for_that_of_a_critic():
     assert trained == {*ESTIMATORS, "plugin"} - {"gae"}  # which tests/learner/backends/test_critic.py trains
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ALL_RANKS)
 def test_two_ranks_train_as_one_does_on_the_same_bits(worlds, name):

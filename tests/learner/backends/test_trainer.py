@@ -29,6 +29,7 @@ def trainer_of(request):
     return make
 
 
+@pytest.mark.first(20, others=pytest.mark.nightly)
 @pytest.mark.first(6, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "tied"),

@@ -76,6 +76,7 @@ def test_no_checkpoint_fails_because_the_one_before_it_is_gone(tmp_path, monkeyp
     assert commit._written(NothingToWrite(), temporary, tmp_path / "final") == {"file": "digest"}
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     "family",
     [

@@ -129,6 +129,7 @@ def test_a_checkpoint_becomes_a_directory_with_the_trained_head(tmp_path, family
     same(begun.export(), trainer.export())
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -151,6 +152,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path, f
     same(second.export(), first.export())
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_a_checkpoint_without_a_head_leaves_that_of_the_model_to_be_trained_and_with_one_it_may_stay(

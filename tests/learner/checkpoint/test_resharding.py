@@ -113,6 +113,7 @@ def whole(worlds):
     return lambda model: steps(tuple(model.items()))
 
 
+@pytest.mark.first(5, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     ("before", "after", "model"),
     [

@@ -24,6 +24,7 @@ def marked(kind: str, *marks: pytest.MarkDecorator) -> object:
     return pytest.param(kind, marks=[*marks, pytest.mark.nightly] if kind in NIGHTLY else marks)
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     "kind", [kind if kind in IN_EVERY_RUN else marked(kind, pytest.mark.slow) for kind in KINDS]
 )
@@ -45,6 +46,7 @@ def two_ranks(request, tmp_path_factory, worlds):
     return worlds.run(2, found_by_rank, saved, root, kinds)[0], alone, saved, root
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [marked(kind) for kind in KINDS])
 def test_two_ranks_go_on_as_if_they_had_not_stopped(two_ranks, kind):
@@ -53,6 +55,7 @@ def test_two_ranks_go_on_as_if_they_had_not_stopped(two_ranks, kind):
         assert ours == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16 moments", "fsdp"])
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(two_ranks, kind):
@@ -63,6 +66,7 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(two_ranks, kind
             assert ours == pytest.approx(expected, abs=tolerance)
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [marked(kind) for kind in KINDS])
 def test_another_number_of_ranks_has_the_same_weights_bit_for_bit(two_ranks, kind):

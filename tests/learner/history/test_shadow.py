@@ -106,6 +106,7 @@ async def test_it_may_begin_from_a_checkpoint_of_the_learner(bus, tmp_path):
     assert progress.trajectories_trained == 2 * 6
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [1, 1000], ids=["to the beginning", "to a checkpoint"])
 async def test_it_goes_back_with_a_learner_that_resumes_and_gets_other_groups(bus, tmp_path, keep):

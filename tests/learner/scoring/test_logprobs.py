@@ -120,6 +120,7 @@ def test_logprobs_of_a_reference_are_those_of_transformers(family):
     assert not moved
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_on_any_layout_every_rank_has_those_of_its_samples(worlds, name):

@@ -58,6 +58,7 @@ def retrained(run: MiniRun, from_step: int, to_step: int, settings: dict, **opti
         return list(retrain_steps(told, initial, stores, from_step=from_step, to_step=to_step, **options))
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.nats
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
@@ -88,6 +89,7 @@ async def test_a_shadow_with_the_learners_objective_takes_its_steps(bus, tmp_pat
         assert [theirs[n].loss for n in range(1, 5)] == [ours[n].loss for n in range(1, 5)]
 
 
+@pytest.mark.nightly
 @pytest.mark.nats
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
@@ -146,6 +148,7 @@ def on_ranks(worlds, layout: tuple[int, dict], work, *args):
     return work(parallel, *args) if ranks == 1 else worlds.run(ranks, work, parallel, *args)[0]
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     ("before", "after", "changes"),
     [

@@ -228,6 +228,7 @@ async def test_addresses_that_lead_out_of_the_directory_are_not_followed(bus, st
             assert await reader.read(1, [0]) is None  # it holds the group of lease 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_thousands_of_steps_leave_no_file_open(bus, store, monkeypatch, tmp_path):
     monkeypatch.setattr(local_reader, "MAPPED_SEGMENTS", 3)

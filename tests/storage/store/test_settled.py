@@ -362,6 +362,7 @@ def assert_reads_as(twin: ReplayStore, store: ReplayStore, gone: set[int], rng: 
             store.read([lease])
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.usefixtures("merge_four", "no_fsync")
 @pytest.mark.parametrize(
     "seed",

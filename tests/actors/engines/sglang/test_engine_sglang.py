@@ -62,6 +62,7 @@ async def engine(shared) -> SglangEngine:
     return shared
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_equal_those_of_transformers(engine, temperature):
     generation = await engine.generate(request("parity", PROMPT, new=64, temperature=temperature))
@@ -150,6 +151,7 @@ async def test_elements_that_changed_are_written_where_the_server_has_them(engin
     assert await engine.checksums() == changed
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.parametrize("update", ["disk", "tensor"])
 @pytest.mark.parametrize("pause", ["in_place", "retract", "drain"])
 async def test_versions_are_exact_across_an_update_in_flight(engine, update, pause, monkeypatch):
@@ -239,6 +241,7 @@ def in_group(engine, cluster, monkeypatch) -> SglangEngine:
     return engine
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize("pause", ["in_place", "retract", "drain"])
 async def test_the_learner_sends_weights_while_generations_are_in_flight(
     in_group, cluster, pause, monkeypatch

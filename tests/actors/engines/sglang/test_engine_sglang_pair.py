@@ -64,6 +64,7 @@ async def handed_out(engine, name, more_than=0) -> int:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_of_both_servers_equal_those_of_transformers(engine, temperature):
     generation = await engine.generate(request("parity", PROMPT, new=64, temperature=temperature))

@@ -163,6 +163,7 @@ async def test_chats_with_a_tool_reason_call_it_and_read_its_results(server):
     check([t for episode in episodes for t in episode.trajectories], recorder, models)
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize("pause", ["in_place", "retract"])
 async def test_weights_change_within_a_turn_and_between_turns(server, pause, monkeypatch):
     monkeypatch.setattr(server, "_config", server._config.model_copy(update={"pause": pause}))

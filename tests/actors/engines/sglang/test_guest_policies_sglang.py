@@ -35,6 +35,7 @@ def theirs(version):
     return with_adapter(FIRST, THEIRS[version], RIVAL.scale)
 
 
+@pytest.mark.nightly
 async def test_each_policys_tokens_are_those_of_its_own_adapters_under_the_same_frozen_weights(tmp_path):
     FIRST.config.save_pretrained(tmp_path / "model")
     config = SglangEngineConfig(**CONFIG, adapter="loaded")

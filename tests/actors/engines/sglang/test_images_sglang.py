@@ -129,6 +129,7 @@ async def test_prompts_of_the_same_tokens_and_other_images_share_no_prefix(engin
     assert min(np.diff(sorted(first))) > 100 * NEAR
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize("update", ["disk", "tensor"])
 async def test_an_update_changes_the_tower_and_the_text(engine, directory, policies, update, monkeypatch):
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"update": update}))

@@ -109,6 +109,7 @@ async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, 
     await is_served_by_another(fleet, built, flight, "did not generate within 5 s, 2 times")
 
 
+@pytest.mark.nightly
 async def test_a_mixture_of_experts_takes_published_weights_and_says_where_it_sent_the_tokens(tmp_path):
     torch.manual_seed(0)
     config = Qwen3MoeConfig(

@@ -94,6 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path, width: int, scheme: str):
     async with served(OpenRuns(root, no_bus)) as url, opened(url, width, scheme) as page:
@@ -336,6 +337,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.nats
 @pytest.mark.parametrize("cause", CAUSES)
 async def test_the_page_says_at_once_why_the_learner_waits(

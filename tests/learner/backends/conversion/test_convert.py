@@ -122,6 +122,7 @@ def test_a_model_of_mixed_dtypes_comes_back_with_each_tensors_own(tmp_path):
     assert load_hf_config(tmp_path / "back").dtype == torch.bfloat16
 
 
+@pytest.mark.first(6, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.nightly])]
 )
@@ -275,6 +276,7 @@ def launch(*arguments):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command_converts_and_complains(tmp_path):
     source = written(tmp_path / "hf")
@@ -306,6 +308,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_model_is_never_in_memory_as_a_whole(tmp_path):
     small = written(tmp_path / "small")

@@ -32,6 +32,7 @@ def test_torch_itself_is_left_alone():
     assert torch.compile.__module__ == "torch"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_learner_starts_without_what_it_does_not_use():
     libraries = ("torch._dynamo", "torch._inductor", "transformers.modeling_utils", "wandb", "megatron.core")

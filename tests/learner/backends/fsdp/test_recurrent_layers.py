@@ -38,6 +38,7 @@ def trainer_of(family: str = "qwen3_next", **settings: object) -> FsdpTrainer:
     return FsdpTrainer(model.config, hf_state(model), OPTIMIZER, **settings)
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(n, marks=() if n == "qwen3_next" else pytest.mark.slow) for n in RECURRENT_FAMILIES],
@@ -103,6 +104,7 @@ def steps_of_ranks(lora: LoraConfig) -> tuple[list[tuple[float, float]], dict[st
     return steps, {name: tensor.numpy() for name, tensor in trainer.export().items()}
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["weights", "adapters"])
 def test_two_ranks_train_as_one(worlds, lora):

@@ -258,6 +258,7 @@ def steps_of_a_rank(directory: Path) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in trainer.export().items()}
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 def test_a_rank_without_images_takes_part_in_the_tower(directory, worlds):
     found, _ = worlds.run(2, steps_of_a_rank, directory)
