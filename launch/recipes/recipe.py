@@ -1,5 +1,6 @@
 """What `--recipe` names: settings with a published model and prompts, which are had once and kept."""
 
+import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -8,13 +9,19 @@ from importlib.resources import files
 from pathlib import Path
 
 from bus.errors import ConfigError
-from launch.config import Layer, merge
-from launch.recipes import sums
+from launch.config import Layer
+from launch.recipes import calculator, sums
+from launch.recipes.prompt_files import PromptFiles
 from launch.recipes.pypi_model import PackagedModel, make_directory_of
 from launch.settings_tree import nearest
 
-PROMPTS: Mapping[str, Callable[[], tuple[str, str]]] = {"sums": sums.prompts}
-"""Functions by the name of their recipe, which return its training prompts and its held-out ones as JSONL."""
+PROMPTS: Mapping[str, Callable[[], PromptFiles]] = {
+    "calculator": calculator.prompts,
+    "sums": sums.prompts,
+}
+"""Functions by the name of their recipe, which return its prompts: `NAME.jsonl` is written for each name."""
+PLACE = "{recipe}"
+"""What stands in a recipe's settings for the directory of its model and prompts."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Recipe:
     """What it teaches, for help."""
     model: PackagedModel
     own: Layer
-    """Settings but for the paths of model and prompts."""
+    """Settings, in which `{recipe}` stands for `directory`."""
 
     @property
     def directory(self) -> Path:
@@ -37,12 +44,7 @@ class Recipe:
     @property
     def settings(self) -> Layer:
         """Return all settings; what they name is there after `prepare`."""
-        where = self.directory
-        paths = {
-            "model": {"path": str(where / "model")},
-            "data": {"prompts": str(where / "prompts.jsonl"), "heldout": str(where / "heldout.jsonl")},
-        }
-        return merge(paths, self.own)
+        return {name: _placed(value, str(self.directory)) for name, value in self.own.items()}
 
     def prepare(self) -> None:
         """Make the model's directory and the prompts, if they are not there yet.
@@ -54,8 +56,9 @@ class Recipe:
         with one_at_a_time(where, timeout_s=900.0):
             where.mkdir(parents=True, exist_ok=True)
             make_directory_of(self.model, where / "model")
-            for name, lines in zip(("prompts.jsonl", "heldout.jsonl"), PROMPTS[self.name](), strict=True):
-                write_file(where / name, lines.encode())
+            for name, rows in PROMPTS[self.name]().items():
+                lines = "".join(json.dumps(row) + "\n" for row in rows)
+                write_file(where / f"{name}.jsonl", lines.encode())
 
 
 def recipe(name: str) -> Recipe:
@@ -71,3 +74,15 @@ def recipe(name: str) -> Recipe:
 def recipe_names() -> list[str]:
     """Return the names of all recipes."""
     return sorted(PROMPTS)
+
+
+def _placed(value: object, directory: str) -> object:
+    """Return a setting with the directory of its recipe."""
+    match value:
+        case str():
+            return value.replace(PLACE, directory)
+        case dict():
+            return {name: _placed(one, directory) for name, one in value.items()}
+        case list():
+            return [_placed(one, directory) for one in value]
+    return value

@@ -1,8 +1,9 @@
 """Prompts of the recipe `sums`: two numbers below 100, added in three wordings."""
 
-import json
 import random
 from collections.abc import Iterable
+
+from launch.recipes.prompt_files import PromptFiles, PromptRow
 
 HELD_OUT = 256
 TRAINED = 8000
@@ -13,16 +14,15 @@ FORMS = (
 )
 
 
-def prompts() -> tuple[str, str]:
-    """Return the lines of the training prompts and of the held-out ones, whose pairs are not trained on."""
+def prompts() -> PromptFiles:
+    """Return training prompts, and held-out ones, whose pairs are not trained on."""
     rng = random.Random(0)
     pairs = [(a, b) for a in range(1, 100) for b in range(1, 100)]
     rng.shuffle(pairs)
     held, trained = pairs[:HELD_OUT], pairs[HELD_OUT : HELD_OUT + TRAINED]
-    held_lines = _lines(held, rng)
-    return _lines(trained, rng), held_lines
+    heldout = _rows(held, rng)
+    return {"prompts": _rows(trained, rng), "heldout": heldout}
 
 
-def _lines(pairs: Iterable[tuple[int, int]], rng: random.Random) -> str:
-    rows = ({"prompt": rng.choice(FORMS).format(a=a, b=b), "label": str(a + b)} for a, b in pairs)
-    return "".join(json.dumps(row) + "\n" for row in rows)
+def _rows(pairs: Iterable[tuple[int, int]], rng: random.Random) -> list[PromptRow]:
+    return [{"prompt": rng.choice(FORMS).format(a=a, b=b), "label": str(a + b)} for a, b in pairs]
