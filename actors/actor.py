@@ -126,6 +126,8 @@ class Actor:
     def _look(self) -> tuple[str, dict[str, Json]]:
         engine = self._engine
         doing = "generating" if engine.running else idle_text(self._environment)
+        if not engine.serves:
+            doing = "waiting for an engine that serves"
         if engine.released:
             doing = "waiting while the learner has the device"
         if not engine.running and self._follower.stage == "warmup":

@@ -1,5 +1,6 @@
 """What holds the groups that are rolled out: engines, rewards or environments, and how fast those are."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from bus.messages import Status
@@ -19,9 +20,19 @@ def holders_text(actors: Sequence[Status]) -> str:
     held = [text for size, text in sorted(found, reverse=True) if size]
     if held:
         return "; ".join(held)
+    states = Counter(_states(actors))
+    if states and not states["serving"]:
+        return f"no engine serves: {', '.join(f'{number} {state}' for state, number in states.items())}"
     if all("rewards_running" in one.values for one in actors):
         return "no engine has a request and no reward runs: environments hold them, or they are being stored"
     return "no engine has a request, so environments or rewards hold them"
+
+
+def _states(actors: Sequence[Status]) -> list[str]:
+    """Return the state of each engine of these actors."""
+    found = [one.values.get("engines") for one in actors]
+    engines = [engine for of in found if isinstance(of, dict) for engine in of.values()]
+    return [str(engine.get("state")) for engine in engines if isinstance(engine, dict)]
 
 
 def _engines(actors: Sequence[Status]) -> str:

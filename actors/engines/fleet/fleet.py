@@ -65,6 +65,11 @@ class Fleet:
         return min(versions, default=self._weights.policy_version)
 
     @property
+    def serves(self) -> bool:
+        """Tell whether an engine serves."""
+        return any(member.state == "serving" for member in self._members.values())
+
+    @property
     def running(self) -> int:
         """Return the number of requests being decoded."""
         return sum(member.running for member in self._members.values())

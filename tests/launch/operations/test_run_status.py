@@ -203,6 +203,18 @@ def test_groups_that_neither_an_engine_nor_a_reward_has_are_held_by_environments
     )
 
 
+def test_groups_wait_for_engines_while_none_of_them_serves():
+    def engines(*states):
+        return {"running": 0, "waiting": 0, "engines": {str(n): {"state": s} for n, s in enumerate(states)}}
+
+    starting = state(LACKS, storage(), actor(**engines("starting", "waiting", "starting")))
+    assert waits(starting)[0].endswith("; no engine serves: 2 starting, 1 waiting")
+    assert (
+        "environments or rewards hold them"
+        in waits(state(LACKS, storage(), actor(**engines("starting", "serving"))))[0]
+    )
+
+
 def test_learner_that_waits_for_one_late_group_is_told_with_storages_reason():
     reason = "group 7, rolling out since version 3, must be trained by version 7"
     waiting = learner(doing=f"waiting for the batch: {reason}")

@@ -104,9 +104,11 @@ async def test_a_fleet_may_start_while_others_have_the_device(state):  # noqa: F
     await fleet.load_weights(state, 0)
     await states(fleet, "starting")
     assert not starting.done()
+    assert not fleet.serves
     await fleet.resume()
     async with asyncio.timeout(PATIENCE_S):
         await starting
+    assert fleet.serves
     assert fleet.policy_version == 0
     await fleet.close()
 
