@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from actors.config import ActorsConfig
-from actors.counters import report_metrics
+from actors.counters import report_end, report_metrics
 from actors.engine_report import EngineReport
 from actors.engine_start import Startable
 from actors.engines.fleet.engine_admin import EngineAdmin
@@ -25,6 +25,7 @@ from actors.weights.probe import ProbeCheck
 from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import Bus
+from bus.errors import ConfigError, leaves
 from bus.status import report_status
 
 
@@ -99,6 +100,10 @@ class Actor:
                         work.create_task(further.leases.run(stop, groups_at_once=groups_at_once))
                     if self._evaluator is not None:
                         work.create_task(self._evaluator.run(stop))
+            except* ConfigError as group:
+                reason = str(next(leaves(group)))
+                await report_end(self._bus, source=actor_name(), look=self._counters, reason=reason)
+                raise
             finally:
                 finished.set()
 

@@ -52,3 +52,20 @@ async def report_metrics(
             )
         except BusError as error:  # they are sums: the next ones say it too
             log.warning("metrics_not_published", reason=str(error))
+
+
+async def report_end(
+    bus: Bus, *, source: str, look: Callable[[], tuple[int, Mapping[str, Json]]], reason: str
+) -> None:
+    """Publish the last numbers of a process that ends for `reason`, which no restart mends."""
+    step, values = look()
+    metrics = Metrics(source=source, step=step, time_s=time.time(), values={**values, "ended": reason})
+    try:
+        await Publisher(bus).publish(
+            bus.subject(COUNTERS),
+            encode(metrics),
+            message_id=f"ended-{secrets.token_hex(8)}",
+            timeout_s=PUBLISH_TIMEOUT_S,
+        )
+    except BusError as error:  # its own screen says it too
+        log.warning("end_not_published", reason=str(error))

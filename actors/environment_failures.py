@@ -12,14 +12,11 @@ from actors.group_config import FailureLimitsConfig
 from actors.rewards.base import BudgetSpentError, InvalidRewardError
 from bus.codec import Json
 from bus.episode_ends import FAILED_EPISODES, failed_by
-from bus.errors import ConfigError, SluiceError
+from bus.errors import ConfigError, SluiceError, in_short
 from bus.trajectory import End
 
 MOST_INVALID_REWARDS = 200
 """Rewards in a row that are no numbers after which the reward is taken to be wrong, and the run ends."""
-SHOWN_CHARACTERS = 150
-"""What a screen shows of a long failure: so much of its beginning, and of its end, where tracebacks say what
-was wrong."""
 TRACEBACK_CHARACTERS = 3000
 """Length to which a traceback is cut, from its beginning."""
 UNKNOWN = "unknown"
@@ -103,7 +100,7 @@ class EnvironmentFailures:
     def alarm(self) -> str:
         """Return in words which environments fail too many of their rollouts, and how; empty for none."""
         return "; ".join(
-            f"{self._said(name)}{_counted(of)}, the last: {_in_short(_latest(of))}"
+            f"{self._said(name)}{_counted(of)}, the last: {in_short(_latest(of))}"
             for name, of in self._of.items()
             if of.since_s is not None
         )
@@ -180,11 +177,3 @@ def _told(error: BaseException) -> str:
         return reason
     lines = "".join(traceback.format_exception(cause, chain=False)).rstrip()
     return f"{reason}\n{lines[-TRACEBACK_CHARACTERS:]}"
-
-
-def _in_short(failure: str) -> str:
-    """Return a failure on one line, without the middle of a long one."""
-    line = " ".join(failure.split())
-    if len(line) <= 2 * SHOWN_CHARACTERS:
-        return line
-    return f"{line[:SHOWN_CHARACTERS]} ... {line[-SHOWN_CHARACTERS:]}"

@@ -1,9 +1,20 @@
 """All exceptions that the system raises on purpose. Each type is named for what the caller can do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 MOST_LISTED = 12
 """Problems that one error lists: the screen that shows it has room for no more."""
+SHOWN_CHARACTERS = 150
+"""What a screen shows of a long failure: so much of its beginning, and of its end, where tracebacks say what
+was wrong."""
+
+
+def in_short(failure: str) -> str:
+    """Return a failure on one line, without the middle of a long one."""
+    line = " ".join(failure.split())
+    if len(line) <= 2 * SHOWN_CHARACTERS:
+        return line
+    return f"{line[:SHOWN_CHARACTERS]} ... {line[-SHOWN_CHARACTERS:]}"
 
 
 def listed(problems: Sequence[str], most: int = MOST_LISTED) -> str:
@@ -11,6 +22,15 @@ def listed(problems: Sequence[str], most: int = MOST_LISTED) -> str:
     lines = [f"- {problem}" for problem in problems[:most]]
     more = [f"- and {len(problems) - most} more"] if len(problems) > most else []
     return "\n".join([*lines, *more])
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors that a group holds, those of its groups too; an error that is no group by itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
 
 
 class SluiceError(Exception):

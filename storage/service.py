@@ -239,8 +239,9 @@ class _Service:
         """Record the run's metrics; where that fails, have the others end as on `stop`.
 
         They are cancelled too, but one that just gets an answer of the bus may not notice that."""
+        sinks = (*self._settings.sinks, self._absent_actors)
         try:
-            await record_metrics(self._bus, self._settings.run, finished, sinks=self._settings.sinks)
+            await record_metrics(self._bus, self._settings.run, finished, sinks=sinks)
         except BaseException:
             stop.set()
             raise
@@ -360,6 +361,7 @@ class _Service:
             "shards_silent": sorted(self._dispatcher.silent_shards),
             "late_rewards": dict(sum((held.store.rewards for held in self._held), Counter())),
             "max_staleness": self._settings.admission.max_staleness,
+            "alarm": self._absent_actors.alarm,
             **self._queues,
         }
 

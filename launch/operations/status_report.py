@@ -181,7 +181,7 @@ def _staleness(state: RunState) -> Report:
 def screen(found: Report) -> str:
     """Return the report as lines of at most `WIDTH` columns."""
     lines = [f"{found['run']}  {found['stage']}  {'healthy' if found['healthy'] else 'NOT HEALTHY'}"]
-    lines += [line for problem in found["problems"] for line in _row("problem", problem)]
+    lines += [line for problem in found["problems"] for line in _row("problem", problem, most=8)]
     lines += [line for wait in found["waits"] or ["nobody waits"] for line in _row("waiting", wait)]
     for label, text in _figures(found):
         lines += _row(label, text)
@@ -193,9 +193,10 @@ def screen(found: Report) -> str:
     return "\n".join(lines)
 
 
-def _row(label: str, text: str) -> list[str]:
+def _row(label: str, text: str, most: int = 3) -> list[str]:
+    """Return the text in at most so many lines. A problem has more: the end of a failure says its cause."""
     return textwrap.wrap(
-        text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL, max_lines=3
+        text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL, max_lines=most
     )
 
 

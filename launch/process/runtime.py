@@ -8,11 +8,11 @@ import signal
 import sys
 import termios
 import textwrap
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from bus.errors import BusError, ConfigError, DiskFullError, LostDataError, SluiceError
+from bus.errors import BusError, ConfigError, DiskFullError, LostDataError, SluiceError, leaves
 from launch.process.log_settings import FAILED, log_failure, logs_json
 from storage.disk.file_errors import file_error
 
@@ -47,7 +47,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     try:
         return uvloop.run(_with_signals(main))
     except* (SluiceError, OSError) as group:
-        errors = list(_leaves(group))
+        errors = list(leaves(group))
         left = next((error for error in errors if isinstance(error, BrokenPipeError)), None)
         if left is None:
             fail(*map(for_user, errors))
@@ -141,11 +141,3 @@ def _on_hangup(terminals: list[int], on_signal: Callable[[], None]) -> None:
             with Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream)
     on_signal()
-
-
-def _leaves(group: BaseException) -> Iterator[BaseException]:
-    if isinstance(group, BaseExceptionGroup):
-        for inner in group.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield group

@@ -5,11 +5,16 @@ from collections.abc import Callable
 
 import structlog
 
+from bus.errors import in_short
+from storage.metrics.records import Record, is_counters
+
 log = structlog.get_logger()
 ABSENT_S = 120.0
 """Time without any actor after which the log says so."""
 REMIND_S = 600.0
 """Time between two lines of the log while none comes."""
+ENDED = "ended"
+"""What an actor's last counters say why it ended, where no restart mends that."""
 REMEDY = "start `launch actors`, or see in the logs of those that run what they wait for"
 
 
@@ -22,6 +27,22 @@ class AbsentActors:
         self._clock = clock
         self._since_s: float | None = None
         self._told_s: float | None = None
+        self._ended: dict[str, str] = {}
+        """Reasons of the actors that have ended since another one last sent its counters."""
+
+    def write(self, row: Record) -> None:
+        """Take a row of the run's record, which may be the last of an actor."""
+        if ENDED in row:
+            actor, reason = str(row["source"]), str(row[ENDED])
+            self._ended[actor] = reason
+            log.error("actor_ended", actor=actor, reason=reason)
+        elif is_counters(row) and row["source"] not in self._ended:
+            self._ended.clear()
+
+    @property
+    def alarm(self) -> str:
+        """Return why actors ended, while no other is there; empty for none."""
+        return "; ".join(f"{actor} ended: {in_short(reason)}" for actor, reason in self._ended.items())
 
     def look(self, *, waiting_leases: int, waiting_pulls: int, held_leases: int) -> None:
         """Take the counts of the consumer, which are asked for about once a second."""

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from bus.blobs import get_blob, put_blob
 from bus.codec import Json, decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox
-from bus.errors import ConfigError, SluiceError
+from bus.errors import ConfigError, SluiceError, leaves
 from bus.evaluation_messages import PromptSet
 from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, RoleHolder, RunRecord, Status
 from bus.publish import Publisher
@@ -155,14 +154,6 @@ async def test_storage_whose_files_cannot_be_opened_is_never_ready_and_names_the
     assert not any(line["event"] == "storage_ready" for line in said)
     errors = [for_user(error) for error in leaves(caught.value)]
     assert all(isinstance(error, SluiceError) and str(blocked) in str(error) for error in errors)
-
-
-def leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from leaves(inner)
-    else:
-        yield error
 
 
 async def publish_policy(bus: Bus, model: BlobRef) -> None:

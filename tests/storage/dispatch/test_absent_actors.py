@@ -38,3 +38,17 @@ def test_actors_that_wait_or_roll_out_are_there_and_without_leases_none_is_misse
         assert time.look(8, **look, times=5) == []
     assert time.look(0, times=5) == []
     assert time.look(8, times=3) == []
+
+
+def test_an_actor_that_ended_is_named_until_another_one_counts():
+    absent = AbsentActors()
+    with capture_logs() as logs:
+        absent.write({"source": "actor-1", "engine/busy_s": 1.0, "ended": "of the latest 64 " + "x" * 9000})
+    [line] = logs
+    assert (line["event"], line["actor"], len(line["reason"])) == ("actor_ended", "actor-1", 9017)
+    absent.write({"source": "actor-1", "engine/busy_s": 1.0})  # sent before, and recorded late
+    absent.write({"source": "learner", "train/loss": 1.0})
+    assert absent.alarm.startswith("actor-1 ended: of the latest 64")
+    assert len(absent.alarm) < 500
+    absent.write({"source": "actor-2", "engine/busy_s": 0.0})
+    assert absent.alarm == ""
