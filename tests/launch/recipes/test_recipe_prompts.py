@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -9,8 +10,34 @@ from actors.rewards.base import Answer, Scored
 from actors.rewards.registry import REWARDS
 from actors.tools.calculator import evaluated
 from launch.config import resolve
+from launch.recipes import instructions
 from launch.recipes.prompt_files import PromptRow
 from launch.recipes.recipe import PROMPTS, recipe
+
+FOLLOWED: Mapping[str, Callable[[str, Mapping], str]] = {
+    "change_case:english_lowercase": lambda topic, _: f"we all like {topic}.",
+    "change_case:english_capital": lambda topic, _: f"WE ALL LIKE {topic.upper()}.",
+    "change_case:capital_word_frequency": lambda topic, _: f"WE ALL LIKE {topic}.",
+    "combination:two_responses": lambda topic, _: f"We like {topic}. ****** They like {topic}.",
+    "detectable_content:number_placeholders": lambda topic, _: f"[name] likes {topic}.",
+    "detectable_content:postscript": lambda topic, said: (
+        f"We like {topic}.\n{said['postscript_marker']} All of them."
+    ),
+    "detectable_format:number_bullet_lists": lambda topic, said: f"* {topic}\n" * said["num_bullets"],
+    "detectable_format:number_highlighted_sections": lambda topic, _: f"We like *{topic}*.",
+    "detectable_format:title": lambda topic, _: f"<<On {topic}>> We like them.",
+    "keywords:existence": lambda topic, said: f"We like {topic}, {said['keywords'][0]}.",
+    "keywords:forbidden_words": lambda topic, _: f"We like {topic}.",
+    "length_constraints:number_sentences": lambda topic, said: f"We like {topic}. " * said["num_sentences"],
+    "length_constraints:number_words": lambda topic, _: f"We like {topic}.",
+    "punctuation:no_comma": lambda topic, _: f"We like {topic}.",
+    "startend:end_checker": lambda topic, said: f"We like {topic}. {said['end_phrase']}",
+    "startend:quotation": lambda topic, _: f'"We like {topic}."',
+}
+IGNORED = (
+    "Well, the rest and what is said here is nothing of what was asked, and [no more than that is to be had"
+)
+"""An answer that follows no instruction."""
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -33,6 +60,31 @@ def reward_of(row: PromptRow, text: str, reward: str) -> float:
         )
     )  # fmt: skip
     return found.reward if isinstance(found, Scored) else found
+
+
+def test_instructions_can_be_followed_and_are_told_when_they_are_not():
+    files, reward = (
+        PROMPTS["instructions"](),
+        resolve(recipe("instructions").settings).actors.environment.reward,
+    )
+    for row in (row for rows in files.values() for row in rows):
+        kind, said = row["metadata"]["instruction_id_list"][1], row["metadata"]["kwargs"][1]
+        topic = row["metadata"]["kwargs"][0]["keywords"][0]
+        assert reward_of(row, FOLLOWED[kind](topic, said), reward) == 1, row
+        assert reward_of(row, f"{topic} {IGNORED}", reward) == 0, row
+        assert reward_of(row, FOLLOWED[kind]("nothing", said), reward) == 0, row
+    for arguments in (row["metadata"]["kwargs"][1] for row in files["prompts"]):
+        assert all(isinstance(value, str | int | list) for value in arguments.values())
+
+
+def test_new_kinds_and_topics_are_not_trained_on():
+    kinds = {
+        name: {row["metadata"]["instruction_id_list"][1] for row in rows}
+        for name, rows in PROMPTS["instructions"]().items()
+    }
+    assert kinds["heldout"] == kinds["prompts"]
+    assert not kinds["new_kinds"] & kinds["prompts"]
+    assert not set(instructions.TOPICS) & set(instructions.HELD_OUT_TOPICS)
 
 
 def test_a_calculator_has_what_problems_ask():
