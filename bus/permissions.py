@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from bus.device_messages import HOLD_KEY, USERS
 from bus.record_rules import ROLE_KEYS
@@ -21,12 +22,14 @@ class Permissions:
     """Subjects that it reaches JetStream on (`bus/stream_access.py`)."""
 
 
+@cache
 def permissions(run: str, role: str) -> Permissions:
     """Return what `role`, one of `ROLES`, may do in `run`."""
     topology = Topology(run)
     found = _TABLE[role](topology)
     publish = dict.fromkeys(found.publish)
-    stored = tuple(subject for subject in publish if subject.startswith(topology.stored_subjects()))
+    to_streams = topology.stored_subjects()
+    stored = tuple(subject for subject in publish if subject.startswith(to_streams))
     events = topology.subject("events", "")  # they are stored, and heard by who listens as well
     spoken = (subject for subject in publish if subject not in stored or subject.startswith(events))
     answers = (f"{inbox_prefix(run, asker)}.>" for asker in _ANSWERS[role])

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
@@ -28,6 +29,13 @@ gc.unfreeze = lambda: (
     None
 )  # what is imported stays frozen when a service that a test ran in this process ends
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
+IN_MEMORY = Path("/dev/shm")
+IN_MEMORY_BYTES = 16 << 30
+"""Room there that suffices: tests use some MiB, but nats-server takes as many streams as three quarters of it
+would hold at their largest, and those of two runs may grow to 9 GiB."""
+if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > IN_MEMORY_BYTES:
+    # Stores, ledgers and servers wait for their disk at every step: without, tests take a third less CPU.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 RUN = "test"
 SUITES = ("slow", "nightly", "sglang")
 """Markers that have a target of the Makefile each, which collects no other files."""

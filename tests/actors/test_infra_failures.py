@@ -280,6 +280,7 @@ def cancelled_by_itself(_):
     raise asyncio.CancelledError("of the reward's own")
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("scored", "why"),
     [

@@ -290,6 +290,7 @@ async def test_waiting_parts_are_not_redelivered_meanwhile(bus: Bus):
     assert await left(bus, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.nats
 async def test_incomplete_sets_stay_within_their_bound_and_all_come_through(bus: Bus):
     messages = [make(f"m{n}", size=50 * PART) for n in range(6)]

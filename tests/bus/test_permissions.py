@@ -124,6 +124,7 @@ async def test_role_hears_neither_the_answers_to_others_nor_everything(role: str
             assert await forbidden(bus, lambda subject=subject: bus.client.subscribe(subject)), subject
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("role", ["storage", "actor", "judge", "watcher"])
 async def test_no_role_hears_what_readers_of_weights_ask_but_the_learner(role: str, as_role: As):
     async with as_role(role) as bus:
@@ -265,6 +266,7 @@ async def test_storage_and_watchers_read_events_that_are_past(role: str, as_role
         assert [message.data for message in found] == [b"event-0", b"event-1", b"event-2"]
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("role", ["learner", "actor", "judge", "watcher"])
 async def test_only_storage_makes_consumers_of_events_or_removes_some(role: str, as_role: As):
     async with as_role(role) as bus:

@@ -109,6 +109,7 @@ def test_record_that_is_signed_for_another_day_is_set_aside(by: By, monkeypatch:
         by("actor").opened("policy", ahead)
 
 
+@pytest.mark.slow
 def test_ten_thousand_forged_records_are_set_aside(by: By):
     writing, reading = by("learner"), by("actor")
     old = writing.sealed("policy", b"version 1")

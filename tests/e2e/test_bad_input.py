@@ -94,6 +94,7 @@ def storage(bus_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 GOOD = '{"prompt": "sort 21", "label": "12"}\n'
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -116,6 +117,7 @@ def test_local_refuses_prompts_that_it_cannot_read(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -216,6 +218,7 @@ def test_a_learner_that_waits_for_its_run_stops_when_asked(bus_url: str, tmp_pat
     assert (process.returncode, stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.nats
 def test_storage_survives_what_it_cannot_read(bus_url: str, storage: subprocess.Popen):
     """Garbage, and a message of a later version, are set aside; the run goes on."""

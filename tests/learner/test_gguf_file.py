@@ -92,6 +92,7 @@ def dequantised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 1 else torch.from_numpy(dequantize(quantize(tensor.numpy(), Q8), Q8))
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_directory_has_the_weights_tokenizer_and_template_of_the_file(tmp_path, state, tied):
     if not tied:

@@ -120,6 +120,7 @@ async def test_what_a_program_does_when_it_is_called_is_its_own_fault(score, wha
     assert await score(WHEN_CALLED[what], CHECKED) == 0.0
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "program", ["while True: pass", "def add(a, b):\n  while True: pass\ninput = add\nadd(1, 2)"]
 )

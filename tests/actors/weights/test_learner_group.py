@@ -247,6 +247,7 @@ async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched
         assert (engine.policy_version, learner.fetched) == (2, [1, 2])
 
 
+@pytest.mark.slow
 async def test_a_server_that_waits_for_the_learner_for_too_long_is_given_up(learner, serving, monkeypatch):
     async with serving() as (engine, server):
         await engine.start()

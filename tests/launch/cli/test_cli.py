@@ -61,6 +61,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_a_process_writes_help_and_ends_well():
     done = run_python("-m", "launch", "learner", "--help")
     assert done.returncode == 0

@@ -173,6 +173,7 @@ def test_in_the_entries_of_a_table_no_value_is_the_default():
     assert missing(RunConfig, inside=False) == []
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

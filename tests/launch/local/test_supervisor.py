@@ -164,6 +164,7 @@ async def test_a_part_that_the_kernel_kills_for_memory_is_named_as_that(
     assert "for lack of memory: set x=1, or give it more" in error
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("refusal", [ConfigError, LostDataError])
 async def test_what_no_restart_mends_ends_the_run_at_once_with_the_parts_own_words(
     supervisor: Supervisor, tmp_path: Path, refusal: type[SluiceError]

@@ -53,6 +53,7 @@ def asking_the_shop(chat: str) -> str:
     return said[1] if said else f"<{kind}>{item}</{kind}>"
 
 
+@pytest.mark.slow
 async def test_a_search_for_the_fact_finds_its_passage_first_as_in_the_demonstrations():
     trajectories, chats = await rolled_out("search", search_problem, searching)
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * len(NUMBERS)

@@ -46,6 +46,7 @@ def test_a_command_runs_beside_files_named_like_our_packages(directory: Path, co
     assert "Usage: launch bench bus" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [".", pytest.param("", marks=pytest.mark.nightly)])
 def test_a_process_that_we_start_is_no_file_of_the_user_named_launch(directory: Path, search: str):
     for name in ("launch.py", "learner.py"):

@@ -63,6 +63,7 @@ def test_a_closed_terminal_stops_a_process_as_sigterm_does(tmp_path: Path):
     assert (tmp_path / "drained").exists()
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_a_process_in_its_own_time(tmp_path: Path, number: signal.Signals):
     command = [sys.executable, "-c", DRAINS, str(tmp_path)]
@@ -137,6 +138,7 @@ run(main)
     assert ("Traceback" in ended.stderr) == (status == 1)
 
 
+@pytest.mark.slow
 def test_a_command_whose_reader_has_left_ends_without_a_word():
     reader, writer = os.pipe()
     os.close(reader)

@@ -125,6 +125,7 @@ def step_with_critic(*, kept: bool, share: bool):
     return result, weights
 
 
+@pytest.mark.slow
 def test_a_critic_learns_the_same_whatever_the_policy_shares_and_sampling_kept():
     plain, weights = step_with_critic(kept=False, share=False)
     for kept, share in ((False, True), (True, False), (True, True)):

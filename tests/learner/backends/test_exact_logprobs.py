@@ -80,7 +80,7 @@ def test_without_exact_arithmetic_they_do_not(backend):
     assert 0 < found.mean() < 1e-5
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_come_in_mid_answer(backend):
     learner = learner_of(backend, "qwen3")
@@ -138,6 +138,7 @@ def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
     assert not differences(learner, sampled, 0, 200).any()
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, monkeypatch):
@@ -153,7 +154,7 @@ def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, mon
     assert result.grad_norm > 0
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     learner = learner_of(backend, "llama")

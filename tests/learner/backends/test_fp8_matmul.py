@@ -83,6 +83,7 @@ def stepped(backend, in_fp8, layout=None, model_changes=None):
     return [value for result in results for value in (result.loss, result.grad_norm)]
 
 
+@pytest.mark.slow
 def test_steps_of_both_backends_are_near_those_without_fp8_and_near_each_other():
     ours, theirs = (stepped(backend, in_fp8=True) for backend in (Trainer, FsdpTrainer))
     assert ours == pytest.approx(theirs, rel=1e-2, abs=5e-3)

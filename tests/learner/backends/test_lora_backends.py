@@ -96,7 +96,7 @@ def test_each_step_of_megatron_is_fsdps(lora):
     assert_same(trained_alone("megatron", lora), trained_alone("fsdp", lora))
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "glm4_moe", "deepseek_v3"])
 def test_lengths_of_rows_are_fsdps_beside_biases_and_in_other_orders_of_rows(family):
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -106,6 +106,7 @@ def test_lengths_of_rows_are_fsdps_beside_biases_and_in_other_orders_of_rows(fam
     assert_same(trained_alone("megatron", lora, family=family), trained_alone("fsdp", lora, family=family))
 
 
+@pytest.mark.slow
 def test_adapters_of_heads_that_are_rotated_in_part_lie_as_transformers_has_them():
     """GLM's queries and keys have another order in Megatron's model."""
     attention = LoraConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -113,7 +114,7 @@ def test_adapters_of_heads_that_are_rotated_in_part_lie_as_transformers_has_them
     assert_same(trained_alone("megatron", attention, **glm), trained_alone("fsdp", attention, **glm))
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("query_rank", [40, None])
 def test_adapters_of_latent_attention_are_those_of_its_linear_layers(query_rank):
     queries = ("q_proj",) if query_rank is None else ("q_a_proj", "q_b_proj")
@@ -122,7 +123,7 @@ def test_adapters_of_latent_attention_are_those_of_its_linear_layers(query_rank)
     assert_same(trained_alone("megatron", lora, **model), trained_alone("fsdp", lora, **model))
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "targets"),
     [

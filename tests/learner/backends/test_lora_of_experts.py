@@ -94,7 +94,7 @@ def test_steps_are_those_of_the_formula(backend, family, lora):
     assert_steps_are_those_of_the_formula(trainer, model, begun, 3.0 if lora.rank_stabilised else 1.5)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     thinned(
@@ -200,7 +200,7 @@ def resumed(root: Path, layout: dict[str, object], backend: str = "megatron") ->
     return step(trainer, 2)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_goes_on_from_a_checkpoint_of_adapters_of_experts_to_the_bit(tmp_path, backend):
     expected = saved(tmp_path, {}, backend)

@@ -134,6 +134,7 @@ def test_the_policy_is_that_of_a_run_without_a_head_to_the_bit(family, optimizer
             assert ours[name].equal(weight), name
 
 
+@pytest.mark.slow
 def test_tokens_whose_experts_are_given_go_there_in_the_policy_alone():
     model = tiny_model("deepseek_v3", **CHANGES["deepseek_v3"])
     batches = pack(given(random_samples(LENGTHS), model), 40)

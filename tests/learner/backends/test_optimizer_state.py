@@ -107,6 +107,7 @@ def test_training_stays_close_to_that_with_float32_moments():
     assert losses[0] == pytest.approx(losses[1], abs=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype):
     uninterrupted = train(trainer_of(dtype=dtype), range(6))

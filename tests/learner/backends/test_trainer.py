@@ -29,7 +29,6 @@ def trainer_of(request):
     return make
 
 
-@pytest.mark.first(20, others=pytest.mark.nightly)
 @pytest.mark.first(6, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "tied"),
@@ -57,7 +56,7 @@ def trainer_of(request):
 )
 @pytest.mark.parametrize(
     ("loss", "config", "temperatures"),
-    [pytest.param("sft", SFTLoss(), 1.0, marks=pytest.mark.slow), ("tis", TIS, (0.5, 0.8, 2.0))],
+    [pytest.param("sft", SFTLoss(), 1.0, marks=pytest.mark.nightly), ("tis", TIS, (0.5, 0.8, 2.0))],
 )
 def test_steps_follow_plain_torch_adamw(trainer_of, loss, config, temperatures, family, tied):
     reference = tiny_model(family, tied=tied)

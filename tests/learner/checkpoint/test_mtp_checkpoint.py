@@ -92,7 +92,7 @@ def test_a_head_comes_out_as_it_went_in_to_the_bit(family):
         assert found[copy].equal(found[name])
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES, "qwen3_next"))
 def test_a_directory_that_was_converted_trains_alike(tmp_path, family):
     state = directory_of(tmp_path / "hf", family)
@@ -212,6 +212,7 @@ def assert_published(versions, tensors, family="deepseek_v3"):
         assert [version[copy] for version in versions] == [version[name] for version in versions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_each_version_has_the_head_as_it_is_then(family):
     assert_published(*published_by({}, family), family)

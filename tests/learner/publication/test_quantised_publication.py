@@ -87,7 +87,7 @@ async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(b
     assert any(not torch.equal(own[key], wanted[key]) for key in own)  # the learner's are as they were
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name in ("fp8_block", "int4") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],

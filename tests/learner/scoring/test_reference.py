@@ -148,6 +148,7 @@ def on_ranks(worlds, layout: tuple[int, dict], work, *args):
     return work(parallel, *args) if ranks == 1 else worlds.run(ranks, work, parallel, *args)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     ("before", "after", "changes"),

@@ -158,6 +158,7 @@ async def test_a_failed_publication_ends_a_learner_that_waits_for_groups_of_that
     assert learner.progress.step == 1
 
 
+@pytest.mark.slow
 async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it_lasts(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -173,6 +173,7 @@ async def test_a_poisonous_prompt_alone_is_quarantined_after_a_bounded_number_of
     assert sorted(fleet.finished) == [n for n in range(GROUPS) if n != POISON]
 
 
+@pytest.mark.slow
 async def test_six_kills_of_all_actors_quarantine_nothing(ledger, tmp_path):
     """Every lease is in flight each time: the worst that restarts every ten minutes do in an hour."""
     fleet = Fleet(tmp_path, ledger, seed=0, lifetime=1e9, poison=-1)

@@ -148,6 +148,7 @@ def test_contributions_of_whole_choices_are_equal_within_a_percent():
         assert contributions[:, quarter].mean() == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.slow
 def test_contributions_of_many_draws_are_equal_within_a_percent():
     """Weights of drawing with replacement would make them 0.72 and 0.96."""
     found = Index.of((group, 0) for group in aged(160))
@@ -176,6 +177,7 @@ def test_groups_that_no_step_may_have_take_no_share_of_the_weights():
     assert contributions[[4, 5, 7, 8]].tolist() == [0.0] * 4
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "weights", [[1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 0.5, 1 / 3, 0.25, 0.2], [1e-3, 0.5, 0.5, 0.1, 0.2]]
 )

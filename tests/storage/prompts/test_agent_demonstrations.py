@@ -12,6 +12,7 @@ from storage.prompts.generators import TASKS, generate_task, load_demonstrations
 KEYS = PromptKeys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["guess", pytest.param("nim", marks=pytest.mark.slow)])
 def test_prompts_and_held_out_prompts_share_no_problem(name, tmp_path):
     files = generate_task(name, tmp_path, seed=1)

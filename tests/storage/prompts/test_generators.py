@@ -157,6 +157,7 @@ def test_wrong_sorts_are_half_descending_and_half_copied(tmp_path):
     assert descending / len(wrong) == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_nothing_twice_and_another_seed_writes_again(tmp_path):
     files = generate_task("addition", tmp_path, seed=1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}

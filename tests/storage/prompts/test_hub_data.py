@@ -91,6 +91,7 @@ def test_a_split_of_a_data_set_is_read_from_the_cache(name: str, found: dict[str
     assert found[name] == READ[name]
 
 
+@pytest.mark.slow
 def test_a_host_goes_on_with_the_commit_that_it_has_and_a_named_one_is_fetched(tmp_path: Path):
     repo = Repo("org/rows", {"train.jsonl": b'{"prompt": "1+1?", "label": "2"}\n'}, kind="datasets")
     with serving(repo) as hub:

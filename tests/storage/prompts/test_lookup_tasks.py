@@ -32,6 +32,7 @@ def known(question: str, facts: dict[str, str]) -> str:
     return shop_answer(kind, name) if kind in SHOP_TOOLS else facts[asked]
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, others=pytest.mark.slow)
 def test_every_label_is_what_the_corpus_or_the_shop_says(generated, facts):
     name, own, heldout, _ = generated

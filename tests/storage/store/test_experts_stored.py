@@ -43,6 +43,7 @@ def test_segments_keep_experts_beside_trajectories_without(tmp_path):
     assert found[2].experts.shape == (19, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [pytest.param("auto", marks=pytest.mark.slow), "bus"])
 async def test_the_learner_reads_more_experts_than_one_message_carries(bus, tmp_path, read):
     long = 60_000

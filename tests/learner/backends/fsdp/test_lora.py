@@ -200,6 +200,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path, lo
         load_hf_directory(latest(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(tmp_path):
     save_checkpoint(adapted_trainer(), tmp_path, 1, {}, keep=1)
     others = {

@@ -166,6 +166,7 @@ def test_a_sampled_token_like_an_images_is_a_token(directory):
     assert scores.logprobs[7] == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, others=pytest.mark.slow)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(directory, tmp_path):
     trainer = trainer_of(directory)

@@ -159,6 +159,7 @@ def test_heads_for_several_next_tokens_are_exported_as_they_came_and_not_served_
     assert prepare_weights(model, exported, complete=True).keys() == model.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_conversion_keeps_heads_for_several_next_tokens_there_and_back(tmp_path):
     tiny_model("qwen3_next").save_pretrained(tmp_path / "hf")
     [file] = (tmp_path / "hf").glob("*.safetensors")
