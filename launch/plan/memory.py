@@ -298,7 +298,7 @@ def learner_host(model: Model, learner: LearnerConfig, rank: RankMemory, publish
 
 def actor_host(published: int, *, embedded: bool) -> int:
     """Return the host memory of an actor's process: the newest weights and those before, a third time while
-    they arrive (docs/engines.md), and a fourth as an embedded engine's own."""
+    they arrive (docs/engines.md), and a fourth as an embedded engine's own, which has another dtype."""
     return published * (4 if embedded else 3) + ACTOR_BYTES
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from bus.blobs import checked
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from storage.disk.atomic_files import Content, Data, remove_leftovers, size_of, temporary_sibling, write_parts
+from storage.weights.new_memory import new_memory
 from storage.weights.tensors import spare_threads
 
 SUFFIX = ".blob"
@@ -102,11 +102,6 @@ def file_name(ref: BlobRef) -> str:
     if "/" in ref.subject or ref.subject.startswith("."):
         raise BusError(f"{ref.subject!r} is no name of a blob")
     return ref.subject + SUFFIX
-
-
-def new_memory(size_bytes: int) -> memoryview:
-    """Return memory to read into. A bytearray would be zeroed first, which takes seconds for all weights."""
-    return np.empty(size_bytes, np.uint8).data
 
 
 def read_file(directory: Path, ref: BlobRef) -> memoryview:

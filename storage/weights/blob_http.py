@@ -28,8 +28,9 @@ from bus.publish import together
 from bus.server import is_loopback
 from bus.waiting import RETRY_S, cancelled
 from storage.disk.atomic_files import Content, Data
-from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name, new_memory
+from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
+from storage.weights.new_memory import new_memory
 from storage.weights.transport_config import ServerConfig
 
 log = structlog.get_logger()
@@ -317,8 +318,10 @@ async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> 
             if response.status != 206 or response.content_length != end - begin:
                 got = f"status {response.status} and {response.content_length} bytes"
                 raise BusError(f"{target}: {got} for those from {begin} to {end}")
-            data[begin:end] = await response.read()
-        advance(end - begin)
+            async for piece in response.content.iter_any():
+                data[begin : begin + len(piece)] = piece
+                begin += len(piece)
+                advance(len(piece))
 
     try:
         async with aiohttp.ClientSession(timeout=TIMEOUT, auto_decompress=False) as session:

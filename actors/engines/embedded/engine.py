@@ -160,8 +160,9 @@ class EmbeddedEngine:
     async def load_weights(self, state: Mapping[str, Tensor], policy_version: int) -> float:
         """Swap weights between two decode steps; return the seconds decoding stood still.
 
-        The copy is made beforehand, beside the decoding, so two sets of weights exist for a moment. After
-        the first, complete load, `state` may hold only the tensors that changed."""
+        Tensors of another dtype or device are converted beforehand, beside the decoding; the others are used
+        where they are, so nobody may write to them. After the first, complete load, `state` may hold only
+        the tensors that changed."""
         self._running_loop()
         first = self.policy_version < 0
         prepared = await asyncio.to_thread(prepare_weights, self._decoder.model, state, complete=first)

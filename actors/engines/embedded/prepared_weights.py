@@ -20,7 +20,8 @@ from storage.weights.text_model import is_multimodal, own_name
 def prepare_weights(
     model: PreTrainedModel, state: Mapping[str, Tensor], *, complete: bool
 ) -> dict[str, Tensor]:
-    """Copy `state` to the model's dtype and device, so that a swap only sets pointers.
+    """Bring `state` to the model's dtype and device, so that a swap only sets pointers. What has them is
+    taken as it is.
 
     Args:
         model: its parameters and persistent buffers give names and shapes; tied ones may be named either way.
@@ -46,9 +47,7 @@ def prepare_weights(
     if complete and (missing := [name for name, tensor in held.items() if id(tensor) not in given]):
         raise EngineError(f"the first weights must be complete, these are missing: {_some(missing)}")
     return {
-        name: tensor.detach().to(
-            held[name].device, held[name].dtype, copy=True, memory_format=torch.contiguous_format
-        )
+        name: tensor.detach().to(held[name].device, held[name].dtype, memory_format=torch.contiguous_format)
         for name, tensor in state.items()
     }
 

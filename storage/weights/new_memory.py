@@ -1,0 +1,38 @@
+"""Memory that weights are received into, and stay in: tensors are views of it, and each tensor's pages go
+back to the system when nothing refers to that tensor any more.
+
+The C library would keep pieces of some megabytes that one thread after another makes and frees, so that a
+process grew with each version that it received."""
+
+import mmap
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.disk.atomic_files import Data
+
+Words = NDArray[np.unsignedinteger]
+
+
+def new_memory(size_bytes: int) -> memoryview:
+    """Return memory to read into, a mapping of its own."""
+    mapping = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a page at a time, new memory takes longer than what is read into it
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)[:size_bytes]
+
+
+def words_in(data: Data, word: type[np.unsignedinteger], count: int, start: int) -> Words | None:
+    """Return `count` words from byte `start` on where they lie; None unless they lie in `new_memory`.
+
+    Their pages go back to the system with the last view of them; no other words may lie there."""
+    mapping = data.obj if isinstance(data, memoryview) else None
+    if not isinstance(mapping, mmap.mmap) or data.readonly:
+        return None
+    words: Words = np.frombuffer(data, word, count, start)
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # pages that others have a part of stay
+    whole_pages = (start + words.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if whole_pages > 0:
+        weakref.finalize(words, mapping.madvise, mmap.MADV_DONTNEED, first, whole_pages).atexit = False
+    return words
