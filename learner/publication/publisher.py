@@ -52,6 +52,9 @@ LOOK_S = 1.0
 NO_KERNELS: Mapping[str, str] = MappingProxyType({})
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
+WHOLE_AFTERWARDS = 10
+"""Versions behind such a delta that are published whole without making theirs: updates that move nearly all
+bits of float32 do so each time, and a delta takes longer than all else in a publication."""
 
 
 def publishing_threads(config: PublicationConfig) -> int:
@@ -96,6 +99,8 @@ class WeightPublisher:
         self._model: BlobRef | None = None
         self._weights: Weights | None = None
         """The weights announced last, which are the base of the next delta."""
+        self._whole_before = 0
+        """Version up to which, itself not included, no delta is made."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
         self._kept = KeptVersions(config.keep_versions, kept, adapters=base is not None)
         self._base = base
@@ -243,15 +248,18 @@ class WeightPublisher:
         base, before = self._weights, self.latest
         if base is None or before is None:
             return None
-        delta = await asyncio.to_thread(self._encoded, base, tensors, announcement.policy_version)
         again = announcement.policy_version == base.policy_version
+        only_snapshots = self._config.snapshot_every == 1
+        if not again and (only_snapshots or announcement.policy_version < self._whole_before):
+            return None
+        delta = await asyncio.to_thread(self._encoded, base, tensors, announcement.policy_version)
         self._note_unchanged(
             announcement.policy_version, unchanged=announcement.is_trained and not (again or delta.sent_words)
         )
         if again and delta.sent_words:
             raise ValueError(f"version {announcement.policy_version} was published with other weights")
-        large = self._config.snapshot_every == 1 or len(delta.data) > WORTH_IT * delta.weights.size_bytes
-        if large and not again:
+        if not again and len(delta.data) > WORTH_IT * delta.weights.size_bytes:
+            self._whole_before = announcement.policy_version + 1 + WHOLE_AFTERWARDS
             return None
         deltas = before.deltas
         if not again:
@@ -264,6 +272,10 @@ class WeightPublisher:
     async def _as_snapshot(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest:
         """Publish all weights."""
         weights = await asyncio.to_thread(self._hashed, announcement.policy_version, tensors)
+        before = self._weights
+        same = before is not None and before.digests == weights.digests
+        again = before is not None and before.policy_version == weights.policy_version
+        self._note_unchanged(weights.policy_version, unchanged=announcement.is_trained and same and not again)
         snapshot = await self._put_snapshot(weights)
         self._note(weights, snapshot.size_bytes, weights.words)
         return await self._announce(weights, announcement, snapshot, announcement.policy_version)

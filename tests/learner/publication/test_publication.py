@@ -99,6 +99,29 @@ async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus,
         await publisher.publish(host_tensors(state(2)), policy_version=1, stage="rl", trains_from=0)
 
 
+async def test_updates_that_move_nearly_all_bits_are_whole_and_no_delta_of_each_is_made(
+    bus, publisher, monkeypatch
+):
+    made, encode = [], publishing.encode_delta
+    monkeypatch.setattr(publishing, "encode_delta", lambda *given: [made.append(given[1]), encode(*given)][1])
+
+    async def published(version, seed):
+        tensors = {"a": torch.rand(10_000, generator=torch.Generator().manual_seed(seed))}
+        manifest = await publisher.publish(
+            host_tensors(tensors), policy_version=version, stage="rl", trains_from=0
+        )
+        assert same(await fetch_state(Blobs(bus), manifest), tensors)
+        return manifest
+
+    for version in range(13):
+        assert (await published(version, seed=version)).snapshot_at == version
+        assert not publisher.alarm
+    assert made == [1, 12]  # and now and then it is seen whether updates have become small
+    await published(13, seed=12)
+    assert publisher.alarm.startswith("version 13 is to the bit the one before it")
+    assert [(await published(version, seed=12)).snapshot_at for version in (22, 23)] == [22, 22]
+
+
 async def test_a_step_that_changed_no_weight_is_an_alarm_until_one_does(bus, publisher):
     await publish(publisher, 0)
     same_tensors = host_tensors(state(0))
