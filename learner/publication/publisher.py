@@ -1,6 +1,7 @@
 """Publish policy versions in the background, while training goes on: deltas, and now and then a snapshot."""
 
 import asyncio
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -253,14 +254,14 @@ class WeightPublisher:
         if not again and (only_snapshots or announcement.policy_version < self._whole_before):
             return None
         delta = await asyncio.to_thread(self._encoded, base, tensors, announcement.policy_version)
+        if delta is None:
+            self._whole_before = announcement.policy_version + 1 + WHOLE_AFTERWARDS
+            return None
         self._note_unchanged(
             announcement.policy_version, unchanged=announcement.is_trained and not (again or delta.sent_words)
         )
         if again and delta.sent_words:
             raise ValueError(f"version {announcement.policy_version} was published with other weights")
-        if not again and len(delta.data) > WORTH_IT * delta.weights.size_bytes:
-            self._whole_before = announcement.policy_version + 1 + WHOLE_AFTERWARDS
-            return None
         deltas = before.deltas
         if not again:
             blob = await self._put([delta.data], announcement.policy_version, "delta")
@@ -396,9 +397,11 @@ class WeightPublisher:
         with ThreadPoolExecutor(publishing_threads(self._config), "quantise") as threads:
             return quantised(tensors, found, threads)
 
-    def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta:
+    def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta | None:
+        """Return the delta; None for one that is not worth it, of another version than `base`."""
+        most = int(WORTH_IT * base.size_bytes) if policy_version != base.policy_version else sys.maxsize
         with ThreadPoolExecutor(publishing_threads(self._config), "encode") as threads:
-            return encode_delta(base, policy_version, tensors, threads)
+            return encode_delta(base, policy_version, tensors, threads, most_bytes=most)
 
     def _hashed(self, policy_version: int, tensors: Tensors) -> Weights:
         with ThreadPoolExecutor(publishing_threads(self._config), "hash") as threads:

@@ -3,6 +3,7 @@
 All work is done in parts of tensors, on threads. numpy, zstd and xxhash release the interpreter lock, but
 each call has to take it again, so many small calls would wait for each other."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -59,25 +60,33 @@ class Delta:
 
 
 def encode_delta(
-    base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
-) -> Delta:
-    """Return the delta that makes `tensors` out of `base`. Tensors that did not change take no space."""
+    base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None, *,
+    most_bytes: int = sys.maxsize,
+) -> Delta | None:  # fmt: skip
+    """Return the delta that makes `tensors` out of `base`. Tensors that did not change take no space.
+
+    Returns None, and stops, as soon as it has more than `most_bytes`."""
     items = [(name, tensor, n) for name, tensor in tensors.items() for n in range(tensor.parts)]
     encoded = in_order(threads, partial(_encoded, base), items)
     digests: dict[str, bytes] = {}
     changes: list[TensorChange] = []
     bodies: list[bytes] = []
+    size_bytes = 0
     for name, tensor in tensors.items():
         parts = list(islice(encoded, tensor.parts))
         digests[name] = whole_digest([part.digest for part in parts])
         changed = tuple(part.change for part in parts if part.change is not None)
-        if changed:
-            bodies += [part.body for part in parts if part.change is not None]
-            changes.append(
-                TensorChange(
-                    name=name, dtype=tensor.dtype, shape=tensor.shape, parts=changed, digest=digests[name]
-                )
+        if not changed:
+            continue
+        bodies += [part.body for part in parts if part.change is not None]
+        size_bytes += sum(change.body_bytes for change in changed)
+        if size_bytes > most_bytes:
+            return None  # and what is not begun yet is cancelled with `encoded`
+        changes.append(
+            TensorChange(
+                name=name, dtype=tensor.dtype, shape=tensor.shape, parts=changed, digest=digests[name]
             )
+        )
     weights = Weights(policy_version, tensors, digests)
     header = DeltaHeader(
         base_version=base.policy_version,
@@ -87,8 +96,10 @@ def encode_delta(
         removed=tuple(sorted(base.tensors.keys() - tensors.keys())),
         changes=tuple(changes),
     )
-    sent_words = sum(part.changed for change in changes for part in change.parts)
-    return Delta(write_delta(header, bodies), weights, sent_words)
+    data = write_delta(header, bodies)
+    if len(data) > most_bytes:
+        return None
+    return Delta(data, weights, sum(part.changed for change in changes for part in change.parts))
 
 
 class Moved(NamedTuple):

@@ -28,7 +28,7 @@ def words_in(data: Data, word: type[np.unsignedinteger], count: int, start: int)
 
     Their pages go back to the system with the last view of them; no other words may lie there."""
     mapping = data.obj if isinstance(data, memoryview) else None
-    if not isinstance(mapping, mmap.mmap) or data.readonly:
+    if not isinstance(mapping, mmap.mmap):
         return None
     words: Words = np.frombuffer(data, word, count, start)
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # pages that others have a part of stay

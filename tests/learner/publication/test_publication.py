@@ -103,7 +103,9 @@ async def test_updates_that_move_nearly_all_bits_are_whole_and_no_delta_of_each_
     bus, publisher, monkeypatch
 ):
     made, encode = [], publishing.encode_delta
-    monkeypatch.setattr(publishing, "encode_delta", lambda *given: [made.append(given[1]), encode(*given)][1])
+    monkeypatch.setattr(
+        publishing, "encode_delta", lambda *given, **most: [made.append(given[1]), encode(*given, **most)][1]
+    )
 
     async def published(version, seed):
         tensors = {"a": torch.rand(10_000, generator=torch.Generator().manual_seed(seed))}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from bus.errors import StorageError
+from storage.weights import deltas
 from storage.weights import tensors as in_parts
 from storage.weights.delta_format import MAGIC, DeltaHeader, PartChange, TensorChange, read_delta, write_delta
 from storage.weights.deltas import apply_delta, encode_delta
@@ -135,6 +136,19 @@ def test_a_tensor_that_changed_everywhere_travels_whole_and_no_larger():
     delta = encode_delta(before, 1, after.tensors)
     assert len(delta.data) < before.size_bytes + 300
     assert same(apply_delta(before, delta.data), after)
+
+
+def test_a_delta_that_grows_too_large_is_given_up_before_all_tensors_were_looked_at(monkeypatch):
+    seed, looked_at, digest = np.random.default_rng(0), [], deltas.part_digest
+    random = [tensor(seed.integers(0, 1 << 16, 10_000)) for _ in range(20)]
+    before = weights(0, **{f"{n:02}": found for n, found in enumerate(random[:10])})
+    after = {f"{n:02}": found for n, found in enumerate(random[10:])}
+    size = len(encode_delta(before, 1, after).data)
+    monkeypatch.setattr(deltas, "part_digest", lambda words: [looked_at.append(0), digest(words)][1])
+    assert encode_delta(before, 1, after, most_bytes=size // 2) is None
+    assert len(looked_at) < 7
+    assert encode_delta(before, 1, after, most_bytes=size - 1) is None
+    assert len(encode_delta(before, 1, after, most_bytes=size).data) == size
 
 
 @pytest.mark.parametrize("part_bytes", PARTS)
