@@ -15,9 +15,13 @@ from storage.disk.atomic_files import Data
 Words = NDArray[np.unsignedinteger]
 
 
+class _Memory(mmap.mmap):
+    """Memory of `new_memory`, as against mapped files."""
+
+
 def new_memory(size_bytes: int) -> memoryview:
     """Return memory to read into, a mapping of its own."""
-    mapping = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = _Memory(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # a page at a time, new memory takes longer than what is read into it
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapping)[:size_bytes]
@@ -28,7 +32,7 @@ def words_in(data: Data, word: type[np.unsignedinteger], count: int, start: int)
 
     Their pages go back to the system with the last view of them; no other words may lie there."""
     mapping = data.obj if isinstance(data, memoryview) else None
-    if not isinstance(mapping, mmap.mmap):
+    if not isinstance(mapping, _Memory):
         return None
     words: Words = np.frombuffer(data, word, count, start)
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # pages that others have a part of stay
