@@ -19,7 +19,7 @@ from learner.publication.dtypes import compute_dtype
 from learner.settings import LearnerSettings
 
 log = structlog.get_logger()
-SHARE = 16
+SHARE = 32
 """Activations of a micro-batch take at most one part in so many of the memory of the host or container."""
 LEAST_TOKENS = 256
 SIZES = (

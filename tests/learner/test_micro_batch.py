@@ -58,8 +58,8 @@ def test_activations_take_the_memory_that_they_are_reckoned_to_take(recompute):
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerSettings:
-    """Those of a directory's model, on a host of 8 GiB."""
-    monkeypatch.setattr(micro_batch, "memory_bytes", lambda: 8 << 30)
+    """Those of a directory's model, on a host of 16 GiB."""
+    monkeypatch.setattr(micro_batch, "memory_bytes", lambda: 16 << 30)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LAPTOP}))
     where = {name: tmp_path / name for name in ("checkpoints", "progress", "lineage", "export")}
     return LearnerSettings(
@@ -70,7 +70,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerSettings
 
 def test_a_micro_batch_on_a_cpu_fits_its_memory(settings, monkeypatch):
     budget = fitted(settings).learner.batch.token_budget
-    assert budget == (8 << 30) // 16 // activation_bytes(LAPTOP, 4, recompute=False) == 364
+    assert budget == (16 << 30) // 32 // activation_bytes(LAPTOP, 4, recompute=False) == 364
     monkeypatch.setattr(micro_batch, "memory_bytes", lambda: 1 << 30)
     assert fitted(settings).learner.batch.token_budget == LEAST_TOKENS
     monkeypatch.setattr(micro_batch, "memory_bytes", lambda: 1 << 40)
