@@ -40,6 +40,9 @@ LOOK_S = 1.0
 MONITORED = ("bus", "storage", "actors", "learner")
 """Parts in the order of their ports for probes; learners of further policies follow."""
 STOPPING = "Stopping: each process saves or hands back what it began. A second Ctrl-C kills all at once."
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Has torch's threads sleep while they wait for each other. They would spin on the cores that the threads of
+the learner, or of the embedded engine, need to come to where they are waited for."""
 LEARNER_DRAIN_S = 120.0
 """Longest time that a learner may take to finish its step and save a checkpoint."""
 HAND_BACK_S = 45.0
@@ -240,7 +243,9 @@ def _with_variables(config: RunConfig, part: Part) -> Part:
     """Add the variables of the part. The bus's URL is one, since it may hold a password, and arguments can be
     read by everybody on the host."""
     own = config.supervision.environment.get(part.name, {})
-    return replace(part, environment={URL_VARIABLE: config.bus.url, **own})
+    shares_cores = config.actors.engine.type == "embedded" and not WAITING.keys() & os.environ.keys()
+    waiting = WAITING if shares_cores else {}
+    return replace(part, environment={URL_VARIABLE: config.bus.url, **waiting, **own})
 
 
 def _command(*arguments: str) -> tuple[str, ...]:
