@@ -1,6 +1,5 @@
 """Variables of the environment that `launch local` gives its processes."""
 
-
 from launch.config import resolve
 from launch.local.local import _run_parts
 from storage.disk.run_directory import RunDirectory
