@@ -73,8 +73,7 @@ async def until_held(bus: Bus, key: str, message: RunRecord | RoleHolder | Pace)
 
 
 async def put_raw(bus: Bus, key: str, data: bytes) -> None:
-    await bus.client.publish(f"$KV.{bus.topology.bucket}.{key}", data)
-    await bus.client.flush()
+    await bus.js.publish(f"$KV.{bus.topology.bucket}.{key}", data)
 
 
 @pytest.mark.slow
