@@ -69,6 +69,7 @@ def garbling(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> Garbling:
 # --- keys and streams ---
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 async def test_keys_are_asked_for_again(bus: Bus, garbling: Garbling, change: Change):
     await bus.put("role.a", HOLDER)
@@ -207,6 +208,7 @@ async def test_a_notice_is_dropped(bus: Bus, garbling: Garbling):
 # --- publishing and consuming ---
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "change",
     [*CHANGES.values(), lambda data: b'{"seq": 0}', lambda data: b'{"error": 7}'],

@@ -67,6 +67,7 @@ def test_luck_outweighs_all_answers_and_any_score_has_a_character():
     assert max(LUCK) + MOST_TURNS < len(SCORES)
 
 
+@pytest.mark.slow
 def test_prompts_and_demonstrations_are_those_of_the_seed(tmp_path):
     for directory in ("a", "b"):
         write_task(tmp_path / directory, turns=TURNS, seed=3)

@@ -144,6 +144,7 @@ def test_types_that_differ_in_nothing_else_are_not_comparable(tmp_path):
     assert of({"type": "reinforce"}) == digest(base_settings({}, tmp_path, steps=7), tmp_path)
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize("stream", METHODS)
 def test_every_method_can_be_trained_on_the_stream_of_any_other(stream, tmp_path):
     base = base_settings({}, tmp_path, steps=7)
@@ -365,6 +366,7 @@ def test_a_page_that_is_not_there_is_refused_before_anything_runs(name, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_pictures_and_tables_are_written_also_of_few_outcomes(tmp_path: Path):
     write_report("staleness", [outcome("none", 0, reaches=400), outcome("vespo", 8)], tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {

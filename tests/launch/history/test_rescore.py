@@ -180,6 +180,7 @@ def test_retired_groups_are_named(run):
         rescored(run)
 
 
+@pytest.mark.slow
 def test_groups_that_went_to_s3_are_scored_again_once_they_are_restored(run, object_store):
     before = rescored(run)
     with closing(ReplayStore.open(run.replay(0))) as store:

@@ -119,6 +119,7 @@ def test_a_garbled_file_costs_its_run_and_no_other(tmp_path: Path, printed):
     assert "problem" in printed("show", "--run", "bad")
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("file", "content", "where"),
     [

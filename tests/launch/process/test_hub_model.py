@@ -98,7 +98,7 @@ def test_a_run_that_begins_without_the_hub_notes_the_files_that_are_here(
     assert found.stdout.splitlines()[-1] == f"{NAME}@{COMMIT}", found.stderr
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "environment", "reason"),
     [("org/none", {}, "404"), (NAME, {"HF_HUB_OFFLINE": "1"}, "outgoing traffic has been disabled")],

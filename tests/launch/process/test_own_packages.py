@@ -32,6 +32,7 @@ def test_both_lists_of_our_packages_name_what_the_repository_has():
     assert set(CHECKOUT_PACKAGES) == set(plugins.CHECKOUT_PACKAGES) == of_checkout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "command", [(sys.executable, "-m", *HELP), pytest.param(module_command(*HELP), marks=pytest.mark.nightly)]

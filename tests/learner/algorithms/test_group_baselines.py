@@ -64,6 +64,7 @@ def formula(name: str, rewards: list[float]) -> list[float]:
     return [float(r - mean) for r in exact]
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", OF_GROUPS)
 @settings(max_examples=50)
 @given(rewards=REWARDS)
@@ -79,6 +80,7 @@ def test_a_group_of_one_and_a_constant_group_teach_nothing(name):
     assert estimate_advantages(OF_GROUPS[name], []) == []
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", OF_GROUPS)
 @settings(max_examples=50)
 @given(rewards=REWARDS, seed=st.integers(0, 99))

@@ -73,7 +73,7 @@ def steps_of(name: str, *, share: bool):
     return results, trainer.export()
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_shared_prefixes_change_nothing_beside(name):
     (steps, weights), (others, other_weights) = (steps_of(name, share=share) for share in (True, False))

@@ -278,7 +278,7 @@ def resumed(
     return [step(trainer, 2)]
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_megatron_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path, lora):
     expected = saved(tmp_path, {}, {}, lora)

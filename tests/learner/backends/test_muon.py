@@ -303,6 +303,7 @@ def test_matrices_that_files_keep_in_one_tensor_are_refused_and_named(config, te
         FsdpTrainer(config, hf_state(model), OPTIMIZER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{}, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["distributed", "plain"]
 )

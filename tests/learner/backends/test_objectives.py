@@ -372,6 +372,7 @@ def test_what_a_loss_clips_is_some_of_the_tokens(objective):
     assert 0 < max(clipped) < 1
 
 
+@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "objective", [marked(name) for name in OBJECTIVES if "rejection" in OBJECTIVES[name]]
 )

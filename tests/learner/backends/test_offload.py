@@ -257,7 +257,7 @@ def test_a_skipped_step_changes_nothing_in_the_file(tmp_path):
     assert all(torch.equal(weights[name], after) for name, after in trainer.export().items())
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("file", "file"), ("file", "device"), ("device", "file")])
 def test_a_checkpoint_goes_on_with_files_or_without(tmp_path, before, after):
     places = {"file": {"offload": 1.0, "directory": tmp_path / "state"}, "device": {"offload": 0.0}}

@@ -99,6 +99,7 @@ def test_the_moments_are_and_stay_bfloat16_and_the_main_weights_float32(dtype):
     assert mains == {torch.float32}
 
 
+@pytest.mark.slow
 def test_training_stays_close_to_that_with_float32_moments():
     exact = train(trainer_of(optimizer=OPTIMIZER.model_copy(update={"state_dtype": "float32"})), range(6))
     rounded = train(trainer_of(), range(6))

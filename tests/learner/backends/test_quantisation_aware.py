@@ -226,7 +226,7 @@ def trainer_of(backend: type[Backend], dtype: torch.dtype = torch.float32) -> Ba
     return trainer
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_a_resume_goes_on_to_the_bit(backend, dtype, tmp_path: Path):

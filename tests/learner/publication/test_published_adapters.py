@@ -108,7 +108,7 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
     assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "backend", "decomposed"),
     [

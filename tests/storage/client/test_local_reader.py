@@ -171,6 +171,7 @@ async def test_files_that_cannot_be_read_here_come_over_the_bus(bus, store):
         assert (reader.read["mapped"], reader.read["bus"]) == (2, 2)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "content",
     [
@@ -252,6 +253,7 @@ def test_directory_identity_of_what_is_missing_is_an_error(tmp_path: Path):
         addresses.directory_identity(tmp_path / "missing")
 
 
+@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("answered", [[2], [0, 0], [2, 0], [0]], ids=str)
 async def test_groups_that_nobody_asked_for_are_not_trained_on(bus, store, monkeypatch, answered):
     async def other_groups(request: ReadRequest) -> list[Message]:

@@ -62,6 +62,7 @@ async def test_lease_says_how_long_groups_are_and_each_rank_fetches_its_own(bus,
     ]
 
 
+@pytest.mark.slow
 async def test_fetch_outlasts_a_restart_of_storage(bus, tmp_path, connect):
     heard = Heard()
     async with connect("learner") as other:

@@ -117,6 +117,7 @@ def aged(groups: int, seed: int = 0) -> list[Candidate]:
     return [Candidate(int(v), n, float(random.choice([0.0, 0.1, 0.5]))) for n, v in enumerate(versions)]
 
 
+@pytest.mark.first(4, others=pytest.mark.slow)
 @pytest.mark.parametrize("groups", [33, 64, 160, 1000])
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
 def test_expected_contribution_of_every_group_is_that_of_every_other(groups: int, exponent: float):

@@ -106,6 +106,7 @@ def test_a_host_goes_on_with_the_commit_that_it_has_and_a_named_one_is_fetched(t
         assert NEWER in named
 
 
+@pytest.mark.slow
 def test_images_that_rows_name_are_fetched_with_those_beside_them_and_no_others(tmp_path: Path):
     rows = [
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": f"../shapes/{n}.png"}]}]}

@@ -41,6 +41,7 @@ def test_every_label_is_what_the_corpus_or_the_shop_says(generated, facts):
     assert all(row.label == known(row.content, facts) for row in prompts)
 
 
+@pytest.mark.first(1, others=pytest.mark.slow)
 def test_held_out_questions_are_asked_in_no_demonstration(generated):
     name, prompts, held_out, demonstrations = generated
     heldout = {row.content for row in held_out}

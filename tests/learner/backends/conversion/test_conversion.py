@@ -9,6 +9,7 @@ from learner.model_directories.model_directory import load_hf_directory, save_hf
 from tests.learner.tiny import FAMILIES, hf_state, tiny_config, tiny_model
 
 
+@pytest.mark.first(6, others=pytest.mark.slow)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_out_bit_for_bit_as_they_went_in(family, tied):

@@ -105,7 +105,7 @@ def test_exported_weights_are_what_the_adapters_make_of_the_frozen_ones():
         assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # without biases, and with some
 def test_steps_with_lengths_of_rows_are_those_of_the_formula(family):
     trainer, model = adapted_trainer(DORA, family=family), tiny_model(family)

@@ -25,6 +25,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 """A rotary embedding that scales nothing that fits the context."""
 
 
+@pytest.mark.first(8, others=pytest.mark.slow)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
