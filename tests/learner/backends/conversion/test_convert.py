@@ -58,7 +58,7 @@ def equal_bits(one, other):
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
-@pytest.mark.first(4, others=pytest.mark.slow)
+@pytest.mark.first(5, others=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("family", "tied"), [*((f, False) for f in FAMILIES), ("qwen3", True)])
 def test_there_and_back_again_every_bit_is_the_same(tmp_path, family, tied, dtype):
