@@ -32,8 +32,9 @@ def listed(item: bytes, count: int = COUNT) -> bytes:
 
 def numbered(pack: bytes, count: int = COUNT) -> bytes:
     """A list of values of four bytes that are all different."""
-    values = np.arange(1000, 1000 + count, dtype=">u4")
-    return b"\xdd" + count.to_bytes(4, "big") + b"".join(pack + value.tobytes() for value in values)
+    values = np.empty(count, dtype=[("pack", "S1"), ("value", ">u4")])
+    values["pack"], values["value"] = pack, np.arange(1000, 1000 + count)
+    return b"\xdd" + count.to_bytes(4, "big") + values.tobytes()
 
 
 def dense(count: int) -> dict[str, bytes]:
