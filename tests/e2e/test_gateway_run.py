@@ -47,6 +47,7 @@ def lead_episodes(url: str, token: str, own: dict | None, over: threading.Event)
     return done
 
 
+@pytest.mark.nightly
 def test_run_is_trained_on_episodes_that_clients_lead_with_the_runs_tasks_and_their_own(tmp_path: Path):
     sizes = ScratchModel(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, context=128)
     build_model_directory(tmp_path / "model", sizes, seed=0)

@@ -14,7 +14,7 @@ from learner import lineage
 from tests.e2e.commands import Command
 from tests.e2e.conftest import Refused
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]  # it begins with a whole run
+pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(900)]  # it begins with a whole run
 STEPS = 12
 SETTINGS = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", str(STEPS),
@@ -98,7 +98,6 @@ def test_the_weights_say_how_often_a_group_was_trained_on(root: Path):
     assert apart["once"] == 0 < min(apart["never"], apart["twice"])
 
 
-@pytest.mark.nightly
 def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     flags = ("--from-step", "5", "--learner.loss.type", "ppo_clip", "--learner.loss.clip-eps", "0.01")
     done = launch(root, "retrain", "--json", *flags)
@@ -115,7 +114,6 @@ def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     assert report["loss_max_abs_diff"] > 0
 
 
-@pytest.mark.nightly
 def test_another_reward_is_tried_on_what_was_rolled_out(root: Path, report: dict[str, Any]):
     done = launch(root, "rescore", "--reward", "exact", "--name", "right")
     assert done.returncode == 0, done.stderr

@@ -109,6 +109,7 @@ def of_one_rank() -> tuple[float, list[tuple[float, float]], EntropyBonus | None
     return nats, *adapted(nats, {})
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_of_a_layout_adapts_the_weight_as_one_rank_does(worlds, name):

@@ -348,6 +348,7 @@ def is_possible(layout, family):
     return layout.get("tensor", 1) == 1 or "sequence" in layout
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     ("layout", "family"),
     [

@@ -158,6 +158,7 @@ def test_steps_follow_the_papers_on_one_rank():
     assert_follows_the_reference(steps, weights, {})
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in LAYOUTS])
 def test_steps_follow_the_papers_on_any_layout(worlds, name):

@@ -204,6 +204,7 @@ def test_every_layout_computes_with_the_weights_that_whole_matrices_give(worlds,
     assert_follows_the_reference(found, form, changes)
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 @pytest.mark.parametrize("saved", [{"offload": 1.0}, {"matrices": "muon"}])

@@ -147,6 +147,7 @@ def test_ranks_that_share_a_model_all_know_where_a_pass_sends_tokens(worlds, fam
         assert_noted_as_transformers_chooses(found, family, {})
 
 
+@pytest.mark.first(2, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), [*DIVIDED, DELTA_NET])
 def test_ranks_that_share_a_model_send_tokens_to_the_given_experts(worlds, family, layout):

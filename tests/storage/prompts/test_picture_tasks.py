@@ -31,6 +31,7 @@ def test_right_demonstrations_give_the_label_and_wrong_ones_do_not():
         assert count_demonstration(number, rng, True) != label
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_files_of_the_task_are_read_back(tmp_path):
     files = generate_task("count", tmp_path, seed=0)

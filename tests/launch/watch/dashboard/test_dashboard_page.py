@@ -130,6 +130,7 @@ async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path
             await page.screenshot(path=picture("dashboard_trajectory", tmp_path))
 
 
+@pytest.mark.nightly
 async def test_keys_move_along_a_curve_and_over_tokens_and_choose_runs(root: Path):
     async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:
         await go(page, url, "runs/sort-a", ".chart canvas")
@@ -162,6 +163,7 @@ async def test_keys_move_along_a_curve_and_over_tokens_and_choose_runs(root: Pat
         assert page.url.endswith("#/compare/sort-b,sort-a")
 
 
+@pytest.mark.nightly
 async def test_importance_ratios_are_shown_where_the_learner_recorded_them_and_else_why_not(root: Path):
     async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:
         await go(page, url, "runs/sort-a/trajectories", ".trajectories a")
@@ -198,6 +200,7 @@ async def test_filters_choose_and_say_what_is_wrong(root: Path):
         await page.get_by_text("0 trajectories").wait_for()
 
 
+@pytest.mark.nightly
 async def test_text_is_searched_and_a_search_that_stopped_early_says_so(root: Path, monkeypatch):
     monkeypatch.setattr("launch.watch.dashboard.trajectories.SEARCHED", 4)
     async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:
@@ -229,6 +232,7 @@ async def test_alerts_come_and_go_with_the_steps(tmp_path: Path):
         await alerts.wait_for(state="hidden")
 
 
+@pytest.mark.nightly
 async def test_lanes_are_told_in_words(root: Path):
     async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:
         await go(page, url, "runs/sort-a/timeline", ".lane rect.busy")
@@ -249,6 +253,7 @@ async def test_a_new_step_is_drawn_when_it_is_recorded(root: Path, tmp_path: Pat
         await page.locator("figure[aria-label^='Reward at step 4: reward 0.123.']").wait_for()
 
 
+@pytest.mark.nightly
 async def test_a_view_that_is_left_before_its_first_answer_asks_no_more(root: Path):
     late: list[tuple[playwright.Route, str]] = []
     asked: list[str] = []

@@ -22,6 +22,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 IN_EVERY_RUN = ("gpt_oss",)
 
 
+@pytest.mark.first(4, others=pytest.mark.nightly)
 @pytest.mark.parametrize(
     "family",
     [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],

@@ -74,6 +74,7 @@ def assert_same(found, expected):
         assert np.abs(weights[name] - weight).max() < 1e-5, name
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", all_mixtures())
 def test_steps_with_given_experts_are_those_of_transformers_and_others_than_without(family):
@@ -110,6 +111,7 @@ def test_each_step_of_two_ranks_is_megatrons(worlds, family):
     assert_same(ours, theirs)
 
 
+@pytest.mark.first(3, others=pytest.mark.nightly)
 @pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", all_mixtures())
 def test_a_pass_notes_where_it_sends_tokens_and_a_step_sends_them_there(family):

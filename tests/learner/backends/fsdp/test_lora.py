@@ -271,6 +271,7 @@ def test_an_adapter_is_written_as_peft_names_and_describes_it(tmp_path, targets,
     assert (wanted[:, 0] - logprobs)[batch.loss_mask].abs().max() < 1e-5
 
 
+@pytest.mark.first(1, others=pytest.mark.nightly)
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["plain", "with lengths of rows"])
 def test_two_ranks_train_the_same_adapters_as_one(worlds, lora):
