@@ -10,14 +10,16 @@ from pathlib import Path
 
 from bus.errors import ConfigError
 from launch.config import Layer
-from launch.recipes import calculator, instructions, sums
+from launch.recipes import agent, calculator, instructions, reasoning, sums
 from launch.recipes.prompt_files import PromptFiles
 from launch.recipes.pypi_model import PackagedModel, make_directory_of
 from launch.settings_tree import nearest
 
 PROMPTS: Mapping[str, Callable[[], PromptFiles]] = {
+    "agent": agent.prompts,
     "calculator": calculator.prompts,
     "instructions": instructions.prompts,
+    "reasoning": reasoning.prompts,
     "sums": sums.prompts,
 }
 """Functions by the name of their recipe, which return its prompts: `NAME.jsonl` is written for each name."""

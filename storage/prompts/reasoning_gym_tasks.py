@@ -30,28 +30,37 @@ def refuse_missing_package(what: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def data_set(name: str, size: int, seed: int) -> Any:
-    """Return a data set of reasoning-gym, whose entries are made when they are asked for.
+def data_set(name: str, size: int, seed: int, **settings: int) -> Any:
+    """Return a data set of reasoning-gym of these settings, whose entries are made when they are asked for.
 
     Raises `ConfigError` for one that does not exist, and where the package is missing."""
     refuse_missing_package(f"the data set {PREFIX}{name}")
     import reasoning_gym
 
     try:
-        return reasoning_gym.create_dataset(name, size=size, seed=seed)
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"reasoning-gym has no data set {name!r} of default settings: {error}") from error
+        raise ConfigError(
+            f"reasoning-gym has no data set {name!r} of {settings or 'default settings'}: {error}"
+        ) from error
 
 
 def prompt_rows(
-    name: str, *, size: int, seed: int, besides: frozenset[str] = frozenset()
+    name: str,
+    *,
+    size: int,
+    seed: int,
+    besides: frozenset[str] = frozenset(),
+    settings: Mapping[str, int] | None = None,
 ) -> Iterator[dict[str, Json]]:
     """Return `size` rows of a prompt file, with distinct questions that are not among `besides`.
+
+    `settings` are the data set's own, by reasoning-gym's names; None leaves all as they are by default.
 
     Each row holds its entry: the package makes other entries of the same seed in another process, by its
     version and the seed of Python's hashes. There are fewer rows where the data set repeats itself too often.
     Raises as `data_set` does, and `ConfigError` for an entry that cannot be stored."""
-    drawn = data_set(name, 2 * size, seed)
+    drawn = data_set(name, 2 * size, seed, **(settings or {}))
     seen = set(besides)
     for index in range(2 * size):
         if len(seen) - len(besides) == size:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import pytest
 
@@ -11,8 +12,9 @@ from actors.rewards.registry import REWARDS
 from actors.tools.calculator import evaluated
 from launch.config import resolve
 from launch.recipes import instructions
-from launch.recipes.prompt_files import PromptRow
+from launch.recipes.prompt_files import PromptFiles, PromptRow
 from launch.recipes.recipe import PROMPTS, recipe
+from storage.prompts.reasoning_gym_tasks import asked_entry, data_set
 
 FOLLOWED: Mapping[str, Callable[[str, Mapping], str]] = {
     "change_case:english_lowercase": lambda topic, _: f"we all like {topic}.",
@@ -40,9 +42,20 @@ IGNORED = (
 """An answer that follows no instruction."""
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+SLOW = {"reasoning"}
+"""Recipes whose prompts take seconds."""
+
+
+@lru_cache
+def files_of(name: str) -> PromptFiles:
+    return PROMPTS[name]()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PROMPTS]
+)
 def test_no_prompt_is_held_out_and_trained_on(name):
-    files = {kind: {json.dumps(row) for row in rows} for kind, rows in PROMPTS[name]().items()}
+    files = {kind: {json.dumps(row) for row in rows} for kind, rows in files_of(name).items()}
     assert len(files["heldout"]) >= 250
     for kind in files.keys() - {"prompts"}:
         assert not files[kind] & files["prompts"]
@@ -64,7 +77,7 @@ def reward_of(row: PromptRow, text: str, reward: str) -> float:
 
 def test_instructions_can_be_followed_and_are_told_when_they_are_not():
     files, reward = (
-        PROMPTS["instructions"](),
+        files_of("instructions"),
         resolve(recipe("instructions").settings).actors.environment.reward,
     )
     for row in (row for rows in files.values() for row in rows):
@@ -80,7 +93,7 @@ def test_instructions_can_be_followed_and_are_told_when_they_are_not():
 def test_new_kinds_and_topics_are_not_trained_on():
     kinds = {
         name: {row["metadata"]["instruction_id_list"][1] for row in rows}
-        for name, rows in PROMPTS["instructions"]().items()
+        for name, rows in files_of("instructions").items()
     }
     assert kinds["heldout"] == kinds["prompts"]
     assert not kinds["new_kinds"] & kinds["prompts"]
@@ -88,7 +101,7 @@ def test_new_kinds_and_topics_are_not_trained_on():
 
 
 def test_a_calculator_has_what_problems_ask():
-    files = PROMPTS["calculator"]()
+    files = files_of("calculator")
     for row in (row for rows in files.values() for row in rows[:200]):
         *shown, question = row["prompt"]
         for call, result, answer in zip(shown[2::4], shown[3::4], shown[4::4], strict=True):
@@ -104,3 +117,24 @@ def test_a_calculator_has_what_problems_ask():
         for name, rows in files.items()
     }
     assert not numbers["prompts"] & (numbers["heldout"] | numbers["new_wordings"])
+
+
+def test_the_prices_of_a_question_are_those_of_its_label():
+    for rows in files_of("agent").values():
+        for row in rows[:300]:
+            prices = row["metadata"]["prices"]
+            assert (
+                str(sum(prices[thing] for thing in re.findall(r"the (\w+)", row["prompt"]))) == row["label"]
+            )
+
+
+@pytest.mark.slow
+def test_questions_of_reasoning_gym_are_scored_by_its_verifier():
+    for row in files_of("reasoning")["heldout"]:
+        *shown, asked = (message["content"] for message in row["prompt"])
+        assert asked not in shown
+        name, entry = asked_entry(row["metadata"], label=row["label"], prompt_text="\n".join((*shown, asked)))
+        assert entry["question"] == asked
+        verifier = data_set(name, 1, 0)
+        assert verifier.score_answer(row["label"], entry) == 1
+        assert verifier.score_answer("~", entry) < 0.5

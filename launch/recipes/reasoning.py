@@ -1,0 +1,77 @@
+"""Prompts of the recipe `reasoning`: small questions of reasoning-gym, in levels of difficulty."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from bus.codec import Json
+from launch.recipes.prompt_files import PromptFiles, PromptRow
+
+TRAINED, HELD_OUT, EXAMPLES = 200, 20, 2
+"""Most prompts of a level that are trained on, those that are held out, and answered ones in each prompt."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A data set of reasoning-gym at one difficulty."""
+
+    name: str
+    """Name of the source of its prompts."""
+    data_set: str
+    settings: Mapping[str, int]
+    """Settings of the data set, by reasoning-gym's names."""
+
+
+LEVELS = (
+    Level("sum-1", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    Level("sum-2", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
+    Level("sum-3", "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2}),
+    Level("product-1", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    Level("product-2", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    Level("gcd-1", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 20}),
+    Level("gcd-2", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 20, "max_value": 99}),
+    Level("letters-1", "letter_counting", {"min_words": 1, "max_words": 2}),
+    Level("letters-2", "letter_counting", {"min_words": 4, "max_words": 6}),
+    Level("backward-1", "spell_backward", {"min_word_len": 3, "max_word_len": 3}),
+    Level("backward-2", "spell_backward", {"min_word_len": 4, "max_word_len": 5}),
+    Level("bits-1", "count_bits", {"min_n": 1, "max_n": 99}),
+    Level("bits-2", "count_bits", {"min_n": 100, "max_n": 999}),
+    Level(
+        "legs-1", "leg_counting", {"min_animals": 1, "max_animals": 1, "min_instances": 1, "max_instances": 9}
+    ),
+    Level(
+        "legs-2", "leg_counting", {"min_animals": 2, "max_animals": 2, "min_instances": 1, "max_instances": 9}
+    ),
+)
+
+
+def prompts() -> PromptFiles:
+    """Return training prompts and held-out ones of all levels, no question of which is in both.
+
+    Raises `ConfigError` where the package reasoning-gym is missing."""
+    heldout: list[PromptRow] = []
+    trained: list[PromptRow] = []
+    for level in LEVELS:
+        shown = _questions(level, EXAMPLES, seed=1, besides=())
+        held = _questions(level, HELD_OUT, seed=2, besides=shown)
+        heldout += [_row(level, one, shown) for one in held]
+        trained += [_row(level, one, shown) for one in _questions(level, TRAINED, 3, [*shown, *held])]
+    return {"heldout": heldout, "prompts": trained}
+
+
+def _questions(level: Level, size: int, seed: int, besides: Iterable[PromptRow]) -> list[PromptRow]:
+    from storage.prompts.reasoning_gym_tasks import prompt_rows  # not for help
+
+    asked = frozenset(str(row["prompt"]) for row in besides)
+    return list(prompt_rows(level.data_set, size=size, seed=seed, besides=asked, settings=level.settings))
+
+
+def _row(level: Level, asked: PromptRow, shown: Iterable[PromptRow]) -> PromptRow:
+    """Return the question after some that are answered, by which the model sees how to answer."""
+    messages: list[Json] = []
+    for one in shown:
+        messages.append({"role": "user", "content": one["prompt"]})
+        messages.append({"role": "assistant", "content": one["label"]})
+    messages.append({"role": "user", "content": asked["prompt"]})
+    entry = cast(Mapping[str, Json], asked["metadata"])
+    return {**asked, "prompt": messages, "metadata": {**entry, "level": level.name}}
