@@ -27,9 +27,7 @@ from numpy.typing import NDArray
 
 from bus.decoded_size import MemoryLimit, is_walked
 from bus.errors import SchemaError
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-"""Values that a metadata field may hold."""
+from bus.json_values import Json as Json
 
 MAX_DEPTH = 64
 """Deepest nesting of a `Json` field; MessagePack itself writes at most 511 levels."""

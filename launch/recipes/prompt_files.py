@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from bus.codec import Json
+from bus.json_values import Json
 
 PromptRow = Mapping[str, Json]
 PromptFiles = Mapping[str, Sequence[PromptRow]]
