@@ -26,7 +26,7 @@ from actors.engines.sglang.adapters import Adapters, serving
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.cache_loads import CacheLoads
 from actors.engines.sglang.client import SglangClient, UnreachableError
-from actors.engines.sglang.health import HealthChecks
+from actors.engines.sglang.health import DYING_S, HealthChecks
 from actors.engines.sglang.loaded_adapter import OtherWeightsError
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
@@ -357,7 +357,8 @@ class SglangEngine:
         try:
             result = await doing
         except EngineError as error:
-            await self._fail(f"it did not {what}: {error}")
+            died = isinstance(error, UnreachableError) and await self._server.ended(within_s=DYING_S)
+            await self._fail(f"it did not {what}: {died or error}")
             raise EngineError(self._stopped()) from error
         self._check()
         return result

@@ -12,7 +12,7 @@ from bus.errors import ConfigError
 from bus.server import nats_binary
 from launch.config import RunConfig
 from launch.operations.doctor.findings import Finding, Level
-from launch.process.engine_check import sglang_python, sglang_version
+from launch.process.engine_check import own_servers, sglang_version
 
 OURS = "sluice-rl"
 SHOWN = ("torch", "megatron-core", "transformers", "nats-py")
@@ -100,13 +100,13 @@ def check_nats_server() -> Iterator[Finding]:
 def check_sglang(config: RunConfig) -> Iterator[Finding]:
     """Tell the version of SGLang in the interpreter that its servers run with, where the run wants them."""
     try:
-        python = sglang_python(config)
-        said = "" if python is None else f"{sglang_version(python)} in {python}"
+        engine = own_servers(config)
+        said = "" if engine is None else sglang_version(engine)
     except ConfigError as error:
         found, _, remedy = str(error).rpartition(": ")
         yield Finding("sglang", "error", found, remedy)
         return
-    if python is None:
+    if engine is None:
         attached = getattr(config.actors.engine, "attached", ())
         where = f"on other hosts: {', '.join(attached)}" if attached else ""
         said = where or "not needed: the run's engine is another (actors.engine.type)"

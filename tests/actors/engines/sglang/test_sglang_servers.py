@@ -96,12 +96,26 @@ async def test_a_killed_server_is_replaced_by_the_fleet_with_the_newest_weights(
     assert built[-1].tokens_generated <= LONG - len(tokens)
 
 
+async def test_an_update_that_a_server_dies_in_says_how_it_ended(rebuilt, monkeypatch):
+    class Unseen:
+        async def ended(self, *, within_s):
+            await asyncio.sleep(within_s)
+            return ""
+
+    engine = rebuilt[1][-1]
+    monkeypatch.setattr(engine._health, "_server", Unseen())  # which would see it first, or not
+    engine._health.doubt()
+    os.kill(engine._server.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="did not take policy version 9: it ended with signal SIGKILL"):
+        await engine.load_weights(FIRST.state_dict(), 9)
+
+
 @pytest.mark.nightly  # 80 s; a killed server is replaced in the same way
 async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, monkeypatch):
     fleet, built = rebuilt
     hung = built[-1]
     impatient = hung._config.model_copy(update={"health_every_s": 1.0, "health_timeout_s": 5.0})
-    monkeypatch.setattr(hung, "_config", impatient)
+    monkeypatch.setattr(hung._health, "_config", impatient)
     flight = started(fleet, "hang")
     await in_flight(hung, flight)
     for pid in group_of(hung):
