@@ -207,6 +207,7 @@ def test_a_reader_in_another_process_follows_the_writer(tmp_path, merge_four):
             reader.read([4])
 
 
+@pytest.mark.slow
 def test_reads_and_appends_run_while_segments_are_merged(tmp_path, merge_four):
     with closing(ReplayStore.open(tmp_path)) as store:
         done = threading.Event()
