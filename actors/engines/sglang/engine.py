@@ -141,6 +141,7 @@ class SglangEngine:
         log.info("sglang_ready", url=self.url, version=self._facts.version)
         self._facts.refuse_silence(self._config, self.url, of_experts=self._routing is not None)
         self._facts.refuse_stored_prefixes(self._config.pause, self.url)
+        self._facts.refuse_retraction(self._config.pause, self.url)
         self._facts.warn_of_silence_of_versions(self._config.pause)
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watching_ended)

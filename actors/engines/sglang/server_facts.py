@@ -21,6 +21,9 @@ STORES_BY_SALT = (0, 5, 20)
 pull request 38577); earlier ones know them there by their tokens alone."""
 STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 """Settings by which a server keeps prefixes in such storage, which no flush empties."""
+FLUSHES_BELOW_WAITING = (0, 5, 21)
+"""First version that drops its prefixes while retracted requests wait. The scheduler of an earlier one ends
+with "Cache flush failed after updating weights" (seen on a GPU with 0.5.19; SGLang's pull request 33784)."""
 KEEP_ROUTERS = (0, 5, 10), (0, 5, 19)
 """First version that chooses the experts of GLM-4.5 by the weights of its first pass for ever, and the first
 later one that does not."""
@@ -114,6 +117,14 @@ class ServerFacts:
                     "on after an update find what older weights computed for them: set pause=in_place or "
                     "pause=drain"
                 )
+
+    def refuse_retraction(self, pause: str, url: str) -> None:
+        """Raise `ConfigError` where the server at `url` would end at an update that retracts requests."""
+        if pause == "retract" and self.reports_spans and self._numbers < FLUSHES_BELOW_WAITING:
+            raise ConfigError(
+                f"actors.engine.pause=retract: the server at {url} is SGLang {self.version}, which ends at "
+                "an update that puts requests aside: use 0.5.21 or later, or pause=in_place or pause=drain"
+            )
 
     @property
     def _numbers(self) -> tuple[int, ...]:

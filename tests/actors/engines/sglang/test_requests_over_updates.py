@@ -1,6 +1,7 @@
 """What becomes of requests at a server that takes new weights, and what is recorded of their tokens."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,11 @@ def test_stored_prefixes_that_older_weights_may_have_computed_are_refused():
         facts_of(enable_flexkv=True).refuse_stored_prefixes("drain", "http://x")
     with pytest.raises(ConfigError, match=r"pause=retract: the server at http://x has hicache_storage_back"):
         facts_of(**stored).refuse_stored_prefixes("retract", "http://x")
+
+
+def test_servers_that_end_at_an_update_which_retracts_are_refused():
+    for pause, version in (("retract", "0.5.21"), ("in_place", "0.5.19"), ("drain", "0.5.19")):
+        facts_of(version).refuse_retraction(pause, "http://x")
+    replace(facts_of("0.5.18"), reports_spans=False).refuse_retraction("retract", "http://x")
+    with pytest.raises(ConfigError, match=r"http://x is SGLang 0\.5\.20, which ends .* use 0\.5\.21"):
+        facts_of("0.5.20").refuse_retraction("retract", "http://x")
