@@ -355,6 +355,8 @@ def test_a_learner_that_gives_its_next_batch_back_keeps_what_its_checkpoint_lack
     assert sorted(run.admission.unsettled()) == [6, 7]
     run.admission.resume(2, "b")
     assert sorted(run.admission.unsettled()) == [4, 5, 6, 7]
+    assert run.batch(3) == [4, 5]  # which no checkpoint holds any more: b's is of step 2
+    assert sorted(run.admission.unsettled()) == [4, 5, 6, 7]
 
 
 def test_shards_keep_what_may_still_be_used_again(sql):

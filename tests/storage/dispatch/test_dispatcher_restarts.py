@@ -55,6 +55,21 @@ async def test_resumed_learner_gets_the_later_groups_again(bus, learner, tmp_pat
         assert await second.batch(3) == [4, 5]
 
 
+async def test_a_crash_forgets_no_learner_that_was_told_to_go_on(bus, learner, tmp_path, monkeypatch):
+    async with serving(bus, tmp_path) as storage:
+        await learner.resume(0)
+        await learner.publish(0)
+        await until(lambda: storage.ledger.next_id == 4)
+        await rolled_out(bus, storage)
+        await learner.batch(1)
+        monkeypatch.setattr(storage.dispatcher, "_wake", lambda: None)  # what it does next flushes, too
+        await LearnerStandIn(bus, "b").resume(0)
+        with closing(
+            Ledger.open(on_disk(tmp_path / "ledger.sqlite", tmp_path / "crashed.sqlite"))
+        ) as crashed:
+            assert (crashed.facts["incarnation"], crashed.account().trained) == ("b", 0)
+
+
 async def test_learner_that_was_replaced_is_refused(bus, learner, tmp_path):
     async with serving(bus, tmp_path) as storage:
         await learner.resume(0)
