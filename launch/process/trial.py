@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,6 +22,7 @@ from actors.environments.build import built_environment
 from actors.policy.chat_format import Tokenizer
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
+from bus.codec import Json
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_revision import pinned
@@ -30,6 +31,7 @@ from launch.process.start_checks import check_start, start_remarks
 from storage.chats.stop_tokens import stop_token_ids
 from storage.disk.run_directory import RunDirectory
 from storage.images.chat import ImageChat
+from storage.metrics.records import integer
 
 Say = Callable[[str], None]
 
@@ -77,6 +79,7 @@ class Trial:
             self.counts["failed"] += 1
             return f"failed: {type(outcome).__name__}: {outcome}"
         parts = [part for one in outcome.trajectories for part in self._trajectory(one, seen)]
+        self._count_calls(outcome.trajectories[0].metadata, seen)
         return "\n".join([*parts, *self._rewards(task, outcome)])
 
     def summary(self) -> str:
@@ -86,7 +89,7 @@ class Trial:
             f"{len(self.rewards)} rewards, {mean:.3g} in the mean; {counts['failed']} rollouts failed",
             f"{counts['ended']} answers ended by a stop token, {counts['cut']} cut off, "
             f"{counts['other']} ended otherwise",
-            f"{counts['calls']} tool calls, {counts['malformed']} malformed",
+            f"{counts['tool_calls']} tool calls, {counts['malformed_calls']} malformed",
         ]
         if counts["cut"] and not counts["ended"]:
             said.append("No answer ended by itself: look whether the stop tokens above are the model's")
@@ -107,6 +110,15 @@ class Trial:
                 break
         return shown
 
+    def _count_calls(self, noted: Mapping[str, Json], seen: Sequence[Completion]) -> None:
+        """Count calls as an environment with tools has noted them, else those that the policy has parsed."""
+        parsed = {
+            "tool_calls": sum(len(one.tool_calls) for one in seen),
+            "malformed_calls": sum(len(one.malformed_calls) for one in seen),
+        }
+        for name in parsed:
+            self.counts[name] += integer(noted if name in noted else parsed, name)
+
     def _block(self, title: str, token_ids: np.ndarray) -> str:
         text = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
         return f"--- {title}\n{text}"
@@ -121,8 +133,6 @@ class Trial:
 
     def _calls(self, completion: Completion) -> list[str]:
         """Return the parts of an answer that are no plain content."""
-        self.counts["calls"] += len(completion.tool_calls)
-        self.counts["malformed"] += len(completion.malformed_calls)
         shown = [] if completion.reasoning is None else [f"--- reasoning: {completion.reasoning!r}"]
         shown += [f"--- call: {call.name} {call.arguments}" for call in completion.tool_calls]
         return shown + [f"--- malformed call: {text!r}" for text in completion.malformed_calls]

@@ -47,6 +47,20 @@ async def test_calls_stop_tokens_and_rewards_are_shown_turn_by_turn():
     assert "1 tool calls, 0 malformed" in trial.summary()
 
 
+async def test_calls_in_tags_are_counted_too():
+    said = iter(["<calculator>2*21</calculator>", "it is 42<|im_end|>"])
+    engine = ScriptedEngine(lambda _: QWEN.encode(next(said), add_special_tokens=False))
+    policy = WatchedPolicy(engine, QWEN, Sampling(stop_token_ids=(END,), max_new_tokens=200))
+    settings = {
+        "type": "tools", "reward": "last_number", "tools": [{"type": "calculator"}], "calls": "tags",
+        "stop_at_call": True,
+    }  # fmt: skip
+    trial = Trial(QWEN, (END,))
+    environment = ToolChat.from_config(ToolsConfig.model_validate(settings))
+    await show([Task(task_id="try-0", prompt="2*21?", label="42")], environment, policy, trial, [].append)
+    assert "1 tool calls, 0 malformed" in trial.summary()
+
+
 async def test_what_fails_is_shown_as_itself_and_what_never_ends_is_pointed_out():
     engine = ScriptedEngine(lambda _: QWEN.encode("and so on", add_special_tokens=False))
     policy = WatchedPolicy(engine, QWEN, Sampling(stop_token_ids=(END,), max_new_tokens=4))
