@@ -9,7 +9,7 @@ from bus.codec import encode
 from bus.consume import Inbox
 from bus.errors import BusError, FencedError, LostDataError, StorageError
 from bus.publish import Publisher
-from bus.requests import Issued, IssuedRequest, Waiting
+from bus.requests import Issued, IssuedRequest, Unsettled, UnsettledRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.dispatch.ledger import Ledger
@@ -345,3 +345,9 @@ async def test_a_shard_hears_of_issued_leases_only_when_a_crash_cannot_undo_them
         left = on_disk(tmp_path / "ledger.sqlite", tmp_path / "crashed.sqlite")
         with closing(Ledger.open(left)) as crashed:
             assert crashed.next_id == known.next_id == 7
+        storage.ledger.issue(1, 0)
+        subject = bus.subject("rpc", "unsettled")
+        kept = await bus.request(subject, UnsettledRequest(shard=0), Unsettled, timeout_s=5.0)
+        left = on_disk(tmp_path / "ledger.sqlite", tmp_path / "later.sqlite")
+        with closing(Ledger.open(left)) as crashed:  # a shard drops what is not among them
+            assert crashed.next_id == kept.next_id == 8
