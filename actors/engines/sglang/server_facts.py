@@ -22,8 +22,8 @@ pull request 38577); earlier ones know them there by their tokens alone."""
 STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 """Settings by which a server keeps prefixes in such storage, which no flush empties."""
 FLUSHES_BELOW_WAITING = (0, 5, 21)
-"""First version that drops its prefixes while retracted requests wait. The scheduler of an earlier one ends
-with "Cache flush failed after updating weights" (seen on a GPU with 0.5.19; SGLang's pull request 33784)."""
+"""First version that drops its prefixes while retracted requests wait. By its source an earlier one ends
+with "Cache flush failed after updating weights" (SGLang's issue 33783); 0.5.19 ended so on a GPU."""
 KEEP_ROUTERS = (0, 5, 10), (0, 5, 19)
 """First version that chooses the experts of GLM-4.5 by the weights of its first pass for ever, and the first
 later one that does not."""
