@@ -67,17 +67,17 @@ async def test_storage_commits_the_step_that_was_saved_however_far_training_is_b
     assert checkpoints.saved_step == 2
 
     world.written = True
-    progress.step = 6
+    progress.step = 7  # no multiple of 2, but it has passed two
     await checkpoints.after_step()  # and the next one is begun, of the step that training is at
     assert told == [(2, 2, "saved")]
     assert [(name, arguments[:1]) for name, arguments in world.calls] == [
-        ("save", (2,)), ("saved", ()), ("save", (6,)),
+        ("save", (2,)), ("saved", ()), ("save", (7,)),
     ]  # fmt: skip
 
-    progress.step, world.written = 7, True
+    progress.step, world.written = 8, True
     await checkpoints.finish()
     await checkpoints.finish()
-    assert told[1:] == [(6, 6, "saved")]
+    assert told[1:] == [(7, 7, "saved")]
 
 
 async def test_storage_hears_nothing_of_a_checkpoint_that_could_not_be_written(settings):

@@ -341,10 +341,10 @@ MUTATIONS = (
         STEPS + LEARNER,
     ),
     Mutation(
-        "a step trained again keeps its first line",
+        "the step after one that was trained again stays",
         "learner/lineage.py",
         "while found and next(reversed(found)) >= line.step:",
-        "while found and next(reversed(found)) > line.step:",
+        "while found and next(reversed(found)) > line.step + 1:",
         LEARNER,
     ),
     Mutation(

@@ -102,6 +102,7 @@ async def test_learner_that_resumes_reads_the_uncommitted_steps_again(bus, tmp_p
         await send_groups(bus, range(4))
         batches = [await read_batch(first, step) for step in (1, 2)]
         await first.committed(1)
+        assert storage.ledger.facts["committed"] == "1"
         second = ReplayReader(bus, "b")
         await second.resumed(1)
         again = await read_batch(second, 2)

@@ -8,11 +8,15 @@ import pytest
 from bus.codec import encode
 from bus.consume import Inbox
 from bus.errors import BusError, FencedError, LostDataError, StorageError
+from bus.messages import Prompt
 from bus.publish import Publisher
 from bus.requests import Issued, IssuedRequest, Unsettled, UnsettledRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
+from storage.dispatch.lease_publication import LeasePublication
 from storage.dispatch.ledger import Ledger
+from storage.prompts.data_sets import DataSets
+from storage.shard.ingest_checks import LedgerFacts
 from tests.factories import make_lease
 from tests.storage.dispatch.test_dispatcher import rolled_out, stored
 from tests.storage.dispatch.test_ledger import on_disk
@@ -220,6 +224,21 @@ async def test_leases_are_on_the_disk_before_they_are_published_and_again_once_t
         await send_rejections(bus, [1])
         await has(bus, "TASKS", 5)
     assert before == [(4, -1)] * 4 + [(5, 3)]
+
+
+async def test_published_leases_are_on_the_disk_as_published(bus, tmp_path):
+    """The bus recognises the second copy of a lease for two minutes only."""
+    await ensure(bus.js, bus.topology, SHARDS)
+    with closing(Ledger.open(tmp_path / "ledger.sqlite")) as ledger:
+        data = DataSets(ledger, tmp_path)
+        data.configure([Prompt(content="one")], seed=0, shuffle=False, source="the test")
+        publication = LeasePublication(bus, LedgerFacts(ledger, asyncio.Event().wait), data, samples=2)
+        issued = ledger.issue(3, 0)
+        ledger.flush()
+        await publication.publish(issued)
+        left = on_disk(tmp_path / "ledger.sqlite", tmp_path / "crashed.sqlite")
+        with closing(Ledger.open(left)) as crashed:
+            assert crashed.facts["published_through"] == "2"
 
 
 async def test_bus_that_lost_its_disk_gets_all_that_is_rolling_out_again(bus, learner, tmp_path):

@@ -21,6 +21,7 @@ from storage.dispatch.admission import Admission
 from storage.dispatch.lease_status import FREE_DELIVERIES, IN_COMPANY, LeaseStatus, is_suspect
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
+from tests.storage.dispatch.test_ledger import on_disk
 from tests.storage.serving import manifest
 
 GROUPS = 300
@@ -185,3 +186,13 @@ async def test_six_kills_of_all_actors_quarantine_nothing(ledger, tmp_path):
     await fleet.run(actors=4, leases_each=8)
     assert not fleet.data.quarantined
     assert len(fleet.finished) == GROUPS
+
+
+async def test_an_attempt_is_on_the_disk_before_it_begins(ledger, tmp_path):
+    fleet = Fleet(tmp_path, ledger, seed=0, lifetime=1e9, poison=-1)
+    ledger.flush()
+    [state] = await fleet.status.answer(LeaseRequest(lease_id=fleet.queue[0], attempt=True))
+    assert state.attempts == 1
+    left = on_disk(tmp_path / "ledger.sqlite", tmp_path / "crashed.sqlite")
+    with closing(Ledger.open(left)) as crashed:  # it may be the attempt that ends everything
+        assert crashed.facts[f"attempts.{fleet.queue[0]}"] == "1"
