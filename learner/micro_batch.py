@@ -6,12 +6,10 @@ More tokens than some hundreds make a step on a CPU no faster, and each keeps ac
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 import structlog
 import torch
 
-from bus.codec import Json
 from bus.host_limits import memory_bytes
 from learner.config.batch import DEFAULT_TOKENS
 from learner.model_directories.model_directory import load_hf_config
@@ -37,9 +35,9 @@ def fitted(settings: LearnerSettings) -> LearnerSettings:
     if torch.cuda.is_available() or batch.tokens_per_micro_batch or settings.model.path is None:
         return settings
     text = load_hf_config(settings.model_directory).get_text_config()
-    hf_config = {name: getattr(text, name, None) for name in SIZES}
+    sizes = {name: getattr(text, name, None) or 0 for name in SIZES}
     recompute = settings.learner.parallel.recompute == "full"
-    each = activation_bytes(hf_config, compute_dtype(settings.model).itemsize, recompute=recompute)
+    each = activation_bytes(sizes, compute_dtype(settings.model).itemsize, recompute=recompute)
     most = memory_bytes() // SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     tokens = max(LEAST_TOKENS, min(DEFAULT_TOKENS, most // each))
     mib = {"activations_mib": tokens * each >> 20, "host_mib": memory_bytes() >> 20}
@@ -48,17 +46,16 @@ def fitted(settings: LearnerSettings) -> LearnerSettings:
     return replace(settings, learner=settings.learner.model_copy(update={"batch": fitting}))
 
 
-def activation_bytes(hf_config: Mapping[str, Json], item_bytes: int, *, recompute: bool) -> int:
+def activation_bytes(sizes: Mapping[str, int], item_bytes: int, *, recompute: bool) -> int:
     """Return about how much memory one token takes between its forward and backward pass.
 
     Each layer keeps its input, what its norms return, queries, keys and values before and after they are
     turned, what attention returns, and the two halves of the gated layer with their product; recomputed
     layers keep their input alone, but for the layer at work."""
-    text = cast(Mapping[str, int], hf_config.get("text_config", hf_config))
-    hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
-    width = text.get("head_dim") or hidden // heads
-    groups = text.get("num_key_value_heads") or heads
-    experts = text.get("num_experts_per_tok") or 0
-    gated = max(text.get("intermediate_size") or 0, experts * (text.get("moe_intermediate_size") or 0))
+    hidden, layers, heads = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["num_attention_heads"]
+    width = sizes.get("head_dim") or hidden // heads
+    groups = sizes.get("num_key_value_heads") or heads
+    experts = sizes.get("num_experts_per_tok", 0)
+    gated = max(sizes.get("intermediate_size", 0), experts * sizes.get("moe_intermediate_size", 0))
     of_layer = 4 * (hidden + (heads + 2 * groups) * width + gated)
     return item_bytes * (hidden * layers + of_layer if recompute else of_layer * layers)

@@ -6,7 +6,6 @@ it, and a model of any size or kind ends the question at most."""
 import asyncio
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from bus.child_process import module_command
 from bus.errors import ConfigError
+from bus.host_limits import MemoryKills
 from launch.config import RunConfig
 from launch.process.hub_revision import pinned
 from launch.process.model_directory import model_on_disk
@@ -31,6 +31,7 @@ async def refuse_models(configs: Sequence[RunConfig]) -> None:
     seen = [here for config in configs if (here := _with_model_here(config)) is not None]
     if not seen:
         return
+    kills = MemoryKills()
     child = await asyncio.create_subprocess_exec(
         *module_command("launch.process.model_check"),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -51,7 +52,12 @@ async def refuse_models(configs: Sequence[RunConfig]) -> None:
     try:
         problem = str(json.loads(told))
     except ValueError:
-        problem = _ended(child.returncode or 0, said.decode(errors="replace"), seen)
+        [last] = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        problem = (
+            f"model.path={seen[0].model.path}: the process that looked at this model ended with "
+            f"{kills.ending(child.returncode or 0)} ({last}): look whether this host has memory left, and "
+            "whether the files of the model are whole"
+        )
     if problem:
         raise ConfigError(problem)
 
@@ -65,16 +71,6 @@ def _with_model_here(config: RunConfig) -> RunConfig | None:
     if not (directory / "config.json").is_file():
         return None
     return config.model_copy(update={"model": config.model.model_copy(update={"path": directory.resolve()})})
-
-
-def _ended(status: int, said: str, configs: Sequence[RunConfig]) -> str:
-    """Return why the process gave no answer."""
-    how = signal.Signals(-status).name if status < 0 else f"status {status}"
-    reason = said.strip().splitlines()[-1:] or ["it said nothing"]
-    return (
-        f"model.path={configs[0].model.path}: the process that looked at this model ended with {how} "
-        f"({reason[0]}): look whether this host has memory left, and whether the files of the model are whole"
-    )
 
 
 def refuse_model(config: RunConfig) -> None:

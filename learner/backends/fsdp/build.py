@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, in_short
 from learner.backends.fsdp.attention import PACKED
 from learner.backends.fsdp.recurrent_layers import RECURRENT, begin_anew
 from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
@@ -45,7 +45,7 @@ def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrained
                 .eval()
             )
     except UNBUILDABLE as error:
-        why = f"transformers does not build it: {error!r}"
+        why = f"transformers does not build it: {in_short(repr(error))}"
         if error.args == (PACKED,):
             why = (
                 f"model_type={config.model_type!r}: it takes no attention but its own, which would mix packs"

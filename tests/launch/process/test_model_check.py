@@ -182,7 +182,7 @@ async def test_the_process_that_looks_tells_what_is_wrong_and_a_killed_one_is_na
 
     killed = ("/bin/sh", "-c", "cat > /dev/null; kill -9 $$")
     monkeypatch.setattr(asked, "module_command", lambda _: killed)
-    with pytest.raises(ConfigError, match=r"ended with SIGKILL.*memory left"):
+    with pytest.raises(ConfigError, match=r"ended with signal SIGKILL.*memory left"):
         await refuse_models([settings(model)])
 
 
@@ -237,6 +237,11 @@ def test_odd_fields_of_mixtures_are_accepted_or_refused(family: str, tmp_path: P
 @pytest.mark.parametrize("family", FAMILIES)
 def test_odd_fields_of_every_family_are_accepted_or_refused(family: str, tmp_path: Path):
     assert fuzzed(family, 600, tmp_path) == {True, False}
+
+
+def test_a_type_that_is_no_language_model_is_refused_on_a_screen(tmp_path: Path):
+    AutoConfig.for_model("yolos").save_pretrained(tmp_path)
+    assert "Unrecognized configuration class" in outcome(tmp_path, "fsdp")
 
 
 @pytest.mark.nightly
