@@ -1,6 +1,7 @@
 """What storage is told of a checkpoint that is written while training goes on."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ async def test_storage_commits_the_step_that_was_saved_however_far_training_is_b
     await checkpoints.finish()
     await checkpoints.finish()
     assert told[1:] == [(7, 7, "saved")]
+
+
+async def test_the_disk_has_the_lineage_before_a_checkpoint_of_its_steps_is_written(settings, monkeypatch):
+    world, progress, synced = SlowDisk(), Progress(stage="rl", step=2), []
+    settings.lineage.write_text("{}\n")
+
+    def fsync(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, list(world.calls)))
+
+    monkeypatch.setattr("learner.lineage.os.fsync", fsync)
+    await Checkpointing(
+        settings, world, progress, committed=lambda step: None, on_doing=lambda doing: None
+    ).begin()
+    assert (settings.lineage.stat().st_ino, []) in synced
+    assert [name for name, _ in world.calls] == ["save"]
 
 
 async def test_storage_hears_nothing_of_a_checkpoint_that_could_not_be_written(settings):

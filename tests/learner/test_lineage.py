@@ -83,12 +83,12 @@ def test_groups_of_another_history_are_refused_and_both_are_named(path):
         refuse_other_groups(path, {2: [3, 5]})
 
 
-def test_a_line_has_the_weights_by_which_its_step_weighed_groups():
-    groups = [GroupRef(lease_id=4, shard=0, weight=0.25), GroupRef(lease_id=7, shard=1, weight=3.0)]
+def test_a_line_has_groups_in_the_order_of_their_step_and_with_its_weights():
+    groups = [GroupRef(lease_id=7, shard=0, weight=0.25), GroupRef(lease_id=4, shard=1, weight=3.0)]
     batch = SimpleNamespace(xxh3=lambda: "ab")
     result = StepResult(
         loss=0.5, grad_norm=1.0, lr=1e-3, tokens=8, computed_tokens=9, denominator=8.0, skipped=False,
         diagnostics={},
     )  # fmt: skip
     found = lineage_line(3, 4, "a", groups, batch, result)
-    assert (found.leases, found.weights, found.policy_version) == ((4, 7), (0.25, 3.0), 4)
+    assert (found.leases, found.weights, found.policy_version) == ((7, 4), (0.25, 3.0), 4)

@@ -424,13 +424,6 @@ MUTATIONS = (
         LEARNER,
     ),
     Mutation(
-        "a checkpoint is written with the newest progress",
-        "learner/checkpointing.py",
-        "self._saving = self.saved_step, values",
-        "self._saving = self.saved_step, self._progress.to_json()",
-        LEARNER,
-    ),
-    Mutation(
         "a multiple of save_every that was passed is not due",
         "learner/checkpointing.py",
         "self._progress.step // save_every > self.saved_step // save_every",
