@@ -122,7 +122,7 @@ def plant_in_engine() -> None:
 
     def perturbed(model, state, *, complete):
         found = prepare(model, state, complete=complete)
-        return {name: 1.5 * tensor if tensor.dim() > 1 else tensor for name, tensor in found.items()}
+        return {name: 3.0 * tensor if tensor.dim() > 1 else tensor for name, tensor in found.items()}
 
     engine.prepare_weights = perturbed
 
