@@ -15,6 +15,7 @@ from bus.messages import Metrics
 from bus.permissions import COUNTERS
 from bus.publish import Publisher
 from bus.waiting import set_within
+from storage.metrics.records import ENDED
 
 log = structlog.get_logger()
 PERIOD_S = 1.0
@@ -42,16 +43,7 @@ async def report_metrics(
         if bus.slower > 1 and (step, values) == sent and time.monotonic() - sent_s < REPEAT_S:
             continue
         sent, sent_s = (step, values), time.monotonic()
-        metrics = Metrics(source=source, step=step, time_s=time.time(), values=dict(values))
-        try:
-            await publisher.publish(
-                bus.subject(COUNTERS),
-                encode(metrics),
-                message_id=f"metrics-{token}-{number}",
-                timeout_s=PUBLISH_TIMEOUT_S,
-            )
-        except BusError as error:  # they are sums: the next ones say it too
-            log.warning("metrics_not_published", reason=str(error))
+        await _publish(publisher, bus, source, step, values, message_id=f"metrics-{token}-{number}")
 
 
 async def report_end(
@@ -59,13 +51,17 @@ async def report_end(
 ) -> None:
     """Publish the last numbers of a process that ends for `reason`, which no restart mends."""
     step, values = look()
-    metrics = Metrics(source=source, step=step, time_s=time.time(), values={**values, "ended": reason})
+    ended = {**values, ENDED: reason}
+    await _publish(Publisher(bus), bus, source, step, ended, message_id=f"ended-{secrets.token_hex(8)}")
+
+
+async def _publish(
+    publisher: Publisher, bus: Bus, source: str, step: int, values: Mapping[str, Json], *, message_id: str
+) -> None:
+    metrics = Metrics(source=source, step=step, time_s=time.time(), values=dict(values))
     try:
-        await Publisher(bus).publish(
-            bus.subject(COUNTERS),
-            encode(metrics),
-            message_id=f"ended-{secrets.token_hex(8)}",
-            timeout_s=PUBLISH_TIMEOUT_S,
+        await publisher.publish(
+            bus.subject(COUNTERS), encode(metrics), message_id=message_id, timeout_s=PUBLISH_TIMEOUT_S
         )
-    except BusError as error:  # its own screen says it too
-        log.warning("end_not_published", reason=str(error))
+    except BusError as error:  # the next sums say it too, and why an actor ended is on its own screen
+        log.warning("metrics_not_published", reason=str(error))

@@ -6,15 +6,13 @@ from collections.abc import Callable
 import structlog
 
 from bus.errors import in_short
-from storage.metrics.records import Record, is_counters
+from storage.metrics.records import ENDED, Record, is_counters
 
 log = structlog.get_logger()
 ABSENT_S = 120.0
 """Time without any actor after which the log says so."""
 REMIND_S = 600.0
 """Time between two lines of the log while none comes."""
-ENDED = "ended"
-"""What an actor's last counters say why it ended, where no restart mends that."""
 REMEDY = "start `launch actors`, or see in the logs of those that run what they wait for"
 
 

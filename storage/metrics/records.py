@@ -14,6 +14,8 @@ from storage.disk.file_errors import naming
 
 Record = dict[str, Json]
 """One line: time_s (since the epoch), source, step, kind ("metrics" or "evaluation") and the values."""
+ENDED = "ended"
+"""Name under which an actor's last counters say why it ended, where no restart mends that."""
 KEPT_BYTES = 32 << 20
 """Size from which a file of which only the latest lines are kept is continued in a new one."""
 TAIL_BYTES = 4 << 20
