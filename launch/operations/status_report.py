@@ -12,6 +12,7 @@ from launch.operations.waiting_reasons import of_role, problems, stage, waits
 from launch.watch.best import best_text
 from launch.watch.episode_ends import ends_text, recent_ends
 from launch.watch.further_policies import further_policies, policy_text
+from launch.watch.group_holders import engines_of
 from launch.watch.units import UNKNOWN, count, duration, size
 from storage.metrics.records import integer, number
 
@@ -119,9 +120,7 @@ def _versions(state: RunState) -> Report:
 def _versions_in_use(state: RunState) -> Iterator[int]:
     """Return the version of each engine, or of an actor that names no engines."""
     for actor in of_role(state, "actor"):
-        engines = actor.values.get("engines")
-        each = [one for one in engines.values() if isinstance(one, dict)] if isinstance(engines, dict) else []
-        for values in each or [actor.values]:
+        for values in engines_of(actor.values).values() or [actor.values]:
             if "policy_version" in values and integer(values, "policy_version") >= 0:
                 yield integer(values, "policy_version")
 

@@ -1,8 +1,9 @@
 """What holds the groups that are rolled out: engines, rewards or environments, and how fast those are."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from bus.codec import Json
 from bus.messages import Status
 from launch.watch.units import count, duration
 from storage.metrics.records import integer, number
@@ -20,7 +21,8 @@ def holders_text(actors: Sequence[Status]) -> str:
     held = [text for size, text in sorted(found, reverse=True) if size]
     if held:
         return "; ".join(held)
-    states = Counter(_states(actors))
+    engines = (engine for one in actors for engine in engines_of(one.values).values())
+    states = Counter(str(engine.get("state")) for engine in engines)
     if states and not states["serving"]:
         return f"no engine serves: {', '.join(f'{number} {state}' for state, number in states.items())}"
     if all("rewards_running" in one.values for one in actors):
@@ -28,11 +30,10 @@ def holders_text(actors: Sequence[Status]) -> str:
     return "no engine has a request, so environments or rewards hold them"
 
 
-def _states(actors: Sequence[Status]) -> list[str]:
-    """Return the state of each engine of these actors."""
-    found = [one.values.get("engines") for one in actors]
-    engines = [engine for of in found if isinstance(of, dict) for engine in of.values()]
-    return [str(engine.get("state")) for engine in engines if isinstance(engine, dict)]
+def engines_of(values: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """Return what an actor's status tells of each of its engines, by name."""
+    found = values.get("engines")
+    return {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
 
 
 def _engines(actors: Sequence[Status]) -> str:

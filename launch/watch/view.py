@@ -16,7 +16,7 @@ from launch.watch.absent_processes import ABSENT, absent_processes
 from launch.watch.best import best_text
 from launch.watch.episode_ends import ends_text
 from launch.watch.further_policies import policy_text
-from launch.watch.group_holders import holders_text
+from launch.watch.group_holders import engines_of, holders_text
 from launch.watch.history import Evaluation, Step
 from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
@@ -292,8 +292,7 @@ def _alarm(process: Process) -> str:
 
 def _engines(values: Mapping[str, Json]) -> str:
     """Return what each engine of an actor does, when there are several or one was restarted."""
-    found = values.get("engines")
-    engines = {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
+    engines = engines_of(values)
     if len(engines) == 1 and not any(integer(engine, "restarts") for engine in engines.values()):
         return ""
     return "".join(f"; {name} {_engine(engine)}" for name, engine in engines.items())
