@@ -4,6 +4,7 @@
 Neither needs privileges, where the kernel lets ordinary users make namespaces."""
 
 import os
+import resource
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -30,6 +31,14 @@ class Host:
         descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=self._proc)
         try:
             os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str) -> str:
+        """Return what a file in /proc holds, which is below a page. Raises OSError."""
+        descriptor = os.open(name, os.O_RDONLY, dir_fd=self._proc)
+        try:
+            return os.read(descriptor, resource.getpagesize()).decode()
         finally:
             os.close(descriptor)
 

@@ -28,6 +28,9 @@ BEGUN = b"1"
 PEER = 3
 """Descriptor of the socket to another program."""
 MOST_DESCRIPTORS = 1 << 16
+FLAGS = 5
+"""Place of a process's flags among the numbers that follow its state in `stat`."""
+PF_EXITING = 0x4
 LIKELIEST_TO_BE_KILLED = "1000"
 """Score by which the kernel picks what to kill when memory is short: a program goes before the actor."""
 
@@ -115,7 +118,7 @@ def _run(given: Descriptors, limits: Limits, host: Host, report: socket.socket) 
         _be_the_program(given, limits, source, begins)
     os.close(begins)
     given.close()
-    stopped = _wait(child, report, limits.wall_s)
+    stopped = _wait(child, report, limits.wall_s, host)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     # a program may have lowered its limit, which nobody can ask once it is gone
     _, cpu_s = resource.prlimit(child, resource.RLIMIT_CPU)
@@ -135,10 +138,10 @@ def _read_all(descriptor: int) -> str:
     return os.pread(descriptor, size, 0).decode("utf-8", "surrogatepass")
 
 
-def _wait(child: int, report: socket.socket, wall_s: float) -> str | None:
+def _wait(child: int, report: socket.socket, wall_s: float, host: Host) -> str | None:
     """Wait for the program; kill it, with all it started, after `wall_s` or when the actor hangs up.
 
-    Returns why it was killed, None if it was not."""
+    Returns why it was killed, None if it was ending before."""
     ended = os.pidfd_open(child)
     poll = select.poll()
     poll.register(ended, select.POLLIN)
@@ -147,8 +150,20 @@ def _wait(child: int, report: socket.socket, wall_s: float) -> str | None:
     os.close(ended)
     if ended in ready:
         return None
+    # the actor hangs up when the program's peer has ended, which sees its socket close before it is gone
+    is_ending = _is_ending(host.read(f"{child}/stat"))
     os.kill(child, signal.SIGKILL)
+    if is_ending:
+        return None
     return "stopped" if ready else "time"
+
+
+def _is_ending(stat: str) -> bool:
+    """Whether a process was on its way out, whatever ended it, when the kernel wrote its `stat` (proc(5)).
+
+    A zombie whose process is not over has threads that run on: its main thread alone has ended."""
+    state, *numbers = stat.rpartition(")")[2].split()
+    return bool(int(numbers[FLAGS]) & PF_EXITING) and state != "Z"
 
 
 def _end_of(status: int, usage: resource.struct_rusage, cpu_s: int) -> str:

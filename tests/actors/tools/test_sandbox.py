@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import platform
 import sys
 
 import psutil
@@ -119,6 +120,57 @@ async def test_the_other_program_ends_with_the_first(shared):
     assert (ran.stdout, ran.end, other.end) == ("1\n", "exited", "stopped")
     ran, other = await shared.run_joined("import os\nprint(os.read(3, 9))", "import os\nos._exit(3)")
     assert (ran.stdout, other.end, other.status) == ("b''\n", "exited", 3)
+
+
+SLOW_TO_GO = """
+import os, time
+here, there = os.pipe()
+for _ in range(3):
+  if os.fork() == 0:
+    os.close(3)
+    held = bytearray(100 << 20)
+    os.write(there, b"1")
+    time.sleep(99)
+for _ in range(3):
+  os.read(here, 1)
+"""
+"""A program that is gone only when the kernel has taken back what its children hold."""
+
+
+async def test_a_program_that_ends_is_not_stopped_on_its_way_out():
+    """Its peer sees the socket close, and ends, before it is gone itself."""
+    wait = "import os\nos.read(3, 9)"
+    async with sandbox_of(Limits(processes=8)) as sandbox:
+        _, other = await sandbox.run_joined(wait, SLOW_TO_GO + "os._exit(3)")
+        assert (other.end, other.status) == ("exited", 3)
+        task = asyncio.create_task(sandbox.run_joined(wait, SLOW_TO_GO + "time.sleep(99)"))
+        async with asyncio.timeout(10):
+            held = []
+            while not held:
+                held = [one for one in programs_of(sandbox) if holds_memory(one)]
+                await asyncio.sleep(0.01)
+        held[0].kill()
+        with pytest.raises(ToolError, match="killed by its host"):
+            await task
+
+
+def holds_memory(program):
+    try:
+        children = program.children()
+        return len(children) == 3 and all(one.memory_info().rss > 100 << 20 for one in children)
+    except psutil.NoSuchProcess:  # one of the programs before
+        return False
+
+
+async def test_a_program_whose_main_thread_ends_alone_is_stopped():
+    code = (
+        "import ctypes, os, threading, time\n"
+        "threading.Thread(target=lambda: (os.write(3, b'1'), time.sleep(99))).start()\n"
+        f"ctypes.CDLL(None).syscall({93 if platform.machine() == 'aarch64' else 60}, 0)"
+    )
+    async with sandbox_of(Limits(processes=8)) as sandbox:
+        _, other = await sandbox.run_joined("import os, time\nos.read(3, 1)\ntime.sleep(0.2)", code)
+    assert other.end == "stopped"
 
 
 @pytest.mark.slow
