@@ -51,7 +51,7 @@ from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.pace import follow_pace
 from bus.policy_names import DEFAULT_POLICY
-from bus.process_tuning import few_collections, quick_turns
+from bus.process.process_tuning import few_collections, quick_turns
 from storage.chats.stop_tokens import stop_token_ids, stop_tokens
 from storage.images.chat import ImageChat
 from storage.weights.blob_sources import BlobSource, blob_source

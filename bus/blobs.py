@@ -15,8 +15,8 @@ import xxhash
 from bus.connection import Bus
 from bus.errors import BusError, DamagedError
 from bus.messages import BlobRef
+from bus.process.work_progress import Advance, long_work, uncounted
 from bus.publish import Publisher, together
-from bus.work_progress import Advance, long_work, uncounted
 
 log = structlog.get_logger()
 B = TypeVar("B", bytes, memoryview)

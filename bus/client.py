@@ -12,7 +12,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.protocol.parser import PERMISSIONS_ERR
 
-from bus.stream_access import StreamAccess
+from bus.security.stream_access import StreamAccess
 
 log = structlog.get_logger()
 SEND_S = 5.0

@@ -13,10 +13,10 @@ from nats.aio.client import Client
 
 from bus.client import BusClient
 from bus.config import BusConfig, without_credentials
-from bus.credentials import BUS_NAME, Credentials
 from bus.errors import BusAwayError, ConfigError
-from bus.permissions import inbox_prefix
-from bus.stream_access import StreamAccess
+from bus.security.credentials import BUS_NAME, Credentials
+from bus.security.permissions import inbox_prefix
+from bus.security.stream_access import StreamAccess
 from bus.topology import Topology
 from bus.waiting import RETRY_S, cancelled
 

@@ -16,19 +16,19 @@ from bus.answers import HEADER_BYTES, PART, is_inbox, read_answer, receive_answe
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
 from bus.config import BusConfig, StreamsConfig
 from bus.connect import connected, drain, refuse_other_layout
-from bus.credentials import load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError, UnsignedError
 from bus.jetstream import JetStream
 from bus.key_bucket import Entry, KeyBucket
 from bus.process_state import ProcessState
-from bus.record_rules import record_of
 from bus.refusal import GarbledRequestError, Refused
 from bus.requests import Done
+from bus.security.credentials import load_credentials
+from bus.security.record_rules import record_of
 from bus.topology import Topology
 from bus.waiting import REMIND_S, RETRY_S, is_away, longest_outage_s, until_answered
 
 if TYPE_CHECKING:  # it loads libraries of cryptography, which only a secured bus needs
-    from bus.signatures import Signatures
+    from bus.security.signatures import Signatures
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
@@ -98,7 +98,7 @@ class Bus:
             )
         signatures = None
         if credentials is not None and config.creds is not None:
-            from bus.signatures import Signatures
+            from bus.security.signatures import Signatures
 
             signatures = Signatures(credentials, config.creds)
         newest_seed = signatures.renewed_seed if signatures is not None else None

@@ -10,7 +10,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import DeadLetter
-from bus.stream_access import MESSAGE_ID
+from bus.security.stream_access import MESSAGE_ID
 
 log = structlog.get_logger()
 REASON_CHARS = 1000

@@ -15,12 +15,12 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFound
 from nats.js.kv import KeyValue
 
 from bus.errors import BusError, UnknownKeyError, UnsignedError
-from bus.record_rules import ROLE_KEYS
+from bus.security.record_rules import ROLE_KEYS
 from bus.topology import Topology, ensure_keys
 from bus.waiting import cancelled
 
 if TYPE_CHECKING:  # it loads libraries of cryptography, which only a secured bus needs
-    from bus.signatures import Signatures
+    from bus.security.signatures import Signatures
 
 log = structlog.get_logger()
 LOOK_S = 5.0

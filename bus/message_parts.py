@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from bus.connection import Bus
 from bus.dead_letters import set_aside
 from bus.errors import BusError, SchemaError
-from bus.stream_access import MESSAGE_ID, plain_id
+from bus.security.stream_access import MESSAGE_ID, plain_id
 from bus.topology import ACK_WAIT_S, DUPLICATE_WINDOW_S
 
 log = structlog.get_logger()

@@ -21,8 +21,8 @@ from bus.answers import HEADER_BYTES
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError
 from bus.message_parts import PART_BYTES, split
+from bus.security.stream_access import MESSAGE_ID
 from bus.status import REMEDY
-from bus.stream_access import MESSAGE_ID
 from bus.topology import stream_of
 
 log = structlog.get_logger()

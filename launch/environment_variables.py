@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from bus.config import URL_VARIABLE
-from bus.credentials import VARIABLE as CREDENTIALS_VARIABLE
+from bus.security.credentials import VARIABLE as CREDENTIALS_VARIABLE
 from launch.process.log_settings import FORMAT_VARIABLE, LEVEL_VARIABLE
 from launch.settings_sources import Source
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bus.config import URL_VARIABLE
-from bus.credentials import VARIABLE, load_credentials
+from bus.security.credentials import VARIABLE, load_credentials
 from launch.config import RunConfig, config_file, flags, preset
 from launch.settings_sources import DEFAULT, Source, merged
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import structlog
 import torch
 
-from bus.host_limits import memory_bytes
+from bus.process.host_limits import memory_bytes
 from learner.config.batch import DEFAULT_TOKENS
 from learner.model_directories.model_directory import load_hf_config
 from learner.publication.dtypes import compute_dtype

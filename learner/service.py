@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from bus.connection import Bus
-from bus.process_tuning import few_collections, return_freed_memory
+from bus.process.process_tuning import few_collections, return_freed_memory
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.algorithms.plugin import refuse_bad_plugins

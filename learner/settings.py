@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from bus.config import ColocationConfig
-from bus.kernel_versions import installed
+from bus.process.kernel_versions import installed
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig

@@ -11,11 +11,11 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Probe
-from bus.permissions import COUNTERS
+from bus.process.work_progress import tracked
 from bus.requests import BatchLease
+from bus.security.permissions import COUNTERS
 from bus.status import report_status
 from bus.waiting import ended_before, ended_soon_after
-from bus.work_progress import tracked
 from learner import lineage, trained_logprobs
 from learner.algorithms.rl_step import lineage_line
 from learner.backends.base import StepResult

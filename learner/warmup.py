@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from bus.work_progress import tracked
+from bus.process.work_progress import tracked
 from learner.backends.base import Backend, StepResult
 from learner.config.loss import SFTLoss
 from learner.data.data_parallel import equally_many

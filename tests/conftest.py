@@ -16,7 +16,7 @@ from bus import consume
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import ensure
 from storage.dispatch import dispatcher
 from tests.command_line import arguments_assembled_once

@@ -6,7 +6,7 @@ import sys
 import time
 import urllib.request
 
-from bus.server import free_port
+from bus.server.nats_server import free_port
 
 HOST = "127.0.0.1"
 

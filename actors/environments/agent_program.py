@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from actors.environments.agent_config import POSTED, AgentConfig
 from actors.programs.confinement import PRIVATE as COVERED
 from bus.errors import ConfigError
-from bus.plugins import refuse_of_record
+from bus.process.plugins import refuse_of_record
 
 PRIVATE = ("SLUICE_", "OPENAI_", "ANTHROPIC_")
 """Beginnings of variables that no program inherits: the bus's address and keys, and real servers' keys."""

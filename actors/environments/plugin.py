@@ -19,7 +19,7 @@ from actors.environments.base import (
 )
 from actors.policy.policy import Policy
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
-from bus.plugins import load_function
+from bus.process.plugins import load_function
 
 NOT_THE_EPISODES = EngineLostError, HandBackError
 """Errors that say nothing about the episode: its lease is for another actor."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from actors.policy.messages import ToolCall
 from bus.errors import SluiceError
-from bus.plugins import load_function
+from bus.process.plugins import load_function
 
 ToolHook = Callable[[ToolCall], ToolCall | str]
 """A function from a tool call to the call that the agent gets, or to words that it gets in its place.

@@ -17,7 +17,7 @@ from actors.opponents.config import OpponentConfig
 from actors.opponents.weights import PublishedWeights, state_of_files
 from bus.errors import ConfigError
 from bus.messages import PolicyManifest
-from bus.plugins import refuse_of_record
+from bus.process.plugins import refuse_of_record
 from bus.waiting import set_within
 from storage.weights.blob_sources import BlobSource
 from storage.weights.model_files import is_quantised_model

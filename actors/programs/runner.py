@@ -30,8 +30,8 @@ from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
 from actors.tools.sandbox.sealed_file import sealed_file
 from actors.tools.sandbox.server_process import ServerProcess
-from bus.child_process import module_command
 from bus.errors import ConfigError, SluiceError
+from bus.process.child_process import module_command
 from bus.waiting import cancelled
 
 log = structlog.get_logger()

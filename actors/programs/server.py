@@ -1,6 +1,6 @@
 """The process that starts agents' programs: it forks a watcher for each.
 
-    python bus/run_module.py actors.programs.server
+    python bus/process/run_module.py actors.programs.server
 
 Its standard input is a socket of the actor's. Each packet on it carries the descriptors of one program. A
 watcher tells on `report` how its program ended, once no process of it is left, and ends it when the actor

@@ -16,7 +16,7 @@ from actors.log_throttle import LogThrottle
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.rewards.config import EndpointConfig
 from bus.errors import ConfigError
-from bus.plugins import refuse_of_record
+from bus.process.plugins import refuse_of_record
 
 log = structlog.get_logger()
 MOST_BYTES = 4 << 20

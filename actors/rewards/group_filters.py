@@ -9,7 +9,7 @@ import structlog
 
 from actors.group_config import GroupLimitsConfig
 from bus.agent_rewards import AgentReward, are_equal, episode_rewards
-from bus.plugins import load_function
+from bus.process.plugins import load_function
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ from actors.tools.config import (
 from actors.tools.python import PythonTool
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
-from bus.plugins import load_function, refuse_of_record
+from bus.process.plugins import load_function, refuse_of_record
 
 PARTS = ("name", "description", "parameters", "call", "close")
 

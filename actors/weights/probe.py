@@ -15,8 +15,8 @@ import structlog
 
 from actors.engines.fleet.engine_life import Scored
 from bus.images import PlacedImage
-from bus.kernel_versions import differences
 from bus.messages import PolicyManifest, Probe
+from bus.process.kernel_versions import differences
 from bus.waiting import set_within
 
 log = structlog.get_logger()

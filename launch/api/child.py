@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.child_process import module_command
 from bus.errors import BusAwayError, ConfigError, LostDataError, SluiceError
-from bus.host_limits import MemoryKills
+from bus.process.child_process import module_command
+from bus.process.host_limits import MemoryKills
 from launch.process.runtime import LOST_DATA, TEMPORARY, USAGE, complaints
 
 POLL_S = 0.05

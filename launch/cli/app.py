@@ -13,8 +13,8 @@ from cyclopts import App, Group, Parameter
 from pydantic import PlainValidator
 
 from bus.config import URL_VARIABLE
-from bus.credentials import VARIABLE
 from bus.errors import ConfigError
+from bus.security.credentials import VARIABLE
 from launch.cli.settings_help import show_summary
 from launch.config import (
     ActorsProcess,

@@ -52,7 +52,7 @@ def revoke_command(role: str, /, *, secure: Directory, run_name: RunName = "defa
 
 
 def _change(directory: Path, run: str, role: str, *, revoke: bool) -> None:
-    from bus.secure_directory import SecureDirectory
+    from bus.server.secure_directory import SecureDirectory
 
     if not directory.is_dir():
         raise ConfigError(f"--secure {directory} is no directory: give the one of `launch bus --secure`")

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from bus.child_process import module_command
 from bus.errors import ConfigError
 from bus.policy_names import policy_run
+from bus.process.child_process import module_command
 from launch.cli.app import (
     SHORT,
     USAGE,

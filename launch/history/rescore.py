@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY
-from bus.work_progress import long_work
+from bus.process.work_progress import long_work
 from launch.history.retrain import recorded_config
 from launch.process.model_directory import model_of_run
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path

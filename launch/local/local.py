@@ -13,10 +13,10 @@ import psutil
 import structlog
 from rich.console import Console
 
-from bus.child_process import module_command
 from bus.config import URL_VARIABLE
 from bus.connection import Bus
-from bus.server import free_port
+from bus.process.child_process import module_command
+from bus.server.nats_server import free_port
 from bus.status import peak_rss_bytes
 from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import structlog
 
-from bus.child_process import tied_to_parent
 from bus.errors import ConfigError, LostDataError, SluiceError
-from bus.host_limits import MemoryKills
+from bus.process.child_process import tied_to_parent
+from bus.process.host_limits import MemoryKills
 from launch.config import SupervisionConfig
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
 from storage.disk.log_files import rotated

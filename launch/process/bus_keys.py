@@ -8,8 +8,8 @@ import structlog
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError, SluiceError
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
+from bus.server.secure_directory import SecureDirectory
 from bus.waiting import set_within
 
 log = structlog.get_logger()

@@ -1,9 +1,9 @@
 """Who may take tasks from `launch gateway`: those who have credentials of the run, where there are any."""
 
 from actors.environments.clients_config import ClientsConfig
-from bus.credentials import load_credentials
 from bus.errors import ConfigError
-from bus.server import is_loopback
+from bus.security.credentials import load_credentials
+from bus.server.nats_server import is_loopback
 from launch.config import RunConfig
 
 PURPOSE = "gateway"

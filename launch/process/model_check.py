@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bus.child_process import module_command
 from bus.errors import ConfigError
-from bus.host_limits import MemoryKills
+from bus.process.child_process import module_command
+from bus.process.host_limits import MemoryKills
 from launch.config import RunConfig
 from launch.process.hub_revision import pinned
 from launch.process.model_directory import model_on_disk

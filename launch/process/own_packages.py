@@ -9,7 +9,7 @@ from types import ModuleType
 
 ROOT = str(Path(__file__).parents[2])
 """The directory that holds Sluice's packages."""
-# bus/plugins.py has this list too. It is not imported here: a user's bus.py would still be found for ours.
+# bus/process/plugins.py has this list too. It is not imported here, where a user's bus.py would be found.
 PACKAGES = ("actors", "bus", "launch", "learner", "storage")
 CHECKOUT = str(Path(ROOT, "tests"))
 """The directory of the packages that only a checkout has."""

@@ -3,8 +3,8 @@
 import os
 import signal
 
-from bus.child_process import die_with_parent
 from bus.errors import WorldError
+from bus.process.child_process import die_with_parent
 from launch.process.runtime import SUPERVISOR
 
 NODE_RANK = "SLUICE_NODE_RANK"

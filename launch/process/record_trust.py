@@ -10,9 +10,9 @@ from actors.engines.config import SglangEngineConfig
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.local_server import reaches_own_server
-from bus.plugins import ImportPolicy, restrict_imports
-from bus.server import is_loopback
+from bus.process.plugins import ImportPolicy, restrict_imports
+from bus.server.local_server import reaches_own_server
+from bus.server.nats_server import is_loopback
 from launch.config import RunConfig, validate
 
 RUNS_CODE = ("python", "environment", "server")

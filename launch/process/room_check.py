@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from bus.host_limits import memory_bytes
+from bus.process.host_limits import memory_bytes
 from launch.config import RunConfig
 from launch.plan.memory import checkpoint_bytes, learner_rank, without_passes
 from launch.plan.plan import GIB, model_of

@@ -13,14 +13,14 @@ import structlog
 
 from bus.config import without_credentials
 from bus.connection import Bus
-from bus.credentials import Credentials, load_credentials
 from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
 from bus.policy_names import DEFAULT_POLICY
+from bus.process.process_tuning import no_collections
 from bus.process_state import ProcessState
-from bus.process_tuning import no_collections
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer, is_loopback
+from bus.security.credentials import Credentials, load_credentials
+from bus.server.nats_server import NatsServer, is_loopback
+from bus.server.secure_directory import SecureDirectory
 from bus.waiting import cancelled, ended_before
 from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy, resolve
 from launch.evaluation_checks import refuse_nobody_rolls_out

@@ -12,7 +12,7 @@ from actors.rewards.sample_call import check_calls
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.policy_names import DEFAULT_POLICY
-from bus.server import nats_binary
+from bus.server.nats_server import nats_binary
 from launch.config import RunConfig, of_policy
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.operations.run_stop import going_on

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from bus.errors import ConfigError, WorldError
-from bus.host_limits import MemoryKills
+from bus.process.host_limits import MemoryKills
 from launch.process.ranks import NODE_RANK, SMALLER_LEARNER
 from launch.process.runtime import FINAL, SUPERVISOR, TEMPORARY
 from learner.config.parallel import WorldConfig

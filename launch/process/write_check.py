@@ -15,7 +15,7 @@ from nats.js.api import StreamConfig
 from nats.js.client import JetStreamContext
 
 from bus.connect import authentication
-from bus.credentials import Credentials
+from bus.security.credentials import Credentials
 
 log = structlog.get_logger()
 STREAM = "SLUICE-PROBE"

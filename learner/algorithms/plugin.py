@@ -8,7 +8,7 @@ from typing import Any
 
 from bus.config import Config
 from bus.errors import ConfigError
-from bus.plugins import load_function
+from bus.process.plugins import load_function
 from learner.config.hooks import HookConfig
 from learner.config.learner import LearnerConfig
 from learner.config.plugin import Plugin

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from bus.errors import ConfigError, StorageError
-from bus.work_progress import long_work
+from bus.process.work_progress import long_work
 from learner.backends.base import Backend, StagedFiles
 from learner.checkpoint.manifest import (
     amend_manifest,

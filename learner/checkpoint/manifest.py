@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from xxhash import xxh3_128
 
 from bus.errors import ConfigError, LostDataError, StorageError
-from bus.work_progress import Advance, long_work, uncounted
+from bus.process.work_progress import Advance, long_work, uncounted
 from storage.disk.atomic_files import write_json
 
 MANIFEST = "manifest.json"

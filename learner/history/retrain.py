@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
+from bus.process.work_progress import tracked
 from bus.trajectory import Trajectory
-from bus.work_progress import tracked
 from learner import lineage
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend

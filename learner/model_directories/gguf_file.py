@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
-from bus.work_progress import tracked
+from bus.process.work_progress import tracked
 from learner.model_directories.lazy_weights import tensor_digest
 from learner.model_directories.model_directory import HFWeights, save_weights
 from learner.model_directories.written_directory import Converted, filling, refuse_existing, verified_size

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
-from bus.work_progress import tracked
+from bus.process.work_progress import tracked
 from learner.backends.factory import checkpoint_weights
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from learner.model_directories.text_model import text_weights

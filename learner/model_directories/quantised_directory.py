@@ -10,7 +10,7 @@ import torch
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from bus.host_limits import usable_cores
+from bus.process.host_limits import usable_cores
 from learner.model_directories import mxfp4_weights
 from learner.model_directories.int4_weights import FromInt4Weights, group_size
 from learner.model_directories.lazy_weights import LazyWeights

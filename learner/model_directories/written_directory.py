@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bus.errors import ConfigError, StorageError
-from bus.work_progress import Advance, long_work, tracked, uncounted
+from bus.process.work_progress import Advance, long_work, tracked, uncounted
 from learner.model_directories.lazy_weights import LazyWeights, Spec, tensor_digest
 from storage.disk.atomic_files import make_directory, publish, temporary_sibling
 

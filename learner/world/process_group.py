@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from bus.host_limits import cpu_threads
+from bus.process.host_limits import cpu_threads
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import structlog
 from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.process_tuning import paced
+from bus.process.process_tuning import paced
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from storage.config import ReplayConfig

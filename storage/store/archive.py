@@ -15,7 +15,7 @@ import structlog
 from fsspec.implementations.local import LocalFileSystem
 
 from bus.errors import ConfigError, StorageError
-from bus.work_progress import tracked
+from bus.process.work_progress import tracked
 from storage.disk.atomic_files import fsync_path, lock_directory, publish
 from storage.store.layout import SegmentEntry, find_entries
 from storage.store.retired import load_retired

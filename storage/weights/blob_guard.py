@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from bus.blob_requests import BlobAccess
-from bus.certificates import make_certificate, pem
+from bus.security.certificates import make_certificate, pem
 
 SERVER_NAME = "sluice-weights"
 """Name in the certificate of every such server, whatever its address."""

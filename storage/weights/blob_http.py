@@ -25,7 +25,7 @@ from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.publish import together
-from bus.server import is_loopback
+from bus.server.nats_server import is_loopback
 from bus.waiting import RETRY_S, cancelled
 from storage.disk.atomic_files import Content, Data
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name

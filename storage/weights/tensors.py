@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bus.errors import StorageError
-from bus.host_limits import usable_cores
+from bus.process.host_limits import usable_cores
 from storage.disk.atomic_files import Content, Data
 from storage.weights.new_memory import words_in
 

@@ -8,7 +8,7 @@ from actors import counters
 from actors.counters import report_metrics
 from bus.connection import Bus
 from bus.messages import Metrics
-from bus.permissions import COUNTERS
+from bus.security.permissions import COUNTERS
 
 
 @pytest.mark.nats

@@ -21,10 +21,10 @@ from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.consume import Inbox
-from bus.credentials import Credentials
 from bus.errors import ConfigError
 from bus.publish import Publisher
 from bus.received import understood
+from bus.security.credentials import Credentials
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled
 from launch.config import RunConfig, validate

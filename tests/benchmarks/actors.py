@@ -34,7 +34,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
 from bus.messages import Lease, Prompt
 from bus.publish import Publisher
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import ensure
 from storage.chats.stop_tokens import AddedToken
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import uvloop
 from nats.js.api import StreamConfig
 
-from bus.child_process import module_command
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
+from bus.process.child_process import module_command
 from bus.publish import Publisher
-from bus.server import NatsServer, free_port
+from bus.server.nats_server import NatsServer, free_port
 
 ROUNDS = 5
 SECONDS = 0.7

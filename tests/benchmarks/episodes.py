@@ -31,9 +31,9 @@ from bus.consume import Inbox
 from bus.errors import ConfigError, EngineError
 from bus.message_parts import Parts
 from bus.messages import Lease, Prompt
-from bus.process_tuning import few_collections, quick_turns
+from bus.process.process_tuning import few_collections, quick_turns
 from bus.publish import Publisher
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled

@@ -21,8 +21,8 @@ from actors.gateway.config import GatewayConfig
 from actors.gateway.server import Gateway
 from actors.policy.policy import Policy
 from benchmarks.gateway_client import QUESTION, TURNS
-from bus.child_process import module_command
 from bus.errors import EngineError
+from bus.process.child_process import module_command
 from bus.waiting import cancelled
 from learner.scratch_model import character_tokenizer
 

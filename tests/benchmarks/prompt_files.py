@@ -13,8 +13,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from bus.child_process import module_command
 from bus.codec import Json
+from bus.process.child_process import module_command
 from storage.config import DataConfig
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger

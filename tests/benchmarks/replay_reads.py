@@ -21,14 +21,14 @@ import numpy as np
 import uvloop
 
 from bus import answers
-from bus.child_process import die_with_parent, module_command
 from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import group_name
+from bus.process.child_process import die_with_parent, module_command
 from bus.requests import GroupRef, Located, LocateRequest
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import ensure, shard_of
 from bus.trajectory import Trajectory, Turn
 from storage.client.reader import ReplayReader

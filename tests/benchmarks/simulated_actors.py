@@ -34,7 +34,7 @@ from bus.consume import Inbox, consume, consume_received
 from bus.evaluation_messages import EvaluationTask
 from bus.messages import Lease
 from bus.pace import follow_pace
-from bus.process_tuning import few_collections
+from bus.process.process_tuning import few_collections
 from bus.publish import Publisher
 from bus.received import Received
 from bus.status import report_status

@@ -35,8 +35,8 @@ from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import BlobRef, PolicyManifest
-from bus.process_tuning import few_collections
-from bus.server import NatsServer
+from bus.process.process_tuning import few_collections
+from bus.server.nats_server import NatsServer
 from bus.topology import ensure
 from launch.config import Layer, RunConfig, validate
 from learner.backends.factory import close_world, init_world

@@ -13,7 +13,7 @@ from bus.consume import Inbox
 from bus.errors import SchemaError
 from bus.messages import Pace, Status
 from bus.pace import follow_pace, tell_pace
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.status import report_status
 from tests.conftest import Connect
 from tests.factories import make_lease

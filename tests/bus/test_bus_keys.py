@@ -13,7 +13,7 @@ from bus.connection import Bus
 from bus.errors import BusAwayError, BusError
 from bus.messages import RunRecord
 from bus.requests import Done, Waiting
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.trajectory import Trajectory
 from tests.conftest import Connect
 from tests.processes import suspend

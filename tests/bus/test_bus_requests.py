@@ -15,7 +15,7 @@ from bus.connection import Bus
 from bus.errors import BusError, StorageError
 from bus.refusal import Refused
 from bus.requests import Done, GroupRef, StoredRequest, Waiting
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.trajectory import TrajectoryBatch
 from soak.link import faulty_link
 from tests.bus.test_connection import ASK

@@ -20,7 +20,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import RunRecord
 from bus.requests import Done, StoredRequest
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from tests.conftest import Connect
 from tests.processes import suspend
 

@@ -75,8 +75,8 @@ from bus.requests import (
     UnsettledRequest,
     Waiting,
 )
-from bus.role_keys import RoleKeys, new_seed, public_key
-from bus.signatures import SignedRecord
+from bus.security.role_keys import RoleKeys, new_seed, public_key
+from bus.security.signatures import SignedRecord
 from bus.trajectory import (
     End,
     FinishReason,
@@ -87,7 +87,7 @@ from bus.trajectory import (
 )
 from tests.factories import make_lease, make_trajectory, make_turn
 
-MODULES = [importlib.import_module(f"bus.{module.name}") for module in pkgutil.iter_modules(bus.__path__)]
+MODULES = [importlib.import_module(module.name) for module in pkgutil.walk_packages(bus.__path__, "bus.")]
 CLASSES = [
     c
     for module in MODULES

@@ -16,7 +16,7 @@ from bus.connection import Bus
 from bus.errors import BusAwayError, ConfigError
 from bus.publish import Publisher
 from bus.requests import Done, StoredRequest
-from bus.server import NatsServer, free_port
+from bus.server.nats_server import NatsServer, free_port
 from tests.conftest import Connect
 
 ASK = StoredRequest(after=3)

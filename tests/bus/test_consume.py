@@ -16,7 +16,7 @@ from bus.errors import BusError
 from bus.messages import DeadLetter, Lease
 from bus.publish import Publisher
 from bus.requests import Done
-from bus.server import MAX_PAYLOAD, NatsServer
+from bus.server.nats_server import MAX_PAYLOAD, NatsServer
 from bus.trajectory import Trajectory
 from tests.conftest import Connect
 from tests.factories import make_lease, make_trajectory

@@ -22,7 +22,7 @@ from bus.message_parts import PART_BYTES, SET, Parts, split
 from bus.messages import DeadLetter
 from bus.publish import Publisher
 from bus.received import Received
-from bus.server import MAX_PAYLOAD, NatsServer
+from bus.server.nats_server import MAX_PAYLOAD, NatsServer
 from bus.topology import ensure
 from tests.conftest import RUN, Connect
 

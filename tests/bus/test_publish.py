@@ -13,7 +13,7 @@ from bus.consume import Inbox
 from bus.errors import BusError
 from bus.messages import Status
 from bus.publish import Publisher
-from bus.server import MAX_PAYLOAD, NatsServer
+from bus.server.nats_server import MAX_PAYLOAD, NatsServer
 from bus.status import report_status
 from tests.conftest import Connect
 

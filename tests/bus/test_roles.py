@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError, FencedError
 from bus.messages import RoleHolder
 from bus.roles import hold_role, pids_of
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from tests.conftest import Connect
 
 KEY = "role.learner"

@@ -10,7 +10,7 @@ from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.publish import Publisher
 from bus.requests import Done
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import MIB, Topology, by_shard, ensure, shard_of
 
 STREAMS = {"TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD"}

@@ -27,7 +27,7 @@ from actors.tools.build import build_tools
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from launch.cli.app import app
 from launch.config import RunConfig, validate
 from launch.watch.monitor import RunMonitor, RunSettings

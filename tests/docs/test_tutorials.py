@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.server import free_port
+from bus.server.nats_server import free_port
 from launch.cli import main as cli
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory

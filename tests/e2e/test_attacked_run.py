@@ -11,10 +11,10 @@ import pytest
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.credentials import load_credentials
 from bus.messages import BlobRef, PolicyManifest, RoleHolder, RunIdentity, RunRecord
-from bus.secure_directory import SecureDirectory
-from bus.server import free_port
+from bus.security.credentials import load_credentials
+from bus.server.nats_server import free_port
+from bus.server.secure_directory import SecureDirectory
 from tests.e2e.commands import SMALL, Command, wait_until, with_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(600)]

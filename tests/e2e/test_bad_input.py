@@ -23,7 +23,7 @@ import pytest
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import RunRecord
-from bus.server import free_port, nats_binary
+from bus.server.nats_server import free_port, nats_binary
 from launch.process.runtime import TEMPORARY
 from soak.local_run import launch_command
 from tests.e2e.commands import wait_until

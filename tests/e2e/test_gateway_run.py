@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from bus.server import free_port
+from bus.server.nats_server import free_port
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
 from tests.e2e.commands import Command, wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.server import free_port
+from bus.server.nats_server import free_port
 from tests.e2e.commands import SMALL, Command, wait_until, with_steps
 
 pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(900)]

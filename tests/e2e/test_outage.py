@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from tests.e2e.commands import GROUPS, LONG, SAMPLES, STEPS, Command, assert_whole, wait_for_step
 
 OUTAGE_S = 40.0

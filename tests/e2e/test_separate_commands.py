@@ -18,9 +18,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bus.credentials import load_credentials
-from bus.permissions import ROLES
-from bus.server import free_port
+from bus.security.credentials import load_credentials
+from bus.security.permissions import ROLES
+from bus.server.nats_server import free_port
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint

@@ -16,7 +16,7 @@ from bus import consume
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import Lease
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import ensure
 from bus.trajectory import Trajectory
 from learner import lineage, service

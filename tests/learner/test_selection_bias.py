@@ -8,8 +8,8 @@ import pytest
 from actors.counters import report_metrics
 from bus.connection import Bus
 from bus.messages import Metrics
-from bus.permissions import COUNTERS
 from bus.sampled_counts import SampledCounts
+from bus.security.permissions import COUNTERS
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.metrics import StepReporter
 from learner.selection_bias import STEPS, SelectionBias

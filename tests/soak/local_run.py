@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from bus.child_process import RUN_MODULE, module_command, tied_to_parent
 from bus.errors import SluiceError
+from bus.process.child_process import RUN_MODULE, module_command, tied_to_parent
 from launch.environment_variables import without_setting_variables
 from launch.process.runtime import TEMPORARY
 from storage.disk.run_directory import RunDirectory

@@ -4,9 +4,9 @@ import asyncio
 import json
 from typing import Any
 
-from bus.child_process import module_command
 from bus.codec import Json
 from bus.errors import SluiceError
+from bus.process.child_process import module_command
 from learner import lineage
 from storage.disk.run_directory import RunDirectory
 

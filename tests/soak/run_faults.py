@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import psutil
 
-from bus.child_process import die_with_parent, module_command
 from bus.config import URL_VARIABLE
+from bus.process.child_process import die_with_parent, module_command
 from bus.topology import ACK_WAIT_S
 from launch.environment_variables import without_setting_variables
 from launch.process.runtime import TEMPORARY, USAGE

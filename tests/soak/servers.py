@@ -14,7 +14,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import RoleHolder
-from bus.server import ClusterMember, NatsServer, free_port
+from bus.server.nats_server import ClusterMember, NatsServer, free_port
 from bus.waiting import cancelled
 from launch.process.write_check import until_it_cannot_store
 from soak.link import HOST, FaultyLink

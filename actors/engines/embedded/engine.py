@@ -26,9 +26,9 @@ from actors.engines.embedded.decoder import BatchedDecoder, Finished
 from actors.engines.embedded.exact_attention import EXACT
 from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError, RequestRefusedError
-from bus.host_limits import cpu_threads
 from bus.images import PlacedImage
-from bus.work_progress import long_work
+from bus.process.host_limits import cpu_threads
+from bus.process.work_progress import long_work
 from storage.images.reader import ImageReader
 from storage.weights.text_model import OWN_NAMES, text_alone
 

@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import RoleHolder
 from bus.roles import hold_role
-from bus.server import is_loopback
+from bus.server.nats_server import is_loopback
 from bus.waiting import set_within
 
 LOOK_S = 1.0

@@ -40,8 +40,8 @@ from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.weights import HeldWeights
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage
+from bus.process.work_progress import long_work
 from bus.waiting import cancelled, left_s
-from bus.work_progress import long_work
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from pathlib import Path
 from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.sglang.settings import interpreter, server_environment
-from bus import kernel_versions
 from bus.errors import ConfigError
-from bus.kernel_versions import differences
+from bus.process import kernel_versions
+from bus.process.kernel_versions import differences
 
 ASK_S = 60.0
 """Time in which an interpreter starts and looks at its packages, on a slow disk too."""

@@ -10,7 +10,7 @@ from actors.engines.sglang.pair_client import PairClient, together
 from actors.engines.sglang.server import HOST, AttachedServer, OwnServer, Server
 from actors.engines.sglang.settings import device_of
 from bus.errors import ConfigError
-from bus.server import free_port
+from bus.server.nats_server import free_port
 
 PAIRED = ("disaggregation_mode", "disaggregation_transfer_backend", "disaggregation_bootstrap_port")
 """Settings that make two servers a pair, which the engine decides."""

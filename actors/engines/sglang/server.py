@@ -21,8 +21,8 @@ from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.launcher import UNKNOWN_SETTING
 from actors.engines.sglang.settings import interpreter, server_environment, server_settings
 from bus.errors import ConfigError, EngineError
-from bus.host_limits import MemoryKills
-from bus.server import free_port
+from bus.process.host_limits import MemoryKills
+from bus.server.nats_server import free_port
 from storage.disk.log_files import keep_newest, rotated
 
 log = structlog.get_logger()

@@ -14,7 +14,7 @@ from actors.environments.games.config import (
 from actors.environments.games.guess_number import GuessNumberPlay
 from actors.environments.games.nim import NimPlay
 from bus.errors import ConfigError
-from bus.plugins import load_function
+from bus.process.plugins import load_function
 
 
 def game_start(game: AnyGame) -> Start:

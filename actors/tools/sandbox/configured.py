@@ -6,7 +6,7 @@ from pathlib import Path
 from actors.tools.config import SandboxConfig
 from actors.tools.sandbox.limits import Limits
 from actors.tools.sandbox.sandbox import Sandbox
-from bus.plugins import refuse_of_record
+from bus.process.plugins import refuse_of_record
 
 MEGABYTE = 1 << 20
 

@@ -22,8 +22,8 @@ from actors.tools.sandbox.limits import Limits
 from actors.tools.sandbox.sealed_file import sealed_file
 from actors.tools.sandbox.server_process import ServerProcess
 from actors.tools.sandbox.system_calls import supported
-from bus.child_process import module_command
 from bus.errors import ConfigError
+from bus.process.child_process import module_command
 
 START_TIMEOUT_S = 60.0
 GRACE_S = 10.0

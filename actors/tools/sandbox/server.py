@@ -1,6 +1,6 @@
 """The process that starts programs: it enters the sandbox once and forks for each program.
 
-    python bus/run_module.py actors.tools.sandbox.server LIMITS
+    python bus/process/run_module.py actors.tools.sandbox.server LIMITS
 
 Its standard input is a socket of the actor's. Each packet on it carries the descriptors of one program and,
 as JSON, its own limits in place of those of LIMITS. Loads the standard library and this room.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from actors.environments.clients_config import ClientsConfig
 from bus.errors import ConfigError
-from bus.server import free_port, refuse_taken_port
+from bus.server.nats_server import free_port, refuse_taken_port
 from launch.config import PARTS, RunConfig
 from launch.environment_variables import KNOWN_VARIABLES
 from launch.operations.doctor.findings import Finding, Level, brief

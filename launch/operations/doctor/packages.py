@@ -9,7 +9,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from bus.errors import ConfigError
-from bus.server import nats_binary
+from bus.server.nats_server import nats_binary
 from launch.config import RunConfig
 from launch.operations.doctor.findings import Finding, Level
 from launch.process.engine_check import own_servers, sglang_version

@@ -13,9 +13,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bus.credentials import load_credentials
 from bus.errors import ConfigError
-from bus.server import is_loopback
+from bus.security.credentials import load_credentials
+from bus.server.nats_server import is_loopback
 from launch.environment_variables import DASHBOARD_TOKEN_VARIABLE
 
 PURPOSE = "dashboard"

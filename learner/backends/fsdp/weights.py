@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bus.errors import ConfigError, listed
-from bus.work_progress import tracked
+from bus.process.work_progress import tracked
 from learner.backends.fsdp.names import FileNames
 from learner.model_directories.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered

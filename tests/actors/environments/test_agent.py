@@ -20,9 +20,9 @@ from actors.policy.policy import Policy
 from actors.programs.runner import ProgramRunner
 from actors.rewards.base import RewardError
 from actors.worker import end_after
-from bus import plugins
 from bus.errors import ConfigError, EngineError, HandBackError
-from bus.plugins import ImportPolicy
+from bus.process import plugins
+from bus.process.plugins import ImportPolicy
 from tests.actors.gateway.served import TOKENIZER, script, until
 
 HEAD = """

@@ -25,9 +25,9 @@ from actors.rewards.scoring import Scorer
 from actors.tools.base import ToolError, ToolResult
 from actors.tools.calculator import Calculator
 from actors.worker import end_after
-from bus import plugins
 from bus.errors import ConfigError, RequestRefusedError
-from bus.plugins import ImportPolicy
+from bus.process import plugins
+from bus.process.plugins import ImportPolicy
 
 LONG = Sampling(max_new_tokens=100)
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|unk|>")

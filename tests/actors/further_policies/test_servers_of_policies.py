@@ -19,7 +19,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.publish import Publisher
-from bus.server import free_port
+from bus.server.nats_server import free_port
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory

@@ -14,8 +14,8 @@ from actors.rewards.base import LATER, BudgetSpentError, InvalidRewardError, Rew
 from actors.rewards.config import JudgeConfig, RemoteRewardConfig, RewardConfig
 from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError
-from bus.plugins import ImportPolicy
-from bus.server import free_port
+from bus.process.plugins import ImportPolicy
+from bus.server.nats_server import free_port
 from tests.actors.rewards.answers import answer
 from tests.actors.rewards.reward_server import serving
 
@@ -186,11 +186,11 @@ async def test_the_key_comes_from_the_environment_and_is_no_setting(monkeypatch)
 def test_an_untrusted_record_cannot_have_a_variable_of_this_host_sent_away(monkeypatch):
     monkeypatch.setenv("CLOUD_KEY", "secret")
     config = RemoteRewardConfig(url="http://stranger.example", key_variable="CLOUD_KEY")
-    monkeypatch.setattr("bus.plugins._policy", ImportPolicy(refusal="comes from the run's record"))
+    monkeypatch.setattr("bus.process.plugins._policy", ImportPolicy(refusal="comes from the run's record"))
     with pytest.raises(ConfigError, match="variable 'CLOUD_KEY' comes from the run's record"):
         Scorer.from_config("remote", RewardConfig(reward="remote", remote=config))
     own = ImportPolicy(refusal="comes from the run's record", own=frozenset({"CLOUD_KEY"}))
-    monkeypatch.setattr("bus.plugins._policy", own)
+    monkeypatch.setattr("bus.process.plugins._policy", own)
     Scorer.from_config("remote", RewardConfig(reward="remote", remote=config))
 
 

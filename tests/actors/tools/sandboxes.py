@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 
 from actors.tools.sandbox import sandbox as actor_side
-from bus.child_process import module_command
+from bus.process.child_process import module_command
 
 USER = 54321
 """A user without rights."""

@@ -15,7 +15,7 @@ from actors.tools.base import ToolError, ToolResult
 from actors.tools.build import build_tools
 from actors.tools.config import McpConfig
 from bus.errors import ConfigError
-from bus.plugins import ImportPolicy, restrict_imports
+from bus.process.plugins import ImportPolicy, restrict_imports
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = (sys.executable, SERVER, "stdio")

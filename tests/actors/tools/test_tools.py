@@ -16,7 +16,7 @@ from actors.tools.python import PythonTool
 from actors.tools.sandbox.limits import Limits
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
-from bus.plugins import ImportPolicy, restrict_imports
+from bus.process.plugins import ImportPolicy, restrict_imports
 from storage.prompts.generators import task_passages
 
 

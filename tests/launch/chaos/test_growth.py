@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from bus.server import HTTP_HOST, NatsServer, free_port
+from bus.server.nats_server import HTTP_HOST, NatsServer, free_port
 from soak.growth import statements
 from soak.growth.fit import fit_growth
 from soak.growth.report import SIX_WEEKS_STEPS, judge, print_report

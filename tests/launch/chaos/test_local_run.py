@@ -8,8 +8,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from bus.child_process import module_command
 from bus.errors import SluiceError
+from bus.process.child_process import module_command
 from soak.local_run import LocalRun, launch_command
 from storage.disk.run_directory import RunDirectory
 

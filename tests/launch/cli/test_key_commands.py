@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.credentials import load_credentials
 from bus.errors import ConfigError
-from bus.secure_directory import SecureDirectory
+from bus.security.credentials import load_credentials
+from bus.server.secure_directory import SecureDirectory
 from launch.cli.key_commands import revoke_command, rotate_command
 
 

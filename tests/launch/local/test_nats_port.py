@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from bus.server import HTTP_HOST, free_port
+from bus.server.nats_server import HTTP_HOST, free_port
 from launch.config import MonitoringConfig, resolve
 from launch.local.local import _bus_part, _run_parts
 from launch.process.services import serve_bus

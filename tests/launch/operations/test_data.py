@@ -13,7 +13,7 @@ from bus.codec import encode
 from bus.config import BusConfig
 from bus.errors import BusAwayError, ConfigError
 from bus.publish import Publisher
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from launch.config import RunConfig
 from launch.operations import prompt_updates
 from launch.operations.prompt_updates import add_data

@@ -8,7 +8,7 @@ import pytest
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.roles import hold_role
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import stored_bytes
 from launch.cli import run_commands
 from launch.cli.main import main

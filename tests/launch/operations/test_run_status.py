@@ -17,7 +17,7 @@ from bus.messages import Metrics, RunRecord, Status
 from bus.publish import Publisher
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from bus.roles import hold_role
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.status import report_status
 from launch.config import RunConfig, validate
 from launch.operations.run_status import RunState, look_at_run

@@ -17,7 +17,7 @@ from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.messages import RunRecord
 from bus.publish import Publisher
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.trajectory import Trajectory, Turn
 from launch.config import RunConfig, validate
 from launch.operations.tail import Wanted, lines, tail_run

@@ -7,7 +7,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js.client import JetStreamContext
 
-from bus.server import NatsServer, free_port
+from bus.server.nats_server import NatsServer, free_port
 from launch.process import bus_room, write_check
 from launch.process.services import serve_bus
 

@@ -13,7 +13,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.process_state import ProcessState
-from bus.server import NatsServer, free_port
+from bus.server.nats_server import NatsServer, free_port
 from bus.status import report_status
 from launch.config import MonitoringConfig
 from launch.process.health_server import monitored

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bus import plugins
-from bus.child_process import module_command
 from bus.errors import ConfigError
-from bus.plugins import OWN_PACKAGES, load_function
+from bus.process import plugins
+from bus.process.child_process import module_command
+from bus.process.plugins import OWN_PACKAGES, load_function
 from launch.process.own_packages import CHECKOUT_PACKAGES, PACKAGES
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ import pytest
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import RunRecord
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from launch.config import resolve, validate
 from launch.process.services import serve_policy_learner
 

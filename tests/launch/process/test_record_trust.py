@@ -12,15 +12,15 @@ import pytest
 
 from actors.engines.config import SglangEngineConfig
 from actors.environments.build import build_environment
-from bus import plugins
 from bus.config import AllowConfig, BusConfig
 from bus.connection import Bus
-from bus.credentials import load_credentials
 from bus.errors import ConfigError
 from bus.messages import RunRecord
-from bus.plugins import ImportPolicy
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer
+from bus.process import plugins
+from bus.process.plugins import ImportPolicy
+from bus.security.credentials import load_credentials
+from bus.server.nats_server import NatsServer
+from bus.server.secure_directory import SecureDirectory
 from launch.cli.app import allowed_here, run_and_own_settings
 from launch.config import RunConfig, resolve, validate
 from launch.process.record_trust import with_own_engine

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from bus.errors import ConfigError
-from bus.server import free_port
+from bus.server.nats_server import free_port
 from launch.process.torchrun import run_world
 from learner.config.parallel import WorldConfig
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from bus.child_process import module_command
 from bus.errors import ConfigError
+from bus.process.child_process import module_command
 from launch.config import resolve
 from launch.recipes.recipe import Recipe, recipe, recipe_names
 from learner.model_directories import gguf_file

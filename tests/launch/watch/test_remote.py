@@ -13,7 +13,7 @@ from bus.connection import Bus
 from bus.errors import BusAwayError
 from bus.messages import RunRecord
 from bus.publish import Publisher
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from launch.config import RunConfig
 from launch.watch.remote import watch_run
 from tests.launch.messages import actor, evaluation, learner, metrics, storage

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.requests import GroupRef
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from learner.backends.factory import build_backend
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig

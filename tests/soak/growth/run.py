@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import structlog
 
-from bus.child_process import die_with_parent, module_command
 from bus.codec import Json
 from bus.errors import SluiceError
-from bus.server import HTTP_HOST, free_port
+from bus.process.child_process import die_with_parent, module_command
+from bus.server.nats_server import HTTP_HOST, free_port
 from bus.waiting import set_within
 from soak.growth.report import SIX_WEEKS_STEPS, Verdict, judge
 from soak.growth.samples import Sample, last_step, sample_bus, sample_disk, sample_processes

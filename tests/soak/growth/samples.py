@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import psutil
 
-from bus.server import HTTP_HOST
+from bus.server.nats_server import HTTP_HOST
 from soak.local_run import launch_command
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import last_record

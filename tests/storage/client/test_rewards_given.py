@@ -11,7 +11,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import ConfigError, SchemaError
 from bus.messages import RewardGiven, RunRecord, trajectory_name
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.trajectory import Trajectory
 from storage.client.rewards import RewardSender, Tally, give_lines, give_reward
 from storage.config import AdmissionConfig, PrioritySampler

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bus.process_tuning import (
+from bus.process.process_tuning import (
     COLLECT_EVERY,
     SWITCH_INTERVAL_S,
     few_collections,

@@ -12,7 +12,7 @@ from bus.errors import BusError, StorageError
 from bus.messages import GroupRejected
 from bus.publish import Publisher
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
-from bus.server import MAX_PAYLOAD
+from bus.server.nats_server import MAX_PAYLOAD
 from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.shard import server
 from storage.store.replay import ReplayStore

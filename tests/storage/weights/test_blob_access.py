@@ -17,10 +17,10 @@ import uvloop
 from bus.blob_requests import BlobAccess, BlobAccessAsked
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.credentials import load_credentials
 from bus.errors import BusError, ConfigError
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer
+from bus.security.credentials import load_credentials
+from bus.server.nats_server import NatsServer
+from bus.server.secure_directory import SecureDirectory
 from storage.weights import blob_http
 from storage.weights.blob_files import file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
-from bus.server import free_port
+from bus.server.nats_server import free_port
 from bus.topology import MIB
 from storage.weights import blob_files, blob_http
 from storage.weights.blob_files import FileBlobs, file_name, read_file

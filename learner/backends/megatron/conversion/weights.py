@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError, listed
-from bus.work_progress import tracked
+from bus.process.work_progress import tracked
 from learner.backends.megatron.conversion.base import (
     CHOICE_BIAS,
     EMBEDDING,

@@ -19,7 +19,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import EngineError
 from bus.messages import BlobRef, PolicyManifest
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.publication.broadcast import Broadcaster

@@ -31,7 +31,7 @@ from actors.policy.policy import Policy
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from bus.topology import ensure
 from storage.weights.blob_sources import Blobs
 from tests.actors.chat_model import END_ID, TOKENIZER, chat_model

@@ -16,8 +16,8 @@ from actors.environments.base import Environment
 from actors.service import ActorSettings, run_actors
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.kernel_versions import differences, installed
 from bus.messages import BlobRef, PolicyManifest
+from bus.process.kernel_versions import differences, installed
 
 SERVER = {"sglang": "0.5.17", "torch": "2.9.1", "triton": "3.5.1"}
 BLOB = BlobRef(subject="blob", chunks=1, size_bytes=1, digest="")

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bus.connection import Bus
-from bus.server import NatsServer, free_port
+from bus.server.nats_server import NatsServer, free_port
 from launch.config import RunConfig, resolve
 from launch.operations.doctor import bus as checked
 from launch.operations.doctor.bus import check_bus

@@ -16,7 +16,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import Status
 from bus.publish import Publisher
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from launch.config import RunConfig
 from launch.operations import run_status
 from launch.watch.dashboard.open_runs import OpenRuns

@@ -14,16 +14,16 @@ from aiohttp import ClientResponse, ClientSession, CookieJar
 from cryptography.hazmat.primitives.asymmetric import ec
 from yarl import URL
 
-from bus.certificates import make_certificate, pem
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.credentials import load_credentials
 from bus.errors import ConfigError
 from bus.messages import RunRecord
 from bus.publish import Publisher
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer, free_port
+from bus.security.certificates import make_certificate, pem
+from bus.security.credentials import load_credentials
+from bus.server.nats_server import NatsServer, free_port
+from bus.server.secure_directory import SecureDirectory
 from bus.topology import ensure
 from launch.config import RunConfig
 from launch.watch.dashboard.access import Address, dashboard_token, refuse_open_dashboard

@@ -19,7 +19,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import RunRecord
 from bus.publish import Publisher
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from launch.config import RunConfig, validate
 from launch.watch.dashboard.open_runs import OpenRuns
 from launch.watch.dashboard.token_texts import decoder, token_texts

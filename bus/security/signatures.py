@@ -19,10 +19,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from bus.codec import Message, decode, encode
-from bus.credentials import Credentials, load_credentials
 from bus.errors import ConfigError, SchemaError, UnknownKeyError, UnsignedError
-from bus.record_rules import ROLE_KEYS, Rule, rule_of
-from bus.role_keys import RoleKeys, public_key, raw_key
+from bus.security.credentials import Credentials, load_credentials
+from bus.security.record_rules import ROLE_KEYS, Rule, rule_of
+from bus.security.role_keys import RoleKeys, public_key, raw_key
 
 log = structlog.get_logger()
 DAY_NS = 86_400 * 10**9

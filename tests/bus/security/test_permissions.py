@@ -20,16 +20,16 @@ from bus.config import BusConfig
 from bus.connect import authentication
 from bus.connection import Bus
 from bus.consume import Inbox
-from bus.credentials import load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError
 from bus.messages import Pace, RoleHolder, Status
 from bus.pace import follow_pace
-from bus.permissions import COUNTERS, ROLES
 from bus.publish import Publisher
 from bus.requests import Done, Waiting
 from bus.roles import hold_role
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer, free_port
+from bus.security.credentials import load_credentials
+from bus.security.permissions import COUNTERS, ROLES
+from bus.server.nats_server import NatsServer, free_port
+from bus.server.secure_directory import SecureDirectory
 from bus.stream_reader import StreamReader
 from bus.topology import ensure
 

@@ -20,7 +20,7 @@ class Credentials:
 
     run: str
     role: str
-    """One of `bus.permissions.ROLES`."""
+    """One of `bus.security.permissions.ROLES`."""
     url: str
     """URL of the bus, for a process that is given no other."""
     seed: str = field(repr=False)
@@ -30,10 +30,10 @@ class Credentials:
     run_key: str = ""
     """Public key of the run itself, which signs the list of its roles' keys."""
     role_keys: str = ""
-    """That list as it was when the file was made (`bus.role_keys`), signed, as base64."""
+    """That list as it was when the file was made (`bus.security.role_keys`), signed, as base64."""
     stream_secret: str = field(default="", repr=False)
-    """Secret of the role by which it reaches the run's streams (`bus.stream_access`). It stays when the key
-    is exchanged. Empty in the file of an older build."""
+    """Secret of the role by which it reaches the run's streams (`bus.security.stream_access`). It stays when
+    the key is exchanged. Empty in the file of an older build."""
 
     def reaching_streams(self) -> "Credentials":
         """Return credentials with a secret for the streams: that of the file, or else one made of the key."""

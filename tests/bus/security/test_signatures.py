@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bus import signatures
 from bus.codec import decode, encode
-from bus.credentials import load_credentials, read_credentials
 from bus.errors import ConfigError, UnknownKeyError, UnsignedError
-from bus.record_rules import RULES
-from bus.role_keys import new_seed, public_key
-from bus.secure_directory import SecureDirectory
-from bus.signatures import MOST_AHEAD_NS, Signatures, SignedRecord, sign_keys
+from bus.security import signatures
+from bus.security.credentials import load_credentials, read_credentials
+from bus.security.record_rules import RULES
+from bus.security.role_keys import new_seed, public_key
+from bus.security.signatures import MOST_AHEAD_NS, Signatures, SignedRecord, sign_keys
+from bus.server.secure_directory import SecureDirectory
 
 By = Callable[..., Signatures]
 FORGED = 10_000

@@ -7,7 +7,7 @@ import pytest
 
 GROW = """
 import os, threading, psutil
-from bus.process_tuning import return_freed_memory
+from bus.process.process_tuning import return_freed_memory
 kept = []
 def work():
     blocks = [bytearray(os.urandom(64 << 10)) for _ in range(800)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from bus.credentials import Credentials
+from bus.security.credentials import Credentials
 from bus.topology import Topology
 
 MESSAGE_ID = "Nats-Msg-Id"

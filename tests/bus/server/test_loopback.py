@@ -7,7 +7,7 @@ import pytest
 
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.server import is_loopback
+from bus.server.nats_server import is_loopback
 from launch.process.services import serve_bus
 from storage.weights.blob_http import BlobServer
 from storage.weights.transport_config import ServerConfig

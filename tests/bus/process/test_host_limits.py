@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus import host_limits
-from bus.host_limits import MemoryKills, cpu_threads, memory_bytes, usable_cores
+from bus.process import host_limits
+from bus.process.host_limits import MemoryKills, cpu_threads, memory_bytes, usable_cores
 
 KERNELS = {
     "cgroup v2": ("0::/run", "", "run", "memory.events", "memory.max"),

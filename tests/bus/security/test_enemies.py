@@ -12,20 +12,21 @@ from random import Random
 import pytest
 import structlog
 
-from bus import connect, secure_directory, topology
+from bus import connect, topology
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.consume import Inbox
-from bus.credentials import Credentials, load_credentials
 from bus.errors import ConfigError
-from bus.permissions import ROLES, permissions
 from bus.publish import Publisher
 from bus.requests import Done
-from bus.secure_directory import SecureDirectory
-from bus.server import ClusterMember, NatsServer, free_port
-from bus.stream_access import MESSAGE_ID, StreamAccess
-from tests.bus.enemy import (
+from bus.security.credentials import Credentials, load_credentials
+from bus.security.permissions import ROLES, permissions
+from bus.security.stream_access import MESSAGE_ID, StreamAccess
+from bus.server import secure_directory
+from bus.server.nats_server import ClusterMember, NatsServer, free_port
+from bus.server.secure_directory import SecureDirectory
+from tests.bus.security.enemy import (
     POLICY,
     RUN,
     Sent,

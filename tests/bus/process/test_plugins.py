@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bus import plugins
 from bus.errors import ConfigError
-from bus.plugins import ImportPolicy, load_function, restrict_imports
+from bus.process import plugins
+from bus.process.plugins import ImportPolicy, load_function, restrict_imports
 
 REWARD = "def reward(answer): return 1.0\n"
 RAN = "import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()\n"
@@ -46,7 +46,7 @@ def test_built_in_function_needs_no_directory(allowed: Path):
 @pytest.mark.parametrize(
     "name",
     ["subprocess:run", "os:system", "builtins:exec", "sys:exit", "__main__:main",
-     "bus.child_process:module_command", "nowhere_at_all:reward",
+     "bus.process.child_process:module_command", "nowhere_at_all:reward",
      "..outside:reward", "../elsewhere/outside:reward", ":reward", "a..b:reward"],
 )  # fmt: skip
 def test_nothing_else_is_imported(allowed: Path, name: str):

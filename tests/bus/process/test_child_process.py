@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from bus import child_process
-from bus.child_process import tied_to_parent
+from bus.process import child_process
+from bus.process.child_process import tied_to_parent
 
 PARENT = """
 import subprocess, sys, time
-from bus import child_process
+from bus.process import child_process
 if sys.argv[1] == "without setpriv":
     child_process._setpriv = lambda: None
 program = "import time; print('up', flush=True); time.sleep(600)"

@@ -18,12 +18,12 @@ from nats.js.errors import NotFoundError
 from bus.config import BusConfig, StreamsConfig
 from bus.connect import authentication
 from bus.connection import Bus
-from bus.credentials import Credentials, load_credentials
 from bus.errors import BusError
-from bus.permissions import permissions
-from bus.record_rules import ROLE_KEYS
-from bus.secure_directory import SecureDirectory
-from bus.stream_access import StreamAccess
+from bus.security.credentials import Credentials, load_credentials
+from bus.security.permissions import permissions
+from bus.security.record_rules import ROLE_KEYS
+from bus.security.stream_access import StreamAccess
+from bus.server.secure_directory import SecureDirectory
 from bus.topology import Topology, ensure
 
 RUN = "mine"

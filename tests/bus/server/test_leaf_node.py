@@ -14,8 +14,8 @@ from bus.consume import Inbox
 from bus.messages import RoleHolder
 from bus.publish import Publisher
 from bus.roles import hold_role
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer, free_port
+from bus.server.nats_server import NatsServer, free_port
+from bus.server.secure_directory import SecureDirectory
 from bus.topology import ensure
 
 pytestmark = pytest.mark.nats

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bus.credentials import Credentials, read_credentials
 from bus.errors import ConfigError
-from bus.role_keys import RoleKeys, new_seed, public_key
-from bus.signatures import keys_in, sign_keys
+from bus.security.credentials import Credentials, read_credentials
+from bus.security.role_keys import RoleKeys, new_seed, public_key
+from bus.security.signatures import keys_in, sign_keys
 
 SECRET_BYTES = 24
 """Size of the secret by which a role reaches the run's streams."""

@@ -1,4 +1,4 @@
-"""Runs a module of Sluice as a process: `python -P bus/run_module.py MODULE [ARGUMENTS]`.
+"""Runs a module of Sluice as a process: `python -P bus/process/run_module.py MODULE [ARGUMENTS]`.
 
 `python -m launch` would run a user's own `launch.py` instead where that is found first: in the working
 directory, or in one that PYTHONPATH names. So this is started by its path, and imports nothing of ours by
@@ -9,7 +9,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-SEARCH = Path(__file__).parents[1] / "launch" / "process" / "own_packages.py"
+SEARCH = Path(__file__).parents[2] / "launch" / "process" / "own_packages.py"
 
 
 def main() -> None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Self
 
 import structlog
 
-from bus.child_process import tied_to_parent
 from bus.errors import BusError, ConfigError
-from bus.server_config import quoted
+from bus.process.child_process import tied_to_parent
+from bus.server.server_config import quoted
 
 if TYPE_CHECKING:  # it loads a library of cryptography, which few processes need
-    from bus.secure_directory import SecureDirectory
+    from bus.server.secure_directory import SecureDirectory
 
 log = structlog.get_logger()
 MAX_PAYLOAD = 8 << 20

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from bus.certificates import make_certificate, pem
-from bus.credentials import BUS_NAME, Credentials, load_credentials
 from bus.errors import ConfigError
-from bus.permissions import ROLES, permissions
-from bus.role_keys import public_key
-from bus.run_key_files import RunKeyFiles, write_secret
-from bus.server_config import quoted
-from bus.stream_access import MULTIPLE_ANSWERS_S, StreamAccess, has_several_answers
+from bus.security.certificates import make_certificate, pem
+from bus.security.credentials import BUS_NAME, Credentials, load_credentials
+from bus.security.permissions import ROLES, permissions
+from bus.security.role_keys import public_key
+from bus.security.run_key_files import RunKeyFiles, write_secret
+from bus.security.stream_access import MULTIPLE_ANSWERS_S, StreamAccess, has_several_answers
+from bus.server.server_config import quoted
 from bus.topology import Topology
 
 PROBE = "probe"

@@ -13,12 +13,12 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
-from bus import work_progress
-from bus.work_progress import long_work, tracked
+from bus.process import work_progress
+from bus.process.work_progress import long_work, tracked
 
 PROGRAM = """
 import threading, sys
-from bus import work_progress
+from bus.process import work_progress
 from launch.process.log_settings import configure_logging
 work_progress.SHOWN_AFTER_S = work_progress.LINE_S = 0.05
 configure_logging("info", sys.argv[1])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from bus.device_messages import HOLD_KEY, USERS
-from bus.record_rules import ROLE_KEYS
+from bus.security.record_rules import ROLE_KEYS
 from bus.topology import Topology
 
 ROLES = ("operator", "storage", "learner", "actor", "judge", "watcher")
@@ -19,7 +19,7 @@ class Permissions:
     """Subjects on which it speaks to processes that listen, its answers included."""
     subscribe: tuple[str, ...]
     stored: tuple[str, ...] = ()
-    """Subjects that it reaches JetStream on (`bus/stream_access.py`)."""
+    """Subjects that it reaches JetStream on (`bus/security/stream_access.py`)."""
 
 
 @cache

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.credentials import load_credentials
-from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer
+from bus.security.credentials import load_credentials
+from bus.server.nats_server import NatsServer
+from bus.server.secure_directory import SecureDirectory
 from bus.topology import ensure
 
 As = Callable[..., AbstractAsyncContextManager[Bus]]

@@ -14,7 +14,7 @@ from bus.consume import Inbox
 from bus.errors import BusError
 from bus.publish import Publisher
 from bus.requests import Waiting
-from bus.server import ClusterMember, NatsServer, free_port
+from bus.server.nats_server import ClusterMember, NatsServer, free_port
 from bus.topology import ensure
 
 SERVERS = 3
