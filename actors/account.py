@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.publish import StreamAck
+from bus.streams.publish import StreamAck
 from bus.trajectory import Trajectory
 from storage.account.records import AccountRecord, AccountWriter, Copy, Kind
 

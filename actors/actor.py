@@ -25,8 +25,8 @@ from actors.weights.probe import ProbeCheck
 from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import Bus
+from bus.connection.status import report_status
 from bus.errors import ConfigError, leaves
-from bus.status import report_status
 
 
 class Engines(NamedTuple):

@@ -12,8 +12,8 @@ from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import Metrics
-from bus.publish import Publisher
 from bus.security.permissions import COUNTERS
+from bus.streams.publish import Publisher
 from bus.waiting import set_within
 from storage.metrics.records import ENDED
 

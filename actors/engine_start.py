@@ -10,7 +10,7 @@ from actors.first_policy import actor_name
 from actors.further_policies.further_policy import FurtherPolicy
 from actors.opponents.opponents import Opponents
 from bus.connection import Bus
-from bus.status import report_status
+from bus.connection.status import report_status
 
 Startable: TypeAlias = Fleet | Opponents | OwnEngine | FurtherPolicy
 

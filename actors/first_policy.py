@@ -6,9 +6,9 @@ import platform
 import time
 
 from bus.connection import Bus
+from bus.connection.status import report_status
 from bus.errors import BusAwayError
 from bus.messages import PolicyManifest, SnapshotWanted
-from bus.status import report_status
 from bus.waiting import RETRY_S, set_within
 
 NOTHING_ANNOUNCED = SnapshotWanted(incarnation="", policy_version=-1, reason="no policy is announced")

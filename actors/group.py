@@ -28,7 +28,7 @@ from bus.trajectory import (
 NOTHING = GroupStatus(group_size=0)
 MANY_IMAGES_BYTES = 64 << 20
 """Bytes of images from which siblings are messages of their own, which repeat what they all show: storage
-refuses a message above 512 MiB (bus/message_parts.py)."""
+refuses a message above 512 MiB (bus/streams/message_parts.py)."""
 
 
 @dataclass

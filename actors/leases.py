@@ -16,8 +16,8 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import HandBackError, SchemaError, SluiceError
 from bus.messages import GroupRejected, Lease
-from bus.publish import Publisher, together
 from bus.requests import GroupStatus, GroupStatusRequest, KeptTurnsRequest, LeaseRequest, LeaseState
+from bus.streams.publish import Publisher, together
 from bus.topology import shard_of
 from bus.trajectory import KeptTurn, TrajectoryBatch
 

@@ -49,7 +49,7 @@ from actors.weights.probe import ProbeCheck
 from actors.worker import Worker
 from bus.config import ColocationConfig
 from bus.connection import Bus
-from bus.pace import follow_pace
+from bus.connection.reporting_rate import follow_pace
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.process_tuning import few_collections, quick_turns
 from storage.chats.stop_tokens import stop_token_ids, stop_tokens

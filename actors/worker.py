@@ -38,14 +38,14 @@ from actors.sampled_counts import sampled_counts
 from actors.tools.base import ToolError
 from actors.weights.follow import PolicyFollower
 from bus.connection import Bus
-from bus.consume import Inbox, consume_received
 from bus.errors import EngineError, EngineLostError, HandBackError, SluiceError
-from bus.message_parts import Parts
 from bus.messages import Lease
 from bus.policy_names import DEFAULT_POLICY
-from bus.received import Received
 from bus.requests import LeaseRequest
 from bus.sampled_counts import SampledCounts
+from bus.streams.consume import Inbox, consume_received
+from bus.streams.message_parts import Parts
+from bus.streams.received import Received
 from bus.trajectory import TRUSTED_ENDS, End
 from bus.waiting import cancelled
 from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect

@@ -10,7 +10,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask
 from bus.messages import BlobRef, PolicyManifest
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from bus.waiting import ended_before
 from storage.evaluation_config import EvaluationSetConfig
 

@@ -10,8 +10,8 @@ from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import Metrics
-from bus.publish import Publisher
 from bus.security.permissions import COUNTERS
+from bus.streams.publish import Publisher
 from learner.backends.base import StepResult
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.data.batches import StepBatch

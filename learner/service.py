@@ -12,9 +12,9 @@ from pathlib import Path
 import structlog
 
 from bus.connection import Bus
+from bus.connection.roles import guarded, hold_role
+from bus.connection.status import report_status
 from bus.process.process_tuning import few_collections, return_freed_memory
-from bus.roles import guarded, hold_role
-from bus.status import report_status
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
 from learner.backends.quantised.matmul import refuse_gpu

@@ -8,13 +8,13 @@ from functools import partial
 
 from bus.codec import Json
 from bus.connection import Bus
+from bus.connection.status import report_status
 from bus.errors import ConfigError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Probe
 from bus.process.work_progress import tracked
 from bus.requests import BatchLease
 from bus.security.permissions import COUNTERS
-from bus.status import report_status
 from bus.waiting import ended_before, ended_soon_after
 from learner import lineage, trained_logprobs
 from learner.algorithms.rl_step import lineage_line

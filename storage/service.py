@@ -14,17 +14,17 @@ from pathlib import Path
 import nats.errors
 import structlog
 
-from bus.blobs import get_blob, put_only_blob
 from bus.codec import Json, decode
 from bus.connection import Bus
+from bus.connection.own_records import OwnRecords
+from bus.connection.reporting_rate import tell_pace
+from bus.connection.roles import guarded, hold_role
+from bus.connection.status import report_status
 from bus.errors import BusError, ConfigError
-from bus.lost_streams import keep_streams
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
-from bus.own_records import OwnRecords
-from bus.pace import tell_pace
-from bus.publish import Publisher
-from bus.roles import guarded, hold_role
-from bus.status import report_status
+from bus.streams.blob_store import get_blob, put_only_blob
+from bus.streams.lost_streams import keep_streams
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.waiting import RETRY_S, set_within
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig

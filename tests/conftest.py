@@ -12,11 +12,11 @@ import hypothesis
 import pytest
 import structlog
 
-from bus import consume
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.server.nats_server import NatsServer
+from bus.streams import consume
 from bus.topology import ensure
 from storage.dispatch import dispatcher
 from tests.command_line import arguments_assembled_once

@@ -16,7 +16,7 @@ from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import RewardChoice, Scorer
 from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
-from bus.publish import together
+from bus.streams.publish import together
 
 JUDGE = "judge"
 

@@ -12,7 +12,7 @@ from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import RewardChoice, Scorer
-from bus.publish import together
+from bus.streams.publish import together
 
 SELECTOR = "selector"
 

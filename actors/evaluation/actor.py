@@ -10,7 +10,7 @@ from actors.run_end import stop_when_done
 from actors.weights.announced import AnnouncedPolicy
 from bus.codec import Json
 from bus.connection import Bus
-from bus.status import report_status
+from bus.connection.status import report_status
 
 
 @dataclass(frozen=True)

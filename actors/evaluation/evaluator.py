@@ -17,14 +17,14 @@ from actors.further_policies.engines import FurtherEngines
 from actors.group_config import InterruptionConfig
 from actors.policy.chat_format import Tokenizer
 from actors.policy.policy import Policy
-from bus.blobs import get_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.consume import Inbox, consume
 from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
 from bus.messages import BlobRef, Prompt
-from bus.publish import Publisher, together
+from bus.streams.blob_store import get_blob
+from bus.streams.consume import Inbox, consume
+from bus.streams.publish import Publisher, together
 from bus.trajectory import TRUSTED_ENDS
 from bus.waiting import unless
 from storage.images.chat import ImageChat

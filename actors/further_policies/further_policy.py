@@ -31,9 +31,9 @@ from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
 from bus.codec import Json
 from bus.connection import Bus
+from bus.connection.reporting_rate import follow_pace
+from bus.connection.status import report_status
 from bus.messages import AdaptedBase
-from bus.pace import follow_pace
-from bus.status import report_status
 from storage.weights.blob_sources import Blobs
 
 

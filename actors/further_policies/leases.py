@@ -11,11 +11,11 @@ from actors.group import Group
 from actors.leases import PolicyLeases
 from actors.weights.follow import PolicyFollower
 from bus.connection import Bus
-from bus.consume import Inbox, consume_received
 from bus.errors import HandBackError
-from bus.message_parts import Parts
 from bus.messages import Lease
-from bus.received import Received
+from bus.streams.consume import Inbox, consume_received
+from bus.streams.message_parts import Parts
+from bus.streams.received import Received
 from bus.waiting import set_within
 
 LOOK_S = 0.5

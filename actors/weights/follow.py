@@ -16,11 +16,11 @@ from actors.engines.served_adapters import ServedAdapters
 from actors.weights.latest_version import Newest
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
-from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError, ConfigError, SluiceError, StorageError, WeightsKeptError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, SnapshotWanted
+from bus.streams.blob_store import get_blob
 from bus.waiting import set_within
 from storage.weights.blob_sources import Blobs, BlobSource
 from storage.weights.model_files import unbundle

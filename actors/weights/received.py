@@ -15,7 +15,7 @@ from actors.weights.adapters import beside, merged_weights
 from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import AdaptedBase, BlobRef, DeltaRef, PolicyManifest
 from bus.process.process_tuning import return_freed_memory
-from bus.publish import together
+from bus.streams.publish import together
 from storage.weights.array_pool import SpareMemory
 from storage.weights.blob_sources import BlobSource
 from storage.weights.deltas import apply_delta

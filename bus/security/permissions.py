@@ -234,5 +234,5 @@ def _read_blobs(t: Topology) -> tuple[str, ...]:
 
 
 def _read_events(t: Topology) -> str:
-    """Return the subject by which the events that the bus still holds are read (`bus/stream_reader.py`)."""
+    """Return the subject by which `bus.streams.stream_reader` reads the events that the bus still holds."""
     return f"$JS.API.DIRECT.GET.{t.stream('EVENTS')}"

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from bus.config import URL_VARIABLE
 from bus.connection import Bus
+from bus.connection.status import peak_rss_bytes
 from bus.process.child_process import module_command
 from bus.server.nats_server import free_port
-from bus.status import peak_rss_bytes
 from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor

@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from bus.blobs import delete_blob, put_blob
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.publish import Publisher
 from bus.requests import DataAccepted, NewData
+from bus.streams.blob_store import delete_blob, put_blob
+from bus.streams.publish import Publisher
 from launch.config import RunConfig
 from launch.process.services import joined
 from storage.prompts.dataset import encoded_prompts, load_prompts

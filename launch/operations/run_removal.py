@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bus.connection import Bus
+from bus.connection.roles import hold_role
 from bus.errors import ConfigError
-from bus.roles import hold_role
 from bus.topology import remove, stored_bytes
 from launch.config import RunConfig
 from launch.operations.disk_use import bytes_of

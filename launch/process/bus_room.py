@@ -5,7 +5,7 @@ from pathlib import Path
 
 import structlog
 
-from bus.process_state import ProcessState
+from bus.connection.process_state import ProcessState
 from bus.waiting import set_within
 from storage.disk.room import lack_of_room
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import structlog
 
+from bus.connection.process_state import ProcessState
 from bus.errors import ConfigError
-from bus.process_state import ProcessState
 from launch.config import MonitoringConfig
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bus.codec import Json
-from bus.process_state import ProcessState
+from bus.connection.process_state import ProcessState
 
 BY_LABEL = {
     "reasons": ("rejected_groups", "reason"),

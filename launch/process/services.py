@@ -13,11 +13,11 @@ import structlog
 
 from bus.config import without_credentials
 from bus.connection import Bus
+from bus.connection.process_state import ProcessState
 from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.process_tuning import no_collections
-from bus.process_state import ProcessState
 from bus.security.credentials import Credentials, load_credentials
 from bus.server.nats_server import NatsServer, is_loopback
 from bus.server.secure_directory import SecureDirectory

@@ -19,7 +19,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Status
-from bus.stream_reader import Place, StreamReader
+from bus.streams.stream_reader import Place, StreamReader
 from bus.waiting import set_within
 from launch.config import RunConfig
 from launch.watch.episode_ends import recent_ends

@@ -21,11 +21,11 @@ import structlog
 
 from bus.codec import Json
 from bus.connection import Bus
+from bus.connection.roles import guarded, hold_role
+from bus.connection.status import report_status
 from bus.errors import UnreadableGroupsError
 from bus.messages import Metrics
 from bus.requests import StepGroups
-from bus.roles import guarded, hold_role
-from bus.status import report_status
 from bus.trajectory import Trajectory
 from bus.waiting import ended_before, set_within
 from learner import lineage

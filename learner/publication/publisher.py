@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 import structlog
 
-from bus.blobs import put_only_blob
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError, FencedError
@@ -25,7 +24,8 @@ from bus.messages import (
     RoleHolder,
     SnapshotWanted,
 )
-from bus.publish import Publisher
+from bus.streams.blob_store import put_only_blob
+from bus.streams.publish import Publisher
 from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
 from learner.publication.announcement import AdapterBase, Announcement, blobs_of

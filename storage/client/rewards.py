@@ -10,7 +10,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import ConfigError, SchemaError
 from bus.messages import RewardGiven, RunRecord
-from bus.publish import Publisher, together
+from bus.streams.publish import Publisher, together
 from bus.topology import shard_of
 
 _EXAMPLE = '{"trajectory_id": "g00000012.3", "reward": 0.5}'

@@ -8,7 +8,6 @@ import structlog
 
 from bus.codec import Message
 from bus.connection import Bus
-from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, ConfigError, FencedError, LostDataError
 from bus.images import ImageCount
 from bus.messages import GroupRejected, PolicyManifest, RoleHolder
@@ -30,6 +29,7 @@ from bus.requests import (
     UnsettledRequest,
     Waiting,
 )
+from bus.streams.consume import Inbox, consume_batches
 from bus.topology import by_shard, shard_of
 from bus.waiting import set_within
 from storage.config import AdmissionConfig, PrioritySampler

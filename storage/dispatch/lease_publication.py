@@ -9,7 +9,7 @@ import structlog
 from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import Lease
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from storage.dispatch.sampling import Candidate
 from storage.prompts.data_sets import DataSets
 from storage.shard.ingest_checks import LedgerFacts

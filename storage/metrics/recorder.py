@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.errors import BusAwayError, LostDataError, SchemaError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, PolicyManifest
-from bus.stream_reader import Place, StoredMessage, StreamReader
+from bus.streams.stream_reader import Place, StoredMessage, StreamReader
 from bus.waiting import set_within
 from storage.disk.atomic_files import fsync_path, read_json, write_json
 from storage.disk.run_directory import RunDirectory

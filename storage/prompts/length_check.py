@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from bus.blobs import get_blob
 from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.images import PlacedImage
 from bus.messages import BlobRef, ModelFiles, Prompt
+from bus.streams.blob_store import get_blob
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
 from storage.images.reader import ImageReader

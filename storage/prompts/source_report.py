@@ -10,7 +10,7 @@ from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import Metrics
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from bus.waiting import set_within
 from storage.dispatch.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from bus.blobs import get_blob
 from bus.codec import Message, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.evaluation_messages import PromptSet
 from bus.messages import PolicyManifest
 from bus.requests import DataAccepted, NewData
+from bus.streams.blob_store import get_blob
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import refuse_large

@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 from bus.agent_rewards import episode_rewards
 from bus.codec import Message, encode
 from bus.connection import Bus
-from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, LostDataError, SchemaError, StorageError, UnreadableGroupsError
 from bus.images import ImageCount
-from bus.message_parts import Parts
 from bus.messages import GroupRejected, RewardGiven, parse_trajectory_name
-from bus.publish import Publisher, together
 from bus.requests import (
     Done,
     FullGroups,
@@ -28,6 +25,9 @@ from bus.requests import (
     StoredGroups,
     StoredRequest,
 )
+from bus.streams.consume import Inbox, consume_batches
+from bus.streams.message_parts import Parts
+from bus.streams.publish import Publisher, together
 from bus.topology import shard_of
 from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
 from storage.client.addresses import locate

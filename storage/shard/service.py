@@ -13,10 +13,10 @@ import structlog
 
 from bus.codec import Json
 from bus.connection import Bus
+from bus.connection.roles import guarded, hold_role
+from bus.connection.status import report_status
 from bus.errors import ConfigError
 from bus.process.process_tuning import paced
-from bus.roles import guarded, hold_role
-from bus.status import report_status
 from storage.config import ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.shard.ingest_checks import Quarantine

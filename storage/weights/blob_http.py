@@ -19,13 +19,14 @@ from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError
 
 from bus.blob_requests import BlobAccess, BlobAccessAsked
-from bus.blobs import checked, shown_fetch
+from bus.blobs import checked
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
-from bus.publish import together
 from bus.server.nats_server import is_loopback
+from bus.streams.blob_store import shown_fetch
+from bus.streams.publish import together
 from bus.waiting import RETRY_S, cancelled
 from storage.disk.atomic_files import Content, Data
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name

@@ -10,11 +10,11 @@ import nats.errors
 import structlog
 from nats.js.errors import NotFoundError
 
-from bus.blobs import delete_blob, put_blob, stream_with
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
-from bus.publish import Publisher
+from bus.streams.blob_store import delete_blob, put_blob, stream_with
+from bus.streams.publish import Publisher
 from storage.disk.atomic_files import Content, size_of
 from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_http import HttpBlobs

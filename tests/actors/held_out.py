@@ -11,11 +11,11 @@ from actors.environments.base import Episode
 from actors.evaluation.evaluator import Evaluator
 from actors.further_policies.engines import FurtherEngines
 from actors.weights.follow import PolicyFollower
-from bus.blobs import put_blob
 from bus.codec import encode
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
 from bus.messages import PolicyManifest, Prompt
-from bus.publish import Publisher
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from learner.scratch_model import character_tokenizer
 
 TIMEOUT_S = 30

@@ -16,11 +16,11 @@ from actors.engines.on_policy import on_policy
 from actors.engines.scripted import ScriptedEngine
 from actors.further_policies.shared_servers import SharedServers
 from actors.policy.sampling_masks import told_by
-from bus import roles
+from bus.connection import roles
+from bus.connection.roles import pids_of
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status
 from bus.requests import Done, EngineChange
-from bus.roles import pids_of
 from launch.config import validate
 from launch.operations.engines import change_engine, list_engines
 from tests.actors.adapters import served

@@ -24,7 +24,7 @@ from actors.rewards.scoring import GroupScorer, Scorer
 from bus.codec import encode
 from bus.errors import ConfigError, EngineError
 from bus.policy_names import DEFAULT_POLICY
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples

@@ -16,7 +16,7 @@ from actors.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import EngineLostError
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory
 from storage.config import AdmissionConfig
 from storage.shard.server import Shard

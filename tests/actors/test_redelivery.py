@@ -12,8 +12,8 @@ from actors.rewards.scoring import Scorer
 from actors.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus
-from bus.consume import Inbox
-from bus.publish import Publisher
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
 from storage.config import AdmissionConfig
 from tests.actors import workers
 from tests.actors.workers import TOKENIZER, killed_at_the_end

@@ -17,11 +17,11 @@ from actors.rewards.scoring import Scorer
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
-from bus.consume import Inbox
 from bus.errors import ConfigError, EngineError, EngineLostError
 from bus.messages import GroupRejected
-from bus.publish import Publisher
-from bus.received import understood
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
+from bus.streams.received import understood
 from bus.trajectory import TrajectoryBatch
 from learner.scratch_model import character_tokenizer
 from tests.factories import make_lease

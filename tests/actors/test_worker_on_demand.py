@@ -20,11 +20,11 @@ from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
-from bus.consume import Inbox
 from bus.errors import ConfigError
-from bus.publish import Publisher
-from bus.received import understood
 from bus.security.credentials import Credentials
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
+from bus.streams.received import understood
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled
 from launch.config import RunConfig, validate

@@ -15,9 +15,9 @@ from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
-from bus.consume import Inbox, understood
 from bus.messages import Lease
-from bus.publish import Publisher
+from bus.streams.consume import Inbox, understood
+from bus.streams.publish import Publisher
 from tests.actors.gateway.served import TOKENIZER, script, until
 from tests.factories import make_lease
 

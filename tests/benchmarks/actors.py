@@ -33,8 +33,8 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
 from bus.messages import Lease, Prompt
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from storage.chats.stop_tokens import AddedToken
 

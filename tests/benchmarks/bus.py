@@ -23,8 +23,8 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.process.child_process import module_command
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer, free_port
+from bus.streams.publish import Publisher
 
 ROUNDS = 5
 SECONDS = 0.7

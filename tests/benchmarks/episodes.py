@@ -27,13 +27,13 @@ from actors.worker import Worker
 from bus.codec import decode, encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox
 from bus.errors import ConfigError, EngineError
-from bus.message_parts import Parts
 from bus.messages import Lease, Prompt
 from bus.process.process_tuning import few_collections, quick_turns
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.consume import Inbox
+from bus.streams.message_parts import Parts
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled

@@ -20,12 +20,12 @@ from benchmarks.replay_workload import Figures, Material
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.connection.status import peak_rss_bytes
 from bus.errors import BusError
 from bus.process.child_process import module_command
-from bus.publish import Publisher
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.server.nats_server import NatsServer
-from bus.status import peak_rss_bytes
+from bus.streams.publish import Publisher
 from bus.topology import ensure, shard_of
 from bus.trajectory import TrajectoryBatch
 

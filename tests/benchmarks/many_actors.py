@@ -24,16 +24,16 @@ import uvloop
 from nats.aio.msg import Msg
 
 from benchmarks.simulated_actors import RUN, SAMPLES, SHARDS
-from bus.blobs import put_only_blob
 from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, RunRecord
 from bus.process.child_process import die_with_parent, module_command
-from bus.publish import Publisher
 from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCommitted, StoredGroups, Waiting
 from bus.server.nats_server import NatsServer, free_port
+from bus.streams.blob_store import put_only_blob
+from bus.streams.publish import Publisher
 from bus.waiting import cancelled
 from launch.environment_variables import without_setting_variables
 from learner.scratch_model import character_tokenizer

@@ -22,12 +22,12 @@ from benchmarks.replay_workload import GROUP, TOKENS, Figures, Material, Size
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox
 from bus.errors import BusError
 from bus.process.child_process import module_command
 from bus.process.process_tuning import paced
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from storage.shard.server import BATCH, Shard

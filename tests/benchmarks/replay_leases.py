@@ -25,14 +25,14 @@ from benchmarks.replay_workload import SHORT, Figures, Material, Size
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox, consume
 from bus.errors import BusError
 from bus.messages import BlobRef, Lease, PolicyManifest, Prompt
 from bus.process.child_process import module_command
 from bus.process.process_tuning import paced
-from bus.publish import Publisher
 from bus.requests import BatchLease, BatchRequest, Done, StepCommitted, Waiting
 from bus.server.nats_server import NatsServer
+from bus.streams.consume import Inbox, consume
+from bus.streams.publish import Publisher
 from bus.topology import ensure, shard_of
 from bus.trajectory import TrajectoryBatch
 from storage.config import AdmissionConfig

@@ -20,10 +20,9 @@ from typing import Literal
 import numpy as np
 import uvloop
 
-from bus import answers
 from bus.codec import Json
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection import Bus, answers
 from bus.errors import BusError
 from bus.messages import group_name
 from bus.process.child_process import die_with_parent, module_command

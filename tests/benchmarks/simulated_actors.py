@@ -30,14 +30,14 @@ from benchmarks.replay_workload import Material
 from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox, consume, consume_received
+from bus.connection.reporting_rate import follow_pace
+from bus.connection.status import report_status
 from bus.evaluation_messages import EvaluationTask
 from bus.messages import Lease
-from bus.pace import follow_pace
 from bus.process.process_tuning import few_collections
-from bus.publish import Publisher
-from bus.received import Received
-from bus.status import report_status
+from bus.streams.consume import Inbox, consume, consume_received
+from bus.streams.publish import Publisher
+from bus.streams.received import Received
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
 from bus.waiting import set_within

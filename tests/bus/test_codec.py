@@ -17,6 +17,7 @@ from bus.agent_rewards import AgentReward
 from bus.blob_requests import BlobAccess, BlobAccessAsked, BlobAsked, BlobOffer
 from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import Message, decode, encode, fast_constructor
+from bus.connection.refusal import Refused
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
@@ -41,7 +42,6 @@ from bus.messages import (
     SnapshotWanted,
     Status,
 )
-from bus.refusal import Refused
 from bus.requests import (
     BatchLease,
     BatchRequest,

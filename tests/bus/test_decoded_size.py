@@ -13,12 +13,12 @@ import pytest
 from bus import decoded_size
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.consume import Inbox, consume_batches
 from bus.decoded_size import DENSEST, MemoryLimit
 from bus.errors import SchemaError
 from bus.evaluation_messages import PromptSet
 from bus.messages import DeadLetter, Prompt
-from bus.publish import Publisher
+from bus.streams.consume import Inbox, consume_batches
+from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, TrajectoryBatch, Turn
 from tests.bus.test_codec import wire
 from tests.factories import make_trajectory

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bus.codec import decode, encode
+from bus.connection.status import peak_rss_bytes
 from bus.errors import SchemaError
-from bus.status import peak_rss_bytes
 from tests.bus.test_codec import CLASSES, EXAMPLES
 
 ROUND = 1000

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from bus.blobs import get_blob, put_blob, put_only_blob
 from bus.config import BusConfig, StreamsConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.publish import Publisher
 from bus.requests import Done
 from bus.server.nats_server import NatsServer
+from bus.streams.blob_store import get_blob, put_blob, put_only_blob
+from bus.streams.publish import Publisher
 from bus.topology import MIB, Topology, by_shard, ensure, shard_of
 
 STREAMS = {"TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bus.consume import Inbox
 from bus.errors import BusError
+from bus.streams.consume import Inbox
 from bus.topology import differences, ensure
 from tests.conftest import Connect
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus import consume
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import Lease
 from bus.server.nats_server import NatsServer
+from bus.streams import consume
 from bus.topology import ensure
 from bus.trajectory import Trajectory
 from learner import lineage, service

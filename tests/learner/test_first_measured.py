@@ -8,7 +8,7 @@ import pytest
 from bus.codec import encode
 from bus.evaluation_messages import EvaluationResult, EvaluationTask
 from bus.messages import BlobRef, Status
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from learner import service
 from tests.learner.mini_run import LIMIT_S, mini_run
 

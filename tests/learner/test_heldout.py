@@ -10,7 +10,7 @@ from bus.codec import encode
 from bus.errors import ConfigError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask
 from bus.messages import BlobRef, PolicyManifest
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from learner.evaluation import HeldOut
 from storage.evaluation_config import EvaluationSetConfig
 

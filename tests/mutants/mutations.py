@@ -65,17 +65,17 @@ MUTATIONS = (
     ),
     Mutation(
         "batches are not acked",
-        "bus/consume.py",
+        "bus/streams/consume.py",
         (
             "                for received in await _handled(batch, bus, handle):\n"
             "                    await received.ack()"
         ),
         "                await _handled(batch, bus, handle)",
-        ("tests/bus/test_consume.py",),
+        ("tests/bus/streams/test_consume.py",),
     ),
     Mutation(
         "batches are acked before they are handled",
-        "bus/consume.py",
+        "bus/streams/consume.py",
         (
             "                for received in await _handled(batch, bus, handle):\n"
             "                    await received.ack()"
@@ -85,7 +85,7 @@ MUTATIONS = (
             "                    await received.ack()\n"
             "                await _handled(batch, bus, handle)"
         ),
-        ("tests/bus/test_consume.py",),
+        ("tests/bus/streams/test_consume.py",),
     ),
     Mutation(
         "a draw does not depend on the step",

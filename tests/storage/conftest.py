@@ -2,8 +2,7 @@
 
 import pytest
 
-from bus import roles
-from bus.connection import Bus
+from bus.connection import Bus, roles
 from storage.client import reader
 from tests.storage.serving import LearnerStandIn
 

@@ -11,15 +11,15 @@ import pytest
 from structlog.testing import capture_logs
 from transformers import Qwen3Config
 
-from bus.blobs import get_blob, put_blob
 from bus.codec import Json, decode, encode
 from bus.connection import Bus
-from bus.consume import Inbox
 from bus.errors import ConfigError, SluiceError, leaves
 from bus.evaluation_messages import PromptSet
 from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, RoleHolder, RunRecord, Status
-from bus.publish import Publisher
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from bus.streams.blob_store import get_blob, put_blob
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
 from bus.topology import remove
 from launch.process.runtime import for_user
 from learner.scratch_model import character_tokenizer

@@ -11,9 +11,9 @@ import xxhash
 
 from actors.engines.config import EngineConfig, SglangEngineConfig
 from bus.connection import Bus
+from bus.connection.roles import hold_role
 from bus.errors import ConfigError
 from bus.messages import RoleHolder
-from bus.roles import hold_role
 from bus.server.nats_server import is_loopback
 from bus.waiting import set_within
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bus.connection import Bus
 from bus.messages import Metrics, PolicyManifest
-from bus.stream_reader import Place, StoredMessage, StreamReader
+from bus.streams.stream_reader import Place, StoredMessage, StreamReader
 from launch.config import RunConfig
 from storage.metrics.recorder import decoded_event
 from storage.metrics.records import Record, evaluation_record, metrics_record

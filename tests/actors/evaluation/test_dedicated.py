@@ -17,10 +17,10 @@ from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
 from actors.service import ActorSettings, run_actors
-from bus.blobs import put_blob
 from bus.codec import encode
 from bus.errors import ConfigError, EngineLostError
-from bus.publish import Publisher
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
 from storage.weights.blob_sources import Blobs

@@ -8,8 +8,8 @@ from actors.config import ActorsConfig, EvaluatorConfig
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.evaluation.engines import OwnEngine
-from bus.blobs import delete_blob
 from bus.errors import EngineError
+from bus.streams.blob_store import delete_blob
 from storage.weights.blob_sources import Blobs
 from tests.actors.held_out import Recording, published
 from tests.actors.tiny import tiny_model

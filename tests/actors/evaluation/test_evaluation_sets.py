@@ -5,12 +5,12 @@ import pytest
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode
 from actors.evaluation.engines import OwnEngine, RolloutEngines
-from bus.blobs import put_blob
 from bus.codec import decode, encode
 from bus.errors import SchemaError
 from bus.evaluation_messages import EvaluationTask, PromptSet
 from bus.messages import Prompt
-from bus.publish import Publisher
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from storage.weights.blob_sources import Blobs
 from tests.actors.held_out import followed
 from tests.actors.weights.test_weights import publish

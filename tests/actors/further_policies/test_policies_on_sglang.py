@@ -19,11 +19,11 @@ from actors.further_policies.engines import FurtherEngines
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
 from actors.policy.policy import Policy
 from actors.weights.follow import PolicyFollower
-from bus.blobs import put_blob
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.publish import Publisher
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory

@@ -13,13 +13,13 @@ from actors.config import ActorsConfig
 from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
-from bus.blobs import put_blob
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.publish import Publisher
 from bus.server.nats_server import free_port
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory

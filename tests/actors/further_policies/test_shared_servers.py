@@ -13,14 +13,14 @@ from actors.engines.served_adapters import AdapterRoom
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
 from actors.further_policies.shared_servers import SharedServers, shared_servers
 from actors.weights.adapter_bases import base_weights
-from bus.blobs import put_blob
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
 from bus.messages import AdaptedBase, BlobRef
-from bus.publish import Publisher
 from bus.requests import EngineChange
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory

@@ -11,10 +11,10 @@ from actors.weights import follow as following_policy
 from actors.weights.follow import PolicyFollower
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
-from bus.blobs import put_blob
 from bus.errors import BusError, StorageError
 from bus.messages import DeltaRef
-from bus.publish import Publisher
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from learner.config.publication import PublicationConfig
 from learner.publication import publisher as publishing
 from learner.publication.host_copy import host_tensors

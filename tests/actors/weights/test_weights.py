@@ -7,10 +7,10 @@ from safetensors.torch import save
 from actors.engines.scripted import ScriptedEngine
 from actors.engines.served_adapters import ServedAdapters
 from actors.weights.follow import PolicyFollower
-from bus.blobs import delete_blob, put_blob
 from bus.errors import ConfigError, WeightsKeptError
 from bus.messages import AdaptedBase, PolicyManifest
-from bus.publish import Publisher
+from bus.streams.blob_store import delete_blob, put_blob
+from bus.streams.publish import Publisher
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 10

@@ -12,13 +12,11 @@ from random import Random
 import pytest
 import structlog
 
-from bus import connect, topology
+from bus import topology
 from bus.codec import encode
 from bus.config import BusConfig
-from bus.connection import Bus
-from bus.consume import Inbox
+from bus.connection import Bus, connect
 from bus.errors import ConfigError
-from bus.publish import Publisher
 from bus.requests import Done
 from bus.security.credentials import Credentials, load_credentials
 from bus.security.permissions import ROLES, permissions
@@ -26,6 +24,8 @@ from bus.security.stream_access import MESSAGE_ID, StreamAccess
 from bus.server import secure_directory
 from bus.server.nats_server import ClusterMember, NatsServer, free_port
 from bus.server.secure_directory import SecureDirectory
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
 from tests.bus.security.enemy import (
     POLICY,
     RUN,

@@ -11,23 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from bus import key_bucket, own_records
 from bus.codec import decode, encode
 from bus.config import BusConfig
-from bus.connection import Bus
-from bus.consume import Inbox, consume
+from bus.connection import Bus, key_bucket, own_records
+from bus.connection.own_records import OwnRecords
+from bus.connection.roles import hold_role
+from bus.connection.status import report_status
 from bus.errors import BusError, ConfigError
 from bus.messages import Metrics, Pace, RoleHolder, RunRecord, Status
-from bus.own_records import OwnRecords
-from bus.publish import Publisher
 from bus.requests import Done
-from bus.roles import hold_role
 from bus.security.credentials import load_credentials
 from bus.security.role_keys import RoleKeys, public_key
 from bus.security.signatures import Signatures
 from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
-from bus.status import report_status
+from bus.streams.consume import Inbox, consume
+from bus.streams.publish import Publisher
 from launch.process.bus_keys import follow_directory
 from tests.bus.security.secured import As, by_role, make_streams, secured_bus
 from tests.bus.security.test_signatures import forgeries

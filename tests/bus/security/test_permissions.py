@@ -14,23 +14,22 @@ from nats.aio.client import Client
 from nats.js.api import StreamConfig
 from nats.js.errors import NotFoundError
 
-from bus import answers
-from bus.blobs import delete_blob, get_blob, put_blob
 from bus.config import BusConfig
-from bus.connect import authentication
-from bus.connection import Bus
-from bus.consume import Inbox
+from bus.connection import Bus, answers
+from bus.connection.connect import authentication
+from bus.connection.reporting_rate import follow_pace
+from bus.connection.roles import hold_role
 from bus.errors import BusAwayError, BusError, ConfigError
 from bus.messages import Pace, RoleHolder, Status
-from bus.pace import follow_pace
-from bus.publish import Publisher
 from bus.requests import Done, Waiting
-from bus.roles import hold_role
 from bus.security.credentials import load_credentials
 from bus.security.permissions import COUNTERS, ROLES
 from bus.server.nats_server import NatsServer, free_port
 from bus.server.secure_directory import SecureDirectory
-from bus.stream_reader import StreamReader
+from bus.streams.blob_store import delete_blob, get_blob, put_blob
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
+from bus.streams.stream_reader import StreamReader
 from bus.topology import ensure
 
 pytestmark = pytest.mark.nats

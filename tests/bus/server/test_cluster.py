@@ -10,11 +10,11 @@ import pytest
 
 from bus.config import BusConfig, StreamsConfig
 from bus.connection import Bus
-from bus.consume import Inbox
 from bus.errors import BusError
-from bus.publish import Publisher
 from bus.requests import Waiting
 from bus.server.nats_server import ClusterMember, NatsServer, free_port
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 
 SERVERS = 3

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bus.blobs import get_blob, put_blob
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox
+from bus.connection.roles import hold_role
 from bus.messages import RoleHolder
-from bus.publish import Publisher
-from bus.roles import hold_role
 from bus.server.nats_server import NatsServer, free_port
 from bus.server.secure_directory import SecureDirectory
+from bus.streams.blob_store import get_blob, put_blob
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 
 pytestmark = pytest.mark.nats

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from bus.codec import encode
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from soak.lost_with_bus import LostWithBus

@@ -15,13 +15,13 @@ from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring import Scorer
 from actors.worker import Worker
-from bus.blobs import put_blob
 from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import PolicyManifest, RunRecord
 from bus.process.child_process import module_command
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from launch.history.trajectory_account import exit_status
 from launch.operations.verify.comparison import Verdicts
 from launch.operations.verify.verify import verified

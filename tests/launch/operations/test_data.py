@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from bus import connection, roles
-from bus.blobs import put_blob
+from bus import connection
 from bus.codec import encode
 from bus.config import BusConfig
+from bus.connection import roles
 from bus.errors import BusAwayError, ConfigError
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.blob_store import put_blob
+from bus.streams.publish import Publisher
 from launch.config import RunConfig
 from launch.operations import prompt_updates
 from launch.operations.prompt_updates import add_data

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bus.connection import Bus
+from bus.connection.roles import hold_role
 from bus.errors import ConfigError
-from bus.roles import hold_role
 from bus.server.nats_server import NatsServer
 from bus.topology import stored_bytes
 from launch.cli import run_commands

@@ -12,13 +12,13 @@ from nats.js.api import ConsumerConfig, ConsumerInfo
 
 from bus.codec import Json, Message, encode
 from bus.connection import Bus
+from bus.connection.roles import hold_role
+from bus.connection.status import report_status
 from bus.errors import BusAwayError, ConfigError
 from bus.messages import Metrics, RunRecord, Status
-from bus.publish import Publisher
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
-from bus.roles import hold_role
 from bus.server.nats_server import NatsServer
-from bus.status import report_status
+from bus.streams.publish import Publisher
 from launch.config import RunConfig, validate
 from launch.operations.run_status import RunState, look_at_run
 from launch.operations.status_report import WIDTH, report, screen

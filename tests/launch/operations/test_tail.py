@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from bus.blobs import put_only_blob
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.messages import RunRecord
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.blob_store import put_only_blob
+from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, Turn
 from launch.config import RunConfig, validate
 from launch.operations.tail import Wanted, lines, tail_run

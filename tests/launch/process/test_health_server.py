@@ -8,13 +8,12 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus import process_state
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection import Bus, process_state
+from bus.connection.process_state import ProcessState
+from bus.connection.status import report_status
 from bus.errors import ConfigError
-from bus.process_state import ProcessState
 from bus.server.nats_server import NatsServer, free_port
-from bus.status import report_status
 from launch.config import MonitoringConfig
 from launch.process.health_server import monitored
 

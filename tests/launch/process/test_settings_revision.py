@@ -7,8 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus.connection import Bus
+from bus.connection.status import report_status
 from bus.messages import RunRecord, Status
-from bus.status import report_status
 from launch.config import RunConfig, validate
 from launch.operations.run_status import RunState
 from launch.operations.status_report import report

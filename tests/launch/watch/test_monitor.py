@@ -14,7 +14,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from launch.watch import history as histories
 from launch.watch.history import History
 from launch.watch.monitor import RunMonitor, watch

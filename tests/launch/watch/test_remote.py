@@ -12,8 +12,8 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusAwayError
 from bus.messages import RunRecord
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.publish import Publisher
 from launch.config import RunConfig
 from launch.watch.remote import watch_run
 from tests.launch.messages import actor, evaluation, learner, metrics, storage

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from bus import answers
 from bus.codec import Message, decode, encode
+from bus.connection import answers
 from bus.errors import BusError, UnreadableGroupsError
 from bus.requests import Done, GroupRef, Located, LocateRequest, ReadRequest
 from bus.trajectory import Trajectory, TrajectoryBatch

@@ -6,12 +6,12 @@ from contextlib import closing
 import pytest
 
 from bus.codec import encode
-from bus.consume import Inbox
+from bus.connection.roles import hold_role
 from bus.errors import BusError, FencedError, LostDataError, StorageError
 from bus.messages import Prompt
-from bus.publish import Publisher
 from bus.requests import Issued, IssuedRequest, Unsettled, UnsettledRequest, Waiting
-from bus.roles import hold_role
+from bus.streams.consume import Inbox
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from storage.dispatch.lease_publication import LeasePublication
 from storage.dispatch.ledger import Ledger

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bus.consume import Inbox
+from bus.streams.consume import Inbox
 from storage.dispatch.lease_recovery import LostLeases
 from tests.storage.serving import SHARDS, has, messages, send_groups, send_rejections
 

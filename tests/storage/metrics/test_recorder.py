@@ -12,8 +12,8 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, PolicyManifest
-from bus.publish import Publisher
 from bus.security.permissions import COUNTERS
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from storage.disk.atomic_files import make_directory
 from storage.disk.run_directory import RunDirectory

@@ -8,7 +8,7 @@ import pytest
 
 from bus.codec import encode
 from bus.messages import GroupRejected, Metrics
-from bus.publish import Publisher
+from bus.streams.publish import Publisher
 from storage.config import AdmissionConfig, PromptKeys
 from storage.dispatch.given_groups import Use
 from storage.dispatch.ledger import Ledger

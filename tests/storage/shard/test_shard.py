@@ -10,9 +10,9 @@ import pytest
 from bus.codec import decode, encode
 from bus.errors import BusError, StorageError
 from bus.messages import GroupRejected
-from bus.publish import Publisher
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.server.nats_server import MAX_PAYLOAD
+from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.shard import server
 from storage.store.replay import ReplayStore

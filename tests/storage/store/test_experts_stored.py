@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bus.codec import encode
-from bus.publish import Publisher
 from bus.requests import GroupRef
 from bus.server.nats_server import MAX_PAYLOAD
+from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.reader import ReplayReader
 from storage.store.replay import ReplayStore

@@ -10,8 +10,8 @@ import pytest
 from bus.codec import encode
 from bus.errors import LostDataError, SchemaError
 from bus.images import PlacedImage, image_digest
-from bus.publish import Publisher
 from bus.requests import GroupRef
+from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.reader import ReplayReader
 from storage.store import segments

@@ -15,8 +15,8 @@ from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import Status
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.publish import Publisher
 from launch.config import RunConfig
 from launch.operations import run_status
 from launch.watch.dashboard.open_runs import OpenRuns

@@ -19,11 +19,11 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import RunRecord
-from bus.publish import Publisher
 from bus.security.certificates import make_certificate, pem
 from bus.security.credentials import load_credentials
 from bus.server.nats_server import NatsServer, free_port
 from bus.server.secure_directory import SecureDirectory
+from bus.streams.publish import Publisher
 from bus.topology import ensure
 from launch.config import RunConfig
 from launch.watch.dashboard.access import Address, dashboard_token, refuse_open_dashboard

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bus.blobs import put_only_blob
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import RunRecord
-from bus.publish import Publisher
 from bus.server.nats_server import NatsServer
+from bus.streams.blob_store import put_only_blob
+from bus.streams.publish import Publisher
 from launch.config import RunConfig, validate
 from launch.watch.dashboard.open_runs import OpenRuns
 from launch.watch.dashboard.token_texts import decoder, token_texts

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from bus import consume as consume_module
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.consume import Inbox, consume, consume_received
 from bus.errors import HandBackError, SchemaError
 from bus.messages import DeadLetter, Lease
-from bus.received import Received
+from bus.streams import consume as consume_module
+from bus.streams.consume import Inbox, consume, consume_received
+from bus.streams.received import Received
 from tests.factories import make_lease
 
 pytestmark = pytest.mark.nats

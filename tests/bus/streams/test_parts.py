@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus import consume as consume_module
-from bus import message_parts as parts_module
-from bus import received as received_module
 from bus.codec import Int32Array, Message, decode, encode
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.consume import Inbox, consume, consume_batches
 from bus.errors import BusError, SchemaError
-from bus.message_parts import PART_BYTES, SET, Parts, split
 from bus.messages import DeadLetter
-from bus.publish import Publisher
-from bus.received import Received
 from bus.server.nats_server import MAX_PAYLOAD, NatsServer
+from bus.streams import consume as consume_module
+from bus.streams import message_parts as parts_module
+from bus.streams import received as received_module
+from bus.streams.consume import Inbox, consume, consume_batches
+from bus.streams.message_parts import PART_BYTES, SET, Parts, split
+from bus.streams.publish import Publisher
+from bus.streams.received import Received
 from bus.topology import ensure
 from tests.conftest import RUN, Connect
 
@@ -495,7 +495,7 @@ async def test_stop_gives_the_parts_of_an_incomplete_set_back_at_once(bus: Bus, 
 async def test_sets_survive_kills_of_the_server_between_their_parts(
     server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("bus.streams.publish.ACK_TIMEOUT_S", 0.3)
     messages = [make(f"m{n}", size=3 * PART_BYTES) for n in range(12)]
     publisher, recorder = Publisher(bus), Recorder(until=1000)
     stored: list[str] = []

@@ -17,9 +17,9 @@ from nats.js.errors import NotFoundError
 from bus.codec import M
 from bus.connection import Bus
 from bus.errors import BusError, HandBackError, SchemaError
-from bus.message_parts import Parts
-from bus.received import Received, report_progress, understood, while_reporting_progress
 from bus.security.stream_access import MULTIPLE_ANSWERS_S
+from bus.streams.message_parts import Parts
+from bus.streams.received import Received, report_progress, understood, while_reporting_progress
 from bus.waiting import RETRY_S, cancelled, set_within
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ pulls and polls are rarer than in a small run. All actors together then send abo
 import asyncio
 import time
 
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.messages import Pace, Status
 from bus.waiting import set_within
 

@@ -6,8 +6,8 @@ import sys
 import psutil
 import pytest
 
+from bus.connection.status import peak_rss_bytes, report_status
 from bus.messages import Status
-from bus.status import peak_rss_bytes, report_status
 
 
 @pytest.mark.nats
@@ -41,6 +41,6 @@ async def test_status_comes_at_once_repeatedly_and_a_last_time_at_the_end(bus):
 @pytest.mark.slow
 def test_peak_memory_is_the_programs_own_not_its_parents():
     ballast = bytearray(300 << 20)
-    script = "from bus.status import peak_rss_bytes; print(peak_rss_bytes())"
+    script = "from bus.connection.status import peak_rss_bytes; print(peak_rss_bytes())"
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(child.stdout) < len(ballast) < peak_rss_bytes()

@@ -7,18 +7,17 @@ from collections.abc import Iterator
 import pytest
 from nats.aio.msg import Msg
 
-from bus import answers
-from bus.answers import PART, send_answer
 from bus.codec import Message, encode
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection import Bus, answers
+from bus.connection.answers import PART, send_answer
+from bus.connection.refusal import Refused
 from bus.errors import BusError, StorageError
-from bus.refusal import Refused
 from bus.requests import Done, GroupRef, StoredRequest, Waiting
 from bus.server.nats_server import NatsServer
 from bus.trajectory import TrajectoryBatch
 from soak.link import faulty_link
-from tests.bus.test_connection import ASK
+from tests.bus.connection.test_connection import ASK
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from bus.codec import Json
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.messages import Status
 from bus.waiting import set_within
 

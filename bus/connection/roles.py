@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import structlog
 
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder
 from bus.waiting import cancelled

@@ -7,14 +7,13 @@ import time
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
-import bus.publish
 from bus.connection import Bus
-from bus.consume import Inbox
+from bus.connection.status import report_status
 from bus.errors import BusError
 from bus.messages import Status
-from bus.publish import Publisher
 from bus.server.nats_server import MAX_PAYLOAD, NatsServer
-from bus.status import report_status
+from bus.streams.consume import Inbox
+from bus.streams.publish import HEADER_BYTES, Publisher
 from tests.conftest import Connect
 
 
@@ -36,7 +35,7 @@ async def test_message_is_stored_once_under_its_id(bus: Bus):
 async def test_pipelined_messages_are_stored_once_through_two_kills_of_the_server(
     server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("bus.streams.publish.ACK_TIMEOUT_S", 0.5)
     publisher = Publisher(bus, window=16)
     subject = bus.subject("trajectories", 1)
     finished = asyncio.Semaphore(0)
@@ -64,7 +63,7 @@ async def test_stream_that_stores_nothing_is_complained_of_until_the_server_is_r
     server: NatsServer, bus: Bus, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ):
     """Once a write has failed, nats-server answers whatever is asked, and stores nothing on that stream."""
-    monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("bus.streams.publish.ACK_TIMEOUT_S", 0.1)
     heard: asyncio.Queue[Status] = asyncio.Queue()
     await bus.listen(bus.subject("status", "actor"), Status, heard.put_nowait)
 
@@ -95,8 +94,8 @@ async def test_stream_that_stores_nothing_is_complained_of_until_the_server_is_r
 async def test_server_that_is_away_is_no_stream_that_stores_nothing(
     server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("bus.publish.LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("bus.streams.publish.ACK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("bus.streams.publish.LONGEST_PAUSE_S", 0.1)
     publisher = Publisher(bus)
     await server.kill()
     publishing = asyncio.create_task(publisher.publish(bus.subject("events", "x"), b"x", message_id="a"))
@@ -177,7 +176,7 @@ async def test_largest_message_that_is_not_refused_is_stored(bus: Bus, part_byte
 
 
 def bus_headers(message_id: str) -> int:
-    return bus.publish.HEADER_BYTES + len(message_id)
+    return HEADER_BYTES + len(message_id)
 
 
 @pytest.mark.nats

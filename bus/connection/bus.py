@@ -12,15 +12,15 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus.answers import HEADER_BYTES, PART, is_inbox, read_answer, receive_answer, send_answer
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
 from bus.config import BusConfig, StreamsConfig
-from bus.connect import connected, drain, refuse_other_layout
+from bus.connection.answers import HEADER_BYTES, PART, is_inbox, read_answer, receive_answer, send_answer
+from bus.connection.connect import connected, drain, refuse_other_layout
+from bus.connection.key_bucket import Entry, KeyBucket
+from bus.connection.process_state import ProcessState
+from bus.connection.refusal import GarbledRequestError, Refused
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError, UnsignedError
 from bus.jetstream import JetStream
-from bus.key_bucket import Entry, KeyBucket
-from bus.process_state import ProcessState
-from bus.refusal import GarbledRequestError, Refused
 from bus.requests import Done
 from bus.security.credentials import load_credentials
 from bus.security.record_rules import record_of
@@ -74,7 +74,7 @@ class Bus:
         self.not_storing: set[str] = set()
         """Streams that do not store what this process publishes although the server answers."""
         self.slower = 1.0
-        """Factor by which this process speaks less often without need than in a small run (`bus.pace`)."""
+        """Factor by which this process reports less often than in a small run (`reporting_rate.py`)."""
         self._stop = stop
         self._keys = KeyBucket(self.js, self.topology, signatures)
 

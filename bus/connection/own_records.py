@@ -5,7 +5,7 @@ import asyncio
 import structlog
 
 from bus.codec import Message
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import BusError
 from bus.waiting import set_within
 

@@ -18,9 +18,9 @@ import xxhash
 from nats.aio.msg import Msg
 
 from bus.connection import Bus
-from bus.dead_letters import set_aside
 from bus.errors import BusError, SchemaError
 from bus.security.stream_access import MESSAGE_ID, plain_id
+from bus.streams.dead_letters import set_aside
 from bus.topology import ACK_WAIT_S, DUPLICATE_WINDOW_S
 
 log = structlog.get_logger()

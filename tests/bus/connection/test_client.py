@@ -12,11 +12,11 @@ import nats.errors
 import pytest
 from structlog.testing import capture_logs
 
-from bus import client as of_client
-from bus import connect as connect_module
 from bus.codec import Message
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.connection import client as of_client
+from bus.connection import connect as connect_module
 from bus.errors import BusError
 from bus.messages import RunRecord
 from bus.requests import Done, StoredRequest

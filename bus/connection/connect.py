@@ -11,8 +11,8 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 
-from bus.client import BusClient
 from bus.config import BusConfig, without_credentials
+from bus.connection.client import BusClient
 from bus.errors import BusAwayError, ConfigError
 from bus.security.credentials import BUS_NAME, Credentials
 from bus.security.permissions import inbox_prefix

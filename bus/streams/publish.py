@@ -17,12 +17,12 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
-from bus.answers import HEADER_BYTES
 from bus.connection import Bus
+from bus.connection.answers import HEADER_BYTES
+from bus.connection.status import REMEDY
 from bus.errors import BusAwayError, BusError
-from bus.message_parts import PART_BYTES, split
 from bus.security.stream_access import MESSAGE_ID
-from bus.status import REMEDY
+from bus.streams.message_parts import PART_BYTES, split
 from bus.topology import stream_of
 
 log = structlog.get_logger()

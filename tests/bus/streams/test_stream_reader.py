@@ -6,8 +6,8 @@ import pytest
 
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.publish import Publisher
-from bus.stream_reader import StreamReader
+from bus.streams.publish import Publisher
+from bus.streams.stream_reader import StreamReader
 from bus.topology import ensure
 
 pytestmark = pytest.mark.nats

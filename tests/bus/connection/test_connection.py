@@ -9,14 +9,14 @@ from nats.aio.client import Client
 from structlog.testing import capture_logs
 
 from bus import waiting
-from bus.client import BusClient
 from bus.config import BusConfig
-from bus.connect import connected
 from bus.connection import Bus
+from bus.connection.client import BusClient
+from bus.connection.connect import connected
 from bus.errors import BusAwayError, ConfigError
-from bus.publish import Publisher
 from bus.requests import Done, StoredRequest
 from bus.server.nats_server import NatsServer, free_port
+from bus.streams.publish import Publisher
 from tests.conftest import Connect
 
 ASK = StoredRequest(after=3)

@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 import pytest
 from nats.js.api import ConsumerConfig
 
-from bus import consume as consume_module
-from bus import received as received_module
 from bus.codec import Message, decode, encode
 from bus.connection import Bus
-from bus.consume import Inbox, consume, consume_batches
 from bus.errors import BusError
 from bus.messages import DeadLetter, Lease
-from bus.publish import Publisher
 from bus.requests import Done
 from bus.server.nats_server import MAX_PAYLOAD, NatsServer
+from bus.streams import consume as consume_module
+from bus.streams import received as received_module
+from bus.streams.consume import Inbox, consume, consume_batches
+from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory
 from tests.conftest import Connect
 from tests.factories import make_lease, make_trajectory

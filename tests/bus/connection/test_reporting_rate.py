@@ -6,15 +6,15 @@ import time
 import pytest
 from nats.aio.msg import Msg
 
-from bus import pace as pace_module
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.consume import Inbox
+from bus.connection import reporting_rate as pace_module
+from bus.connection.reporting_rate import follow_pace, tell_pace
+from bus.connection.status import report_status
 from bus.errors import SchemaError
 from bus.messages import Pace, Status
-from bus.pace import follow_pace, tell_pace
 from bus.server.nats_server import NatsServer
-from bus.status import report_status
+from bus.streams.consume import Inbox
 from tests.conftest import Connect
 from tests.factories import make_lease
 

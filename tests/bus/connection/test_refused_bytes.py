@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bus.codec import MAX_DEPTH, decode, encode
+from bus.connection.refusal import Refused
 from bus.errors import SchemaError
 from bus.messages import (
     BlobRef,
@@ -17,7 +18,6 @@ from bus.messages import (
     Prompt,
     RewardGiven,
 )
-from bus.refusal import Refused
 from bus.requests import (
     Done,
     Waiting,

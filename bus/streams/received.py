@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from bus.codec import M, decode
 from bus.connection import Bus
 from bus.errors import SchemaError
-from bus.message_parts import Parts, StreamMessage
+from bus.streams.message_parts import Parts, StreamMessage
 from bus.topology import ACK_WAIT_S
 
 log = structlog.get_logger()

@@ -9,11 +9,10 @@ from contextlib import suppress
 
 import pytest
 
-from bus import roles
-from bus.connection import Bus
+from bus.connection import Bus, roles
+from bus.connection.roles import hold_role, pids_of
 from bus.errors import ConfigError, FencedError
 from bus.messages import RoleHolder
-from bus.roles import hold_role, pids_of
 from bus.server.nats_server import NatsServer
 from tests.conftest import Connect
 

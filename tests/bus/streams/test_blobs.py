@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from bus.blobs import CHUNK_BYTES, delete_blob, get_blob, put_blob
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import BlobRef
-from bus.publish import Publisher
+from bus.streams.blob_store import CHUNK_BYTES, delete_blob, get_blob, put_blob
+from bus.streams.publish import Publisher
 from tests.conftest import Connect
 
 

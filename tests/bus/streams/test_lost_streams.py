@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from bus import lost_streams
 from bus.connection import Bus
-from bus.consume import Inbox
-from bus.lost_streams import keep_streams
-from bus.publish import Publisher
+from bus.streams import lost_streams
+from bus.streams.consume import Inbox
+from bus.streams.lost_streams import keep_streams
+from bus.streams.publish import Publisher
 
 pytestmark = pytest.mark.nats
 

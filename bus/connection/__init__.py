@@ -1,0 +1,3 @@
+from bus.connection.bus import Bus
+
+__all__ = ["Bus"]
