@@ -290,12 +290,18 @@ def test_python_compiles_and_imports_what_is_there(text: str):
 
 @cache
 def defined_in(module: str) -> frozenset[str]:
-    """Names at the top level of one of our modules, which is not imported: torch would take seconds."""
+    """Names that one of our modules defines or exports. It is not imported: torch would take seconds."""
     spec = find_spec(module)
     assert spec is not None, module
     assert spec.origin is not None, module
     tree = ast.parse(Path(spec.origin).read_text())
-    return frozenset(
+    exported = [
+        name
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    ]
+    return frozenset(exported).union(
         name
         for node in tree.body
         for name in (
