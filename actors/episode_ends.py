@@ -3,8 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from bus.codec import Json
-from bus.episode_ends import (
+from bus.actor_counters import (
     FAILED_EPISODES,
     INFRA_FAILED_FRACTION,
     RECENT_EPISODES,
@@ -12,6 +11,7 @@ from bus.episode_ends import (
     failed,
     failed_fraction,
 )
+from bus.codec import Json
 from bus.trajectory import End
 
 RECENT = 1000

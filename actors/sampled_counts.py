@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from actors.environments.base import AgentTrajectory
-from bus.sampled_counts import SampledCounts
+from bus.actor_counters import SampledCounts
 
 
 def sampled_counts(trajectories: Iterable[AgentTrajectory]) -> SampledCounts:

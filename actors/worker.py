@@ -37,12 +37,12 @@ from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.sampled_counts import sampled_counts
 from actors.tools.base import ToolError
 from actors.weights.follow import PolicyFollower
+from bus.actor_counters import SampledCounts
 from bus.connection import Bus
 from bus.errors import EngineError, EngineLostError, HandBackError, SluiceError
 from bus.messages import Lease
 from bus.policy_names import DEFAULT_POLICY
 from bus.requests import LeaseRequest
-from bus.sampled_counts import SampledCounts
 from bus.streams.consume import Inbox, consume_received
 from bus.streams.message_parts import Parts
 from bus.streams.received import Received

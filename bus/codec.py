@@ -25,9 +25,9 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.config import Json as Json
 from bus.decoded_size import MemoryLimit, is_walked
 from bus.errors import SchemaError
-from bus.json_values import Json as Json
 
 MAX_DEPTH = 64
 """Deepest nesting of a `Json` field; MessagePack itself writes at most 511 levels."""

@@ -15,6 +15,8 @@ memory: 4 bytes a token that is kept."""
 LEAST_SHARED = 32
 """Fewest tokens in common for which the learner computes them once. Attention has a call of its own for each
 level of segments that others follow, which a few common tokens are not worth."""
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""Values as JSON has them, which a metadata field may hold."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/,\s]+(?=@)")
 
 

@@ -21,7 +21,6 @@ from bus.images import (
     given_once,
 )
 from bus.kept_sets import KeptSets, check_kept_sets
-from bus.logprob_bounds import extremes, refuse_impossible
 from bus.older_kv import check_older_kv, kv_versions_from
 from bus.policy_names import DEFAULT_POLICY
 
@@ -47,6 +46,11 @@ YOUNGEST = int(np.iinfo(np.int32).max)
 """Larger than any policy version."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest absolute value of a reward: the learner computes in float32."""
+SMALLEST_LOGPROB = -1e4
+"""Least log-prob in nats that an engine may report. A softmax in float32 draws nothing below -104, and even a
+token that a grammar forced is no further from the likeliest than logits can be."""
+LARGEST_LOGPROB = 1e-2
+"""Largest one: above 0 by no more than the rounding of half-precision logits."""
 
 
 class Turn(NamedTuple):
@@ -159,7 +163,7 @@ class Trajectory(Message, tag="trajectory", version=2):
         masked = np.count_nonzero(mask)
         if not masked and self.is_trained:
             raise SchemaError(f"{self.trajectory_id}: there is no token to train on among {lengths[0]}")
-        if not all(map(isfinite, extremes(logprobs))):
+        if not all(map(isfinite, _extremes(logprobs))):
             raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
         versions = self.policy_versions[mask]
         if (len(ids) and ids[ids.argmin()] < 0) or (masked and versions[versions.argmin()] < 0):
@@ -294,7 +298,7 @@ def refuse_impossible_logprobs(trajectory: Trajectory) -> None:
     """Raise `SchemaError` for behaviour log-probs that no engine can have drawn a token with.
 
     To call before a trajectory is stored; what an older build has stored stays readable."""
-    refuse_impossible(trajectory.behaviour_logprobs, trajectory.trajectory_id, trajectory.actor)
+    _refuse_impossible(trajectory.behaviour_logprobs, trajectory.trajectory_id, trajectory.actor)
 
 
 Groups = Sequence[Sequence[Trajectory]]
@@ -346,7 +350,7 @@ class KeptTurn(Message, tag="kept_turn"):
             raise SchemaError(f"{self.name}: there is no such turn")
         if lengths[0] and (self.token_ids.min() < 0 or self.policy_versions.min() < 0):
             raise SchemaError(f"{self.name}: a token id or a version is negative")
-        refuse_impossible(self.behaviour_logprobs, self.name, self.actor)
+        _refuse_impossible(self.behaviour_logprobs, self.name, self.actor)
         check_kept_sets(self.name, self.token_ids, self.kept_counts, self.kept_tokens)
         check_older_kv(self.name, self.older_kv, self.policy_versions)
         row = self.moe_layers * self.experts_per_token * self.expert_bytes
@@ -406,3 +410,26 @@ def _with_images(trajectories: Sequence[Trajectory], changed: ChangeImages) -> t
     if not any(images):  # copies of frozen objects are slow
         return tuple(trajectories)
     return tuple(replace(one, images=found) for one, found in zip(trajectories, changed(images), strict=True))
+
+
+def _refuse_impossible(logprobs: NDArray[np.float32], name: str, actor: str) -> None:
+    """Raise `SchemaError` for log-probs that no engine can have drawn a token with.
+
+    Args:
+        logprobs: float32 [N] nats.
+        name: names their tokens in the error.
+        actor: who sent them."""
+    for logprob in _extremes(logprobs):
+        if not SMALLEST_LOGPROB <= logprob <= LARGEST_LOGPROB:
+            raise SchemaError(
+                f"{name}: a behaviour log-prob is {logprob}, but no engine can have "
+                f"drawn a token outside of {SMALLEST_LOGPROB} to 0 nats",
+                kind="logprob",
+                actor=actor,
+            )
+
+
+def _extremes(values: NDArray[np.float32]) -> list[float]:
+    """Return the least and the largest, none of no values; NaN is both."""
+    # argmin and argmax take a third of the time of min and max
+    return [float(values[values.argmin()]), float(values[values.argmax()])] if len(values) else []

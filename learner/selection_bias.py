@@ -2,8 +2,8 @@
 
 from collections import deque
 
+from bus.actor_counters import SampledCounts
 from bus.messages import Metrics
-from bus.sampled_counts import SampledCounts
 
 STEPS = 32
 """Latest steps over which both sides are compared: an actor's counters come every second, and the data of a

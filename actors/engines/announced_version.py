@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 import nats.errors
 import structlog
 
-from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import PolicyManifest
 from bus.requests import Done
+from bus.weight_requests import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 
 if TYPE_CHECKING:
     import torch

@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bus.actor_counters import failed_fraction
 from bus.codec import Json
-from bus.episode_ends import failed_fraction
 from bus.messages import Status
 from launch.operations.run_status import RunState
 from launch.operations.waiting_reasons import of_role, problems, stage, waits

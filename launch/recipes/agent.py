@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from bus.json_values import Json
+from bus.config import Json
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
 TRAINED, HELD_OUT = 4000, 256

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 
-from bus.json_values import Json
+from bus.config import Json
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
 TRAINED, HELD_OUT, REWORDED = 4000, 256, 128

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bus.json_values import Json
+from bus.config import Json
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
 TOPICS = (

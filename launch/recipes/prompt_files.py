@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from bus.json_values import Json
+from bus.config import Json
 
 PromptRow = Mapping[str, Json]
 PromptFiles = Mapping[str, Sequence[PromptRow]]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from bus.json_values import Json
+from bus.config import Json
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 
 TRAINED, HELD_OUT, EXAMPLES = 200, 20, 2

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from bus.actor_counters import failed_by, failed_fraction
 from bus.codec import Json
-from bus.episode_ends import failed_by, failed_fraction
 from launch.watch.units import UNKNOWN, count, share
 
 

@@ -19,12 +19,12 @@ from typing import Any, Literal
 import structlog
 import torch
 
-from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.process.child_process import module_command
 from bus.requests import Done
+from bus.weight_requests import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from learner.publication.shared_copy import Bucket, Memory, SharedCopy
 from storage.weights.blob_http import own_address
 from storage.weights.tensors import Weights

@@ -23,7 +23,7 @@ import structlog
 import xxhash
 
 from bus.trajectory import Trajectory
-from bus.trajectory_digest import content_digest
+from storage.account.trajectory_digest import content_digest
 from storage.disk.atomic_files import make_directory
 from storage.disk.host_identity import host_identity
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import isfinite
 from time import monotonic
 
+from bus.actor_counters import INFRA_FAILED_FRACTION, RECENT_EPISODES, RECENT_INFRA_FAILED
 from bus.codec import Json
-from bus.episode_ends import INFRA_FAILED_FRACTION, RECENT_EPISODES, RECENT_INFRA_FAILED
 from storage.metrics.records import Record, integer, is_counters, number
 
 COUNTERS_PERIOD_S = 10.0

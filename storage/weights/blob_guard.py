@@ -12,8 +12,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from bus.blob_requests import BlobAccess
 from bus.security.certificates import make_certificate, pem
+from bus.weight_requests import BlobAccess
 
 SERVER_NAME = "sluice-weights"
 """Name in the certificate of every such server, whatever its address."""

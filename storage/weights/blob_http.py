@@ -18,7 +18,6 @@ from aiohttp import web
 from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError
 
-from bus.blob_requests import BlobAccess, BlobAccessAsked
 from bus.blobs import checked
 from bus.codec import Message
 from bus.connection import Bus
@@ -28,6 +27,7 @@ from bus.server.nats_server import is_loopback
 from bus.streams.blob_store import shown_fetch
 from bus.streams.publish import together
 from bus.waiting import RETRY_S, cancelled
+from bus.weight_requests import BlobAccess, BlobAccessAsked
 from storage.disk.atomic_files import Content, Data
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context

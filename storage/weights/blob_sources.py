@@ -15,12 +15,12 @@ from urllib.parse import unquote, urlsplit
 
 import structlog
 
-from bus.blob_requests import BlobAsked, BlobOffer
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError, DamagedError
 from bus.messages import BlobRef
 from bus.streams.blob_store import get_blob
+from bus.weight_requests import BlobAsked, BlobOffer
 from storage.disk.atomic_files import Data, lock_directory, lock_file
 from storage.weights.blob_files import FileBlobs, read_file
 from storage.weights.blob_http import BlobServer, ask_access, download

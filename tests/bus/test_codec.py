@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 import bus
 from bus.agent_rewards import AgentReward
-from bus.blob_requests import BlobAccess, BlobAccessAsked, BlobAsked, BlobOffer
-from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import Message, decode, encode, fast_constructor
 from bus.connection.refusal import Refused
 from bus.device_messages import DeviceHold, DeviceUser
@@ -84,6 +82,17 @@ from bus.trajectory import (
     Trajectory,
     TrajectoryBatch,
     Turn,
+)
+from bus.weight_requests import (
+    BlobAccess,
+    BlobAccessAsked,
+    BlobAsked,
+    BlobOffer,
+    BroadcastBegin,
+    BroadcastEnd,
+    BroadcastWanted,
+    GroupLeft,
+    OfferedBucket,
 )
 from tests.factories import make_lease, make_trajectory, make_turn
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from actors.counters import report_metrics
+from bus.actor_counters import SampledCounts
 from bus.connection import Bus
 from bus.messages import Metrics
-from bus.sampled_counts import SampledCounts
 from bus.security.permissions import COUNTERS
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.metrics import StepReporter

@@ -9,9 +9,9 @@ import structlog
 from actors.engines.announced_version import OFFER_S, Published
 from actors.engines.sglang.client import SglangClient, TooSlowError
 from actors.engines.sglang.server_facts import ServerFacts
-from bus.broadcast_messages import OfferedBucket
 from bus.errors import BusError, ConfigError, EngineError
 from bus.waiting import left_s
+from bus.weight_requests import OfferedBucket
 
 log = structlog.get_logger()
 AGAIN_S = 60.0

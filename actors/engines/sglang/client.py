@@ -27,9 +27,9 @@ from actors.engines.sglang.sent_images import as_json
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY
 from actors.engines.sglang.tensor_files import on_host, pickled
-from bus.broadcast_messages import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import bounded, left_s
+from bus.weight_requests import OfferedBucket
 
 
 class UnreachableError(EngineError):

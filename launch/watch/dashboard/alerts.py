@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from bus.episode_ends import failed_fraction
+from bus.actor_counters import failed_fraction
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.history.retrain import recorded_config

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.learning.cells import Cell
 from benchmarks.whole_runs.curves import smoothed, steps_to_target
 from benchmarks.whole_runs.results import OutcomeLine
-from bus.episode_ends import FAILED_EPISODES
+from bus.actor_counters import FAILED_EPISODES
 from bus.errors import SluiceError
 from storage.metrics.records import Record, integer, is_counters, number
 

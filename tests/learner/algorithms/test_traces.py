@@ -5,8 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from bus.logprob_bounds import LARGEST_LOGPROB, SMALLEST_LOGPROB
-from bus.trajectory import LARGEST_REWARD
+from bus.trajectory import LARGEST_LOGPROB, LARGEST_REWARD, SMALLEST_LOGPROB
 from learner.algorithms.advantages.traces import gae, vtrace
 
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bus.broadcast_messages import BroadcastWanted
 from bus.errors import BusError, TrainingError
+from bus.weight_requests import BroadcastWanted
 from learner.publication import broadcast_process as sender
 from learner.publication import shared_copy
 from learner.publication.broadcast import SPARES, Broadcaster

@@ -14,13 +14,13 @@ import pytest
 import structlog
 import uvloop
 
-from bus.blob_requests import BlobAccess, BlobAccessAsked
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.security.credentials import load_credentials
 from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
+from bus.weight_requests import BlobAccess, BlobAccessAsked
 from storage.weights import blob_http
 from storage.weights.blob_files import file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
