@@ -8,8 +8,8 @@ which answers without any update show."""
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.config import SglangEngineConfig
 from actors.engines.pieces import joined, next_piece
@@ -27,15 +28,23 @@ from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.engine import SglangEngine
 from benchmarks.random_models import random_model, shape
 from bus.codec import Json
-from bus.errors import ConfigError
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.messages import BlobRef, PolicyManifest
+from bus.server import NatsServer
+from learner.publication.broadcast import Broadcaster
+from learner.publication.host_copy import host_tensors
 from learner.world.process_group import device
 from storage.weights.adapter_names import adapter_names
+from storage.weights.tensors import Weights
 
 MODES: Mapping[str, Mapping[str, object]] = {
     "no_updates": {},
     "in_place": {"pause": "in_place"},
     "retract": {"pause": "retract"},
     "drain": {"pause": "drain"},
+    "group": {"update": "group"},
     "adapters": {"adapter": "loaded"},
     "hierarchical_cache": {"server": {"enable_hierarchical_cache": True}},
     "pair": {
@@ -43,10 +52,17 @@ MODES: Mapping[str, Mapping[str, object]] = {
     },
 }
 """Settings of the engine by the name of what is measured; the first has no updates."""
+ATTACHED = {"pause", "update"}
+"""Settings of the engine alone, by which one server serves one mode after another."""
+NO_BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="0" * 32)
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 RANK = 8
+SENT_S = 120.0
+"""Longest wait of the learner's group for the server."""
 SERVED = ServedAdapters(rank=RANK, scale=2.0, modules=ADAPTED, versions=3)
 State = dict[str, Tensor]
+Give = Callable[[State, int], Awaitable[object]]
+"""Has a server take weights of a version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,22 +155,21 @@ def bench_kv_versions(load: Load, engine: SglangEngineConfig, modes: Sequence[st
 
 
 async def _sampled(load: Load, engine: SglangEngineConfig, modes: Sequence[str]) -> dict[str, list[Answer]]:
-    """Return the answers by mode. Modes that differ in the pause alone have one server after one another."""
+    """Return the answers by mode. Modes that need no server of their own have one, one after another."""
     answers: dict[str, list[Answer]] = {}
-    paused = [mode for mode in modes if MODES[mode].keys() <= {"pause"}]
-    if paused:
+    attaching = [mode for mode in modes if MODES[mode].keys() <= ATTACHED]
+    if attaching:
         async with _started(load, _settings(load, engine, {})) as server:
-            for mode in paused:
+            for mode in attaching:
                 settings = SglangEngineConfig(url=server.url, **MODES[mode])
                 async with _started(load, settings) as attached:
                     updates = 0 if mode == "no_updates" else load.updates
-                    answers[mode] = await _answered(replace(load, updates=updates), attached, adapted=False)
+                    answers[mode] = await _answered(replace(load, updates=updates), attached, mode)
     for mode in modes:
-        if mode not in paused:
-            adapted = mode == "adapters"
+        if mode not in attaching:
             settings = _settings(load, engine, MODES[mode])
-            async with _started(load, settings, served=SERVED if adapted else None) as started:
-                answers[mode] = await _answered(load, started, adapted=adapted)
+            async with _started(load, settings, served=SERVED if mode == "adapters" else None) as started:
+                answers[mode] = await _answered(load, started, mode)
     return answers
 
 
@@ -184,10 +199,10 @@ async def _started(
             await engine.close()
 
 
-async def _answered(load: Load, engine: SglangEngine, *, adapted: bool) -> list[Answer]:
+async def _answered(load: Load, engine: SglangEngine, mode: str) -> list[Answer]:
     """Return what a server answers while it gets all versions, each after as many answers."""
     answers, progress = list[Answer](), asyncio.Event()
-    policy = Policy(load, adapted=adapted)
+    policy = Policy(load, adapted=mode == "adapters")
     requests = load.requests(shape(load.model).vocab_size)
 
     async def ask() -> None:
@@ -195,17 +210,47 @@ async def _answered(load: Load, engine: SglangEngine, *, adapted: bool) -> list[
             answers.append(Answer(request.token_ids, await _whole(engine, request)))
             progress.set()
 
-    await engine.load_weights(policy.published, 0)
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(load.at_once):
-            tasks.create_task(ask())
-        while policy.version < load.updates:
-            while len(answers) < (policy.version + 1) * load.answers // (load.updates + 1):
-                progress.clear()
-                await progress.wait()
-            policy.update()
-            await engine.load_weights(policy.published, policy.version)
+    giving = _in_group(engine) if mode == "group" else nullcontext(engine.load_weights)
+    async with giving as give:
+        await give(policy.published, 0)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(load.at_once):
+                tasks.create_task(ask())
+            while policy.version < load.updates:
+                while len(answers) < (policy.version + 1) * load.answers // (load.updates + 1):
+                    progress.clear()
+                    await progress.wait()
+                policy.update()
+                await give(policy.published, policy.version)
     return answers
+
+
+@asynccontextmanager
+async def _in_group(engine: SglangEngine) -> AsyncIterator[Give]:
+    """Give an engine weights as the learner of its cluster does."""
+    announced: list[Weights] = []
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
+        async with (
+            NatsServer(Path(directory)) as server,
+            Bus.connect(BusConfig(url=server.url), "bench", name="bench") as bus,
+        ):
+            sending = Broadcaster(bus, lambda: announced[-1], incarnation="bench", timeout_s=SENT_S)
+            await sending.start()
+
+            async def not_fetched(manifest: PolicyManifest) -> State:
+                raise BusError(f"version {manifest.policy_version} did not come by the group")
+
+            async def give(state: State, version: int) -> None:
+                announced[:] = [Weights.of(version, host_tensors(state))]
+                manifest = PolicyManifest(
+                    policy_version=version, incarnation="bench", snapshot=NO_BLOB, model=NO_BLOB, stage="rl"
+                )
+                await engine.load_published(Published(bus, manifest, not_fetched))
+
+            try:
+                yield give
+            finally:
+                await sending.close()
 
 
 async def _whole(engine: SglangEngine, request: GenerationRequest) -> Generation:

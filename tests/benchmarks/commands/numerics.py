@@ -51,7 +51,7 @@ def bench_on_policy(
 def bench_kv_versions(
     *,
     model: Model = "tiny",
-    modes: Annotated[str, Parameter(name="--modes")] = "no_updates,in_place,retract,drain,adapters",
+    modes: Annotated[str, Parameter(name="--modes")] = "no_updates,in_place,retract,drain,group,adapters",
     answers: int = 1000,
     updates: int = 20,
     lr: float = 1e-3,
@@ -68,8 +68,8 @@ def bench_kv_versions(
     model
         Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b.
     modes
-        What is measured, with commas: no_updates, in_place, retract, drain, adapters, hierarchical_cache,
-        pair.
+        What is measured, with commas: no_updates, in_place, retract, drain, group, adapters,
+        hierarchical_cache, pair.
     answers
         Number of answers in each mode.
     updates

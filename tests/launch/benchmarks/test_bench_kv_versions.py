@@ -38,8 +38,9 @@ def check(load: Load, mode: str) -> dict[str, float]:
 @pytest.mark.nightly
 @pytest.mark.sglang
 @pytest.mark.timeout(420)
-def test_requests_that_wait_over_updates_find_no_prefixes_of_older_weights():
-    figures = check(SMALL, "in_place")
+@pytest.mark.parametrize("mode", ["in_place", "group"])
+def test_requests_that_wait_over_updates_find_no_prefixes_of_older_weights(mode):
+    figures = check(SMALL, mode)
     assert figures["older_kv_tokens"] > 0, "what runs over an update is marked"
     assert figures["older_kv_largest_nats"] > 10 * MOST_NATS, "and differs, so that a mistake would show"
 
@@ -57,7 +58,7 @@ def test_what_is_computed_again_after_an_update_is_fresh():
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "hierarchical_cache"])
 def test_a_thousand_answers_over_twenty_updates(mode):
     figures = check(Load(), mode)  # SGLang's hierarchical cache does not start on a CPU
-    assert (figures["older_kv_tokens"] > 0) == (mode in ("in_place", "pair"))
+    assert (figures["older_kv_tokens"] > 0) == (mode in ("in_place", "group", "pair"))
 
 
 def test_a_token_of_other_weights_than_it_names_shows():
