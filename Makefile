@@ -10,6 +10,9 @@ STAMP := $(VENV)/.installed
 SGLANG := .venv-sglang
 SGLANG_CPU := actors/engines/sglang/cpu
 SGLANG_STAMP := $(SGLANG)/.installed
+# SGLang for NVIDIA GPUs, in the same place: several GB.
+SGLANG_GPU := actors/engines/sglang/gpu
+SGLANG_GPU_STAMP := $(SGLANG)/.installed-gpu
 # Tests start many processes. Where compiled modules are not kept, each of them compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # In the order of tests/conftest.py, which puts the longest files first.
@@ -18,7 +21,7 @@ PROCESSORS := $$(getconf _NPROCESSORS_ONLN)
 # Files with tests of a marker, so that others need not be collected. tests/conftest.py sees that files name it.
 files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 
-.PHONY: demo test test-slow test-nightly test-sglang mutants check lint types imports docs install sglang clean
+.PHONY: demo test test-slow test-nightly test-sglang mutants check lint types imports docs install sglang sglang-gpu clean
 
 demo: install
 	$(BIN)/launch local --preset sort
@@ -75,6 +78,15 @@ $(SGLANG_STAMP): $(addprefix $(SGLANG_CPU)/,requirements.txt sitecustomize.py sg
 	cp -R $(SGLANG_CPU)/sgl_kernel $(SGLANG_CPU)/sitecustomize.py $$($(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 	-$(CC) -shared -fPIC -Wl,-soname,libibverbs.so.1 -Wl,--version-script=$(SGLANG_CPU)/ibverbs.map -o $(SGLANG)/lib/libibverbs.so.1 $(SGLANG_CPU)/ibverbs.c
 	touch $(SGLANG_STAMP)
+
+sglang-gpu: $(SGLANG_GPU_STAMP)
+
+$(SGLANG_GPU_STAMP): $(SGLANG_GPU)/requirements.txt
+	@test ! -e $(SGLANG_STAMP) || { echo "$(SGLANG) holds SGLang for the CPU: remove it, or name another place, as in make sglang-gpu SGLANG=DIR" >&2; exit 1; }
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@echo "Installing SGLang for NVIDIA GPUs into $(SGLANG): several GB to fetch."
+	$(SGLANG)/bin/pip install --quiet $(PIP_FLAGS) --requirement $(SGLANG_GPU)/requirements.txt
+	touch $(SGLANG_GPU_STAMP)
 
 clean:
 	rm -rf $(VENV) $(SGLANG) runs
