@@ -7,14 +7,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
+from learner.backends.model_loading import load_hf_directory
 from learner.data.demonstrations import Demonstrations
 from learner.model_directories.lazy_weights import State
-from learner.model_directories.model_directory import (
-    load_hf_directory,
-    load_tokenizer,
-    raw_config,
-    refuse_other_vocabulary,
-)
+from learner.model_directories.model_directory import load_tokenizer, raw_config, refuse_other_vocabulary
 from learner.publication.whole_model import WholeModel
 from learner.scratch_model import ensure_model_directory
 from learner.settings import LearnerSettings

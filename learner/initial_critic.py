@@ -2,8 +2,9 @@
 
 from bus.errors import ConfigError
 from learner.backends.base import CriticSource
+from learner.backends.model_loading import load_hf_directory
 from learner.initial import Initial
-from learner.model_directories.model_directory import load_hf_directory, other_tokens
+from learner.model_directories.model_directory import other_tokens
 from learner.settings import LearnerSettings
 
 

@@ -1,7 +1,7 @@
-"""Tells which backend trains: only this module and suitability.py import a backend from outside."""
+"""Tells which backend trains: only this module, suitability.py and model_loading.py import a
+backend from outside."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from bus.errors import ConfigError
 from learner.backends.base import Backend, CriticSource
 from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.torch_dist import is_checkpoint, model_in
 from learner.backends.megatron.layout import refuse_world
 from learner.backends.megatron.model.windows import (
     refuse_shared_sinks,
@@ -25,7 +24,6 @@ from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.sglang_kernels.kernels import load_kernels
 from learner.backends.trainable import TrainableWeights
-from learner.checkpoint.manifest import is_written_by
 from learner.config.backend import BackendName
 from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
@@ -34,7 +32,7 @@ from learner.config.model import ModelConfig
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
-from learner.model_directories.lazy_weights import LazyWeights, State, spec_of
+from learner.model_directories.lazy_weights import State, spec_of
 from learner.publication.dtypes import compute_dtype, published_dtype
 from learner.world.process_group import init_process_group
 from storage.images.reader import ImageReader
@@ -197,17 +195,3 @@ def rounding_of(learner: LearnerConfig, model: ModelConfig) -> Rounding | None:
     if not learner.quantisation_aware:
         return None
     return Rounding(FORMATS[learner.publication.quantisation], published_dtype(learner, model))
-
-
-def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> LazyWeights | None:
-    """Open the weights of a checkpoint that a backend wrote; None where `directory` is none.
-
-    Raises `StorageError` when its metadata is unreadable or lacks a tensor.
-    """
-    if not is_checkpoint(directory):
-        return None
-    if is_written_by("fsdp", directory):
-        from learner.backends.fsdp.checkpoint_weights import CheckpointWeights  # like the trainer above
-
-        return CheckpointWeights(directory, hf_config)
-    return model_in(directory, hf_config)

@@ -5,8 +5,8 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError, listed
-from learner.backends.megatron.conversion.convert import refuse_misfits
 from learner.backends.megatron.conversion.families import shape_of
+from learner.backends.megatron.conversion.misfits import refuse_misfits
 from learner.backends.megatron.conversion.torch_dist import is_checkpoint
 from learner.backends.megatron.model.model import unsuitable
 from learner.backends.megatron.model.requirements import unsupported

@@ -14,9 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
 from bus.process.work_progress import tracked
-from learner.backends.factory import checkpoint_weights
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
-from learner.model_directories.text_model import text_weights
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.model_reading import AGAIN, read_config, read_tokenizer, refusing
 from storage.weights.output_head import has_other_head
@@ -88,17 +86,6 @@ class HFWeights(LazyWeights):
             known = ", ".join(self._dtypes)
             raise ConfigError(f"{self._file_of[name]}: {name} is {dtype}, not one of {known}")
         return Spec(shape, self._dtypes[dtype])
-
-
-def load_hf_directory(path: Path) -> tuple[PretrainedConfig, LazyWeights]:
-    """Read `config.json`, and open the weights: one safetensors file, an index of several, or a checkpoint.
-
-    Weights are read when they are looked up. Of a multimodal model that is not trained as a whole these are
-    the text model's. Raises `ConfigError` when something is missing or unreadable.
-    """
-    hf_config = load_hf_config(path)
-    found = checkpoint_weights(path, hf_config)
-    return hf_config, text_weights(HFWeights(path), hf_config) if found is None else found
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:

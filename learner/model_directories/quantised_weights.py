@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
+from learner.host_memory.host_tensors import NAMES, host_tensors
 from learner.model_directories.lazy_weights import LazyWeights, Spec
-from learner.publication.host_copy import NAMES, host_tensors
 from storage.weights.fp8 import TASK_ELEMENTS, Blocks, dequantised
 from storage.weights.quantisation import FileFormat, is_quantised, scale_names, weight_of
 from storage.weights.quantised_tensors import quantised

@@ -12,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends.base import Adapters, Backend, Exported
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication.announcement import AdapterBase
 from learner.publication.transfer import host_memory
 from learner.publication.whole_model import WholeModel
 from learner.world.process_group import device
-from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor, Weights
+from storage.weights.tensors import HostTensor, Weights
 
-NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
-"""Name of each torch dtype in safetensors."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SHORT_BYTES = 512 << 20
 """Size up to which a CPU copies in the calling thread: waking another takes a tenth as long or more."""
 
@@ -143,16 +141,6 @@ class _Buffers:
             for name, tensor in weights.unchanging():
                 self.tensors[name].copy_(tensor)
             self._unchanging = weights.unchanging
-
-
-def host_tensors(state: Mapping[str, Tensor]) -> dict[str, HostTensor]:
-    """Return the same memory as words; tensors must be contiguous and on the host."""
-    found = {}
-    for name, tensor in state.items():
-        size = tensor.element_size()
-        words = tensor.detach().reshape(-1).view(INTEGERS[size]).numpy().view(WORD[size])
-        found[name] = HostTensor(NAMES[tensor.dtype], tuple(tensor.shape), words)
-    return found
 
 
 def _recorded() -> torch.cuda.Event:

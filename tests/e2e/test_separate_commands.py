@@ -23,10 +23,10 @@ from bus.security.permissions import ROLES
 from bus.server.nats_server import free_port
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
-from learner.model_directories.model_directory import load_hf_directory
 from storage.disk.checkpoints import latest as latest_checkpoint
 from storage.store.replay import ReplayStore
 from tests.e2e.commands import SMALL, Command, wait_until, with_steps

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bus.errors import ConfigError, StorageError
-from learner.model_directories.model_directory import load_hf_directory
+from learner.backends.model_loading import load_hf_directory
 from learner.model_directories.mxfp4_weights import decoded
 from learner.model_directories.quantised_directory import dequantise
 from tests.learner.backends.model.built import built_from

@@ -16,14 +16,10 @@ from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.model.model import build_model
+from learner.backends.model_loading import load_hf_directory
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import (
-    HFWeights,
-    load_hf_config,
-    load_hf_directory,
-    save_hf_directory,
-)
+from learner.model_directories.model_directory import HFWeights, load_hf_config, save_hf_directory
 from learner.model_directories.text_directory import convert_text_model
 from learner.publication.host_copy import HostCopy
 from learner.publication.whole_model import WholeModel

@@ -24,7 +24,7 @@ from actors.opponents.weights import PublishedWeights, manifest_at
 from actors.policy.policy import Policy
 from bus.errors import ConfigError
 from learner.config.publication import PublicationConfig
-from learner.publication.host_copy import host_tensors
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication.publisher import WeightPublisher
 from learner.scratch_model import character_tokenizer
 from storage.weights.blob_sources import Blobs

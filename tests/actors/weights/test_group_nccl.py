@@ -12,8 +12,8 @@ import torch
 
 from actors.engines.announced_version import Published
 from bus.messages import BlobRef, PolicyManifest
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication.broadcast import AS_SGLANG, Broadcaster
-from learner.publication.host_copy import host_tensors
 from storage.weights.tensors import Weights
 
 pytestmark = [pytest.mark.nats, pytest.mark.multi_gpu, pytest.mark.timeout(300)]

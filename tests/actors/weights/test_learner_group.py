@@ -20,8 +20,8 @@ from actors.weights.follow import PolicyFollower
 from bus.errors import BusError, ConfigError, EngineError, WeightsKeptError
 from bus.messages import BlobRef, PolicyManifest, SnapshotWanted
 from learner.config.publication import PublicationConfig
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication.broadcast import Broadcaster
-from learner.publication.host_copy import host_tensors
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs

@@ -16,8 +16,8 @@ from bus.messages import DeltaRef
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from learner.config.publication import PublicationConfig
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication import publisher as publishing
-from learner.publication.host_copy import host_tensors
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs, blob_store

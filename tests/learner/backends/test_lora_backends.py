@@ -13,6 +13,7 @@ from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.lora import refuse_other_adapters, saved_settings
 from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import load_hf_directory
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
@@ -20,7 +21,6 @@ from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import load_hf_directory
 from storage.disk.checkpoints import latest
 from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model

@@ -18,7 +18,8 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.publication.host_copy import HostCopy, host_tensors
+from learner.host_memory.host_tensors import host_tensors
+from learner.publication.host_copy import HostCopy
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model

@@ -11,13 +11,13 @@ from bus.errors import ConfigError
 from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import load_hf_directory
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import load_hf_directory
 from learner.publication.host_copy import HostCopy
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.mtp_reference import BEHIND_FAMILIES, FAMILIES, LAYER, ReferenceHead, by_day

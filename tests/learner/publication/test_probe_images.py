@@ -15,11 +15,12 @@ from bus.codec import decode, encode
 from bus.errors import SchemaError
 from bus.messages import BlobRef, PolicyManifest, Probe
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.model_loading import load_hf_directory
 from learner.backends.trainable import TrainableWeights
 from learner.config.model import ScratchVision
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import load_hf_config, load_hf_directory
+from learner.model_directories.model_directory import load_hf_config
 from learner.publication.probe import probe_samples, scored_probe
 from storage.images.reader import ImageReader
 from tests.learner.tiny import TIS

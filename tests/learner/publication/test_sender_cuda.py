@@ -6,9 +6,9 @@ import gc
 import pytest
 import torch
 
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication import shared_copy
 from learner.publication.broadcast_process import Source
-from learner.publication.host_copy import host_tensors
 from learner.publication.shared_copy import SharedCopy
 from storage.weights.tensors import Weights
 

@@ -10,11 +10,11 @@ import torch
 
 from bus.errors import BusError, TrainingError
 from bus.weight_requests import BroadcastWanted
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication import broadcast_process as sender
 from learner.publication import shared_copy
 from learner.publication.broadcast import SPARES, Broadcaster
 from learner.publication.broadcast_process import KEPT, LEFT_BYTES, Source
-from learner.publication.host_copy import host_tensors
 from learner.publication.shared_copy import ALIGNED, Memory, SharedCopy
 from storage.weights.tensors import Weights
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PretrainedConfig
 
-from bus.errors import ConfigError, listed
+from bus.errors import ConfigError
 from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule, Shape, as_it_came, nothing
 from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.conversion.misfits import refuse_misfits
 from learner.backends.megatron.conversion.published import load_published
 from learner.backends.megatron.conversion.stacks import stacks_of, unstacked
 from learner.backends.megatron.conversion.torch_dist import (
@@ -22,6 +22,7 @@ from learner.backends.megatron.conversion.torch_dist import (
 )
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
+from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.manifest import (
     MANIFEST,
     damaged_files,
@@ -44,7 +45,6 @@ from learner.model_directories.model_directory import (
     copy_tokenizer,
     has_tokenizer,
     load_hf_config,
-    load_hf_directory,
     load_tokenizer,
     refuse_other_vocabulary,
     save_hf_directory,
@@ -172,31 +172,3 @@ def _whole(rule: Rule, shape: Shape, state: LazyWeights) -> Spec:
 def _refuse_unsupported(hf_config: PretrainedConfig) -> None:
     if problems := unsupported(hf_config):
         raise ConfigError("cannot convert this model:\n" + "\n".join(f"- {problem}" for problem in problems))
-
-
-def refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeights) -> None:
-    """Raise `ConfigError` for weights that are not those which transformers would save for this
-    configuration."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-    expected = {name: t.shape for name, t in revert_weight_conversion(model, model.state_dict()).items()}
-    if hf_config.tie_word_embeddings:
-        expected = {name: size for name, size in expected.items() if name not in OUTPUT.parts}
-    missing = [f"missing {name} {list(size)}" for name, size in expected.items() if name not in state]
-    ignored = (*OUTPUT.parts,) if hf_config.tie_word_embeddings else ()
-    beside = family_of(hf_config).beside
-    unexpected = [
-        f"unexpected {name}"
-        for name in state
-        if name not in expected
-        and name not in ignored
-        and not name.endswith("rotary_emb.inv_freq")
-        and not beside(name)
-    ]
-    others = [
-        f"{name} is {list(state.spec(name).shape)}, not {list(size)}"
-        for name, size in expected.items()
-        if name in state and state.spec(name).shape != tuple(size)
-    ]
-    if problems := [listed(of_kind, 6) for of_kind in (missing, unexpected, others) if of_kind]:
-        raise ConfigError(f"the weights in {source} do not fit its config.json:\n" + "\n".join(problems))

@@ -7,14 +7,9 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from learner.backends.model_loading import load_hf_directory
 from learner.model_directories.lazy_weights import LazyWeights
-from learner.model_directories.model_directory import (
-    ALIASES,
-    STORED_DTYPES,
-    HFWeights,
-    load_hf_directory,
-    raw_config,
-)
+from learner.model_directories.model_directory import ALIASES, STORED_DTYPES, HFWeights, raw_config
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
 from storage.model_reading import AGAIN, refusing
 from storage.weights.fp8 import Blocks

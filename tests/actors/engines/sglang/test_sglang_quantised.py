@@ -20,7 +20,7 @@ from actors.engines.sglang.weights import HeldWeights
 from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
-from learner.publication.host_copy import host_tensors
+from learner.host_memory.host_tensors import host_tensors
 from storage.weights.quantisation import FORMATS, quantisation_config, with_scales
 from storage.weights.quantised_tensors import quantised
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy

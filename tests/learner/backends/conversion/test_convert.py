@@ -17,11 +17,12 @@ from learner.backends.megatron.conversion.convert import hf_to_megatron, megatro
 from learner.backends.megatron.core import dist_checkpointing
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import load_hf_config, load_hf_directory
+from learner.model_directories.model_directory import load_hf_config
 from learner.scratch_model import character_tokenizer
 from storage.weights.model_files import bundle
 from storage.weights.output_head import has_other_head

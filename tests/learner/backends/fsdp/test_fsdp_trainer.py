@@ -11,13 +11,13 @@ import torch.distributed as dist
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import load_hf_directory
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import load_hf_directory
 from storage.disk.checkpoints import latest
 from tests.learner.backends.fsdp.families import family_model
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model

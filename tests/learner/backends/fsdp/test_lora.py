@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.model_directories.adapter_directory import write_adapter
-from learner.model_directories.model_directory import load_hf_directory
 from storage.disk.checkpoints import latest
 from tests.learner.lora_reference import LINEAR, PEFT, adapt, tensors_of
 from tests.learner.reference import reference_optimizer, reference_step

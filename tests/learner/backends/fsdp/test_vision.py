@@ -16,6 +16,7 @@ from bus.errors import ConfigError
 from learner.backends.factory import build_backend
 from learner.backends.fsdp import vision
 from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.model_loading import load_hf_directory
 from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
@@ -23,7 +24,6 @@ from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import Sample, micro_batch_of, pack
-from learner.model_directories.model_directory import load_hf_directory
 from learner.publication.host_copy import HostCopy
 from learner.scoring.logprobs import score
 from storage.disk.checkpoints import latest

@@ -19,14 +19,15 @@ from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.commit import save_checkpoint
 from learner.config.batch import BatchConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.model_directories.model_directory import load_hf_directory
-from learner.publication.host_copy import HostCopy, host_tensors
+from learner.host_memory.host_tensors import host_tensors
+from learner.publication.host_copy import HostCopy
 from tests.learner.backends.model.built import built_from, logits_of_both
 from tests.learner.tiny import (
     TIS,

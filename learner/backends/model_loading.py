@@ -1,0 +1,28 @@
+"""Opens the model of a directory: that of Hugging Face files, or of a checkpoint that a backend wrote."""
+
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.torch_dist import is_checkpoint, model_in
+from learner.checkpoint.manifest import is_written_by
+from learner.model_directories.lazy_weights import LazyWeights
+from learner.model_directories.model_directory import HFWeights, load_hf_config
+from learner.model_directories.text_model import text_weights
+
+
+def load_hf_directory(path: Path) -> tuple[PretrainedConfig, LazyWeights]:
+    """Read `config.json`, and open the weights: one safetensors file, an index of several, or a checkpoint.
+
+    Weights are read when they are looked up. Of a multimodal model that is not trained as a whole these are
+    the text model's. Raises `ConfigError` when something is missing or unreadable, and `StorageError` for a
+    checkpoint whose metadata is unreadable or lacks a tensor.
+    """
+    hf_config = load_hf_config(path)
+    if not is_checkpoint(path):
+        return hf_config, text_weights(HFWeights(path), hf_config)
+    if is_written_by("fsdp", path):
+        from learner.backends.fsdp.checkpoint_weights import CheckpointWeights  # imports much of transformers
+
+        return hf_config, CheckpointWeights(path, hf_config)
+    return hf_config, model_in(path, hf_config)
