@@ -12,8 +12,8 @@ import torch
 
 from bus.process.host_limits import memory_bytes
 from learner.config.batch import DEFAULT_TOKENS
+from learner.model_directories.dtypes import compute_dtype
 from learner.model_directories.model_directory import load_hf_config
-from learner.publication.dtypes import compute_dtype
 from learner.settings import LearnerSettings
 
 log = structlog.get_logger()

@@ -9,6 +9,7 @@ from learner.backends.base import Backend
 from learner.backends.factory import build_backend, rounding_of
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig
+from learner.distributed.process_group import use_threads
 from learner.initial import Initial
 from learner.initial_critic import critic_source
 from learner.progress import Progress
@@ -16,7 +17,6 @@ from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.settings import LearnerSettings
 from learner.unfit_settings import refuse_unfit
 from learner.warmup import finish_warm_up
-from learner.world.process_group import use_threads
 
 log = structlog.get_logger()
 

@@ -19,18 +19,18 @@ from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
 from learner.backends.quantised.matmul import refuse_gpu
 from learner.checkpoint.commit import read_extra
-from learner.checkpoint.newest import newest_whole
+from learner.checkpoint.newest_checkpoint import newest_whole
 from learner.config.learner import LearnerConfig
+from learner.distributed.process_group import world_rank, world_size
 from learner.initial import prepare
+from learner.model_directories.dtypes import published_bytes, published_dtype
 from learner.progress import Progress
-from learner.publication.dtypes import published_bytes, published_dtype
 from learner.restore import restore_backend
 from learner.scoring.served_teachers import refuse_other_teachers
 from learner.settings import LearnerSettings
 from learner.train import Learner
 from learner.world.channel import Channel
 from learner.world.hosts import refuse_unshared
-from learner.world.process_group import world_rank, world_size
 from learner.world.rank import Rank, in_thread
 from learner.world.world import World
 from storage.client.reader import ReplayReader

@@ -25,11 +25,11 @@ from learner.colocation import Device
 from learner.data.batches import StepBatch
 from learner.evaluation import HeldOut
 from learner.metrics import StepReporter, batch_values, read_values, step_values
+from learner.model_directories.dtypes import published_dtype
 from learner.next_batch import NextBatch
 from learner.policy_alarm import PolicyAlarm
 from learner.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
-from learner.publication.dtypes import published_dtype
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
 from learner.publication.unchanged import why_unchanged

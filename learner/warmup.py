@@ -7,10 +7,10 @@ from learner.backends.base import Backend, StepResult
 from learner.config.loss import SFTLoss
 from learner.data.data_parallel import equally_many
 from learner.data.demonstrations import Demonstrations
+from learner.distributed.process_group import use_threads
 from learner.progress import Progress
 from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.settings import LearnerSettings
-from learner.world.process_group import use_threads
 
 
 def warm_up_step(

@@ -30,7 +30,7 @@ def hf_to_megatron(source: Path, target: Target) -> None:
     source
         Directory with config.json, safetensors files, and a tokenizer if there is one.
     """
-    from learner.backends.megatron.conversion.convert import hf_to_megatron
+    from learner.convert.megatron import hf_to_megatron
 
     configure_logging()
     print(hf_to_megatron(source, target))  # noqa: T201 - the user's terminal
@@ -47,7 +47,7 @@ def megatron_to_hf(source: Path, target: Target, *, model: Path | None = None) -
     model
         Hugging Face directory whose configuration and tokenizer are copied; without it the checkpoint's.
     """
-    from learner.backends.megatron.conversion.convert import megatron_to_hf
+    from learner.convert.megatron import megatron_to_hf
 
     configure_logging()
     print(megatron_to_hf(source, target, model))  # noqa: T201 - the user's terminal
@@ -64,7 +64,7 @@ def fsdp_to_hf(source: Path, target: Target, *, model: Path | None = None) -> No
     model
         Hugging Face directory whose configuration and tokenizer are copied; without it the checkpoint's.
     """
-    from learner.backends.fsdp.convert import fsdp_to_hf
+    from learner.convert.fsdp import fsdp_to_hf
 
     configure_logging()
     print(fsdp_to_hf(source, target, model))  # noqa: T201 - the user's terminal
@@ -85,7 +85,7 @@ def gguf(file: Path, target: Target, *, dtype: Literal["bfloat16", "float32"] = 
     """
     import torch
 
-    from learner.model_directories.gguf_file import convert_gguf
+    from learner.convert.gguf_file import convert_gguf
 
     configure_logging()
     print(convert_gguf(file, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal
@@ -94,7 +94,7 @@ def gguf(file: Path, target: Target, *, dtype: Literal["bfloat16", "float32"] = 
 @convert.command(usage="Usage: launch convert text-model SOURCE TARGET")
 def text_model(source: ModelDirectory, target: Target) -> None:
     """Write the text model inside a multimodal one, with its tokenizer, as a Hugging Face directory."""
-    from learner.model_directories.text_directory import convert_text_model
+    from learner.convert.text_directory import convert_text_model
 
     configure_logging()
     print(convert_text_model(source, target))  # noqa: T201 - the user's terminal
@@ -116,7 +116,7 @@ def quantise(
         one for each tensor. In compressed-tensors' layouts, `fp8_channel` has one for each row, and `int4`,
         symmetric, one for each 128 columns of a row.
     """
-    from learner.model_directories.quantised_directory import quantise
+    from learner.convert.quantised_directory import quantise
 
     configure_logging()
     print(quantise(source, target, to))  # noqa: T201 - the user's terminal
@@ -135,7 +135,7 @@ def dequantise(
     """
     import torch
 
-    from learner.model_directories.quantised_directory import dequantise
+    from learner.convert.quantised_directory import dequantise
 
     configure_logging()
     print(dequantise(source, target, getattr(torch, dtype)))  # noqa: T201 - the user's terminal

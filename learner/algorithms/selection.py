@@ -19,7 +19,7 @@ from learner.config.correction import SecondMoment
 from learner.config.learner import LearnerConfig
 from learner.config.loss import ClipCovLoss, KLCovLoss
 from learner.data.packing import Sample
-from learner.world.process_group import device, gathered_columns
+from learner.distributed.process_group import device, gathered_columns
 
 Floats = NDArray[np.float64]
 Picked = NDArray[np.bool_]

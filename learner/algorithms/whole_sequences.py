@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.tokens import LossTokens
-from learner.world.process_group import gathered_columns
+from learner.distributed.process_group import gathered_columns
 
 OfTokens = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
 """Takes values of tokens, [N] each, and last the sequence of each token [N]; returns weights [N], which

@@ -32,9 +32,9 @@ from learner.config.model import ModelConfig
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
+from learner.distributed.process_group import init_process_group
+from learner.model_directories.dtypes import compute_dtype, published_dtype
 from learner.model_directories.lazy_weights import State, spec_of
-from learner.publication.dtypes import compute_dtype, published_dtype
-from learner.world.process_group import init_process_group
 from storage.images.reader import ImageReader
 from storage.weights.quantisation import FORMATS, refuse_unsuitable
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from learner.host_memory.transfer import host_memory
 from learner.model_directories.lazy_weights import State
-from learner.publication.transfer import host_memory
 
 Weights = list[dict[str, Tensor]]
 """Weights of each piece of the model on this rank, by the names of its parameters."""

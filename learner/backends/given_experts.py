@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import TrainingError
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 
 class GivenExperts:

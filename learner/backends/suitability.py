@@ -14,8 +14,8 @@ from learner.config.backend import BackendName
 from learner.config.model import ModelConfig
 from learner.config.mtp import MtpConfig
 from learner.config.parallel import ParallelConfig
+from learner.model_directories.dtypes import compute_dtype
 from learner.model_directories.lazy_weights import LazyWeights, State
-from learner.publication.dtypes import compute_dtype
 from storage.model_reading import refusing
 
 

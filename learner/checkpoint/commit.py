@@ -1,8 +1,8 @@
 """The learner's state in checkpoint directories (storage/disk/checkpoints.py), whatever backend trains.
 
-Each holds the backend's files, the model's `config.json` and a manifest (learner/checkpoint/manifest.py) with
-where the backend stands and what the caller wants kept with them. A directory gets its name when all of it is
-on disk.
+Each holds the backend's files, the model's `config.json` and a manifest with where the backend stands and what
+the caller wants kept with them (learner/model_directories/checkpoint_manifest.py). A directory gets its name
+when all of it is on disk.
 """
 
 import time
@@ -18,7 +18,8 @@ from pydantic import JsonValue
 from bus.errors import ConfigError, StorageError
 from bus.process.work_progress import long_work
 from learner.backends.base import Backend, StagedFiles
-from learner.checkpoint.manifest import (
+from learner.distributed.process_group import gathered
+from learner.model_directories.checkpoint_manifest import (
     amend_manifest,
     damaged_files,
     differences,
@@ -29,7 +30,6 @@ from learner.checkpoint.manifest import (
     written_by,
 )
 from learner.model_directories.model_directory import load_hf_config
-from learner.world.process_group import gathered
 from storage.disk import checkpoints
 
 WRITING_TIMEOUT_S = 3600.0
@@ -179,7 +179,7 @@ def save_checkpoint(
 def load_checkpoint(backend: Backend, directory: Path, *, verified: bool = False) -> dict[str, JsonValue]:
     """Restore `backend` to what it was, and return what was saved as `extra`. Every rank calls this.
 
-    `verified` files are not read once more to compare their digests (learner/checkpoint/newest.py did).
+    `verified` files are not read once more to compare their digests: newest_checkpoint.py did it.
     Another number of ranks, or another layout of them, may have saved it; then their random generators go
     on as they are. Raises `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for one
     of another model, or with other weights frozen.

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from learner.algorithms.advantages.sums import Rows, Sums, exact_sums, joined
 from learner.data.batches import DIGESTS, StepBatch
 from learner.data.packing import MicroBatch, empty_micro_batch
-from learner.world.process_group import device
+from learner.distributed.exact_sums import Rows, Sums, exact_sums, joined
+from learner.distributed.process_group import device
 
 WORDS = range(0, 128, 32)
 """First bits of the 32-bit words of a digest; a million such words add up exactly in float64."""

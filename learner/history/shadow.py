@@ -33,7 +33,7 @@ from learner.algorithms.rl_step import lineage_line, train_on
 from learner.backends.base import Backend
 from learner.backends.factory import close_world, init_world
 from learner.checkpoint.commit import read_extra, save_checkpoint
-from learner.checkpoint.newest import newest_whole
+from learner.checkpoint.newest_checkpoint import newest_whole
 from learner.initial import Initial, prepare
 from learner.metrics import batch_values, step_values
 from learner.progress import Progress, values_to_save

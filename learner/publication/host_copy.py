@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends.base import Adapters, Backend, Exported
+from learner.distributed.process_group import device
 from learner.host_memory.host_tensors import host_tensors
+from learner.host_memory.transfer import host_memory
 from learner.publication.announcement import AdapterBase
-from learner.publication.transfer import host_memory
 from learner.publication.whole_model import WholeModel
-from learner.world.process_group import device
 from storage.weights.tensors import HostTensor, Weights
 
 SHORT_BYTES = 512 << 20

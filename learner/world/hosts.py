@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from bus.errors import ConfigError
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 from storage.disk.atomic_files import make_directory
 
 SEEN_WITHIN_S = 10.0

@@ -25,11 +25,12 @@ from learner.backends.base import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
-from learner.model_directories.adapter_directory import SUBDIRECTORY, write_adapter
+from learner.distributed.process_group import Peers, gathered
+from learner.model_directories.dtypes import published_dtype
 from learner.model_directories.model_directory import raw_config, stream_hf_directory
 from learner.progress import kept_steps
+from learner.publication.adapter_directory import SUBDIRECTORY, write_adapter
 from learner.publication.announcement import AdapterBase
-from learner.publication.dtypes import published_dtype
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
 from learner.publication.whole_model import WholeModel
@@ -37,7 +38,6 @@ from learner.scoring.recorded_logprobs import recorded_logprobs
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
-from learner.world.process_group import Peers, gathered
 from storage.account.records import Copy
 from storage.client.reader import ReplayReader
 from storage.images.reader import ImageReader

@@ -33,9 +33,9 @@ from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, PolicyManifest
 from bus.server import NatsServer
+from learner.distributed.process_group import device
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import host_tensors
-from learner.world.process_group import device
 from storage.weights.adapter_names import adapter_names
 from storage.weights.tensors import Weights
 

@@ -46,7 +46,7 @@ from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import GSPOLoss, ReinforceLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 from storage.weights.quantisation import FORMATS
 
 PEAK_FLOPS = 989e12

@@ -25,7 +25,7 @@ from learner.backends.megatron.core import (
     tensor_parallel,
 )
 from learner.data.packing import MicroBatch
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 LOSS_CHUNK = 4096
 """Rows of logits in float32 at a time."""

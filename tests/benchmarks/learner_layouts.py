@@ -23,7 +23,7 @@ from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.process_groups import divide_world
 from learner.config.backend import BackendName
 from learner.config.parallel import UNDIVIDED, ParallelConfig
-from learner.world.process_group import gathered
+from learner.distributed.process_group import gathered
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from actors.engines.config import SglangEngineConfig
 from benchmarks.model_shapes import SHAPES
 from bus.errors import ConfigError
+from learner.distributed.process_group import device
 from learner.model_directories.model_directory import save_hf_directory
 from learner.scratch_model import character_tokenizer
-from learner.world.process_group import device
 
 
 def shape(name: str) -> Qwen3Config:

@@ -40,10 +40,10 @@ from bus.server.nats_server import NatsServer
 from bus.topology import ensure
 from launch.config import Layer, RunConfig, validate
 from learner.backends.factory import close_world, init_world
+from learner.distributed.process_group import device
 from learner.publication.announcement import AdapterBase
 from learner.publication.broadcast import Broadcaster
 from learner.publication.publisher import WeightPublisher, publishing_threads
-from learner.world.process_group import device
 from storage.weights.blob_sources import BlobSource, blob_source
 from storage.weights.blob_stores import BlobStore, blob_store, chosen_transport
 

@@ -19,9 +19,9 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.loss import ReinforceLoss
 from learner.data.packing import pack
+from learner.distributed.process_group import device
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
-from learner.world.process_group import device
 
 T = TypeVar("T")
 SEQUENCE = 2048

@@ -32,7 +32,6 @@ from launch.cli.app import app
 from launch.config import RunConfig, validate
 from launch.watch.monitor import RunMonitor, RunSettings
 from learner.algorithms.advantages.estimator import estimate_advantages
-from learner.algorithms.advantages.sums import exact_sums
 from learner.algorithms.aggregation import aggregation
 from learner.algorithms.hooks import with_processed_rewards
 from learner.algorithms.objective import Objective, token_losses
@@ -41,6 +40,7 @@ from learner.algorithms.tokens import LossTokens
 from learner.backends.megatron.conversion.qwen2 import QWEN2
 from learner.config.loss import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
+from learner.distributed.exact_sums import exact_sums
 from tests.factories import make_trajectory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()

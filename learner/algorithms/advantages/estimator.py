@@ -20,10 +20,10 @@ from learner.algorithms.advantages.reinforce_pp import (
     reinforce_pp_baseline_advantages,
 )
 from learner.algorithms.advantages.rloo import rloo_advantages
-from learner.algorithms.advantages.sums import Sums, exact_sums
 from learner.algorithms.advantages.turns import discounted_return_advantages, turn_credit_advantages
 from learner.algorithms.plugin import asked_for, chosen_function
 from learner.config.advantage import AdvantageConfig
+from learner.distributed.exact_sums import Sums, exact_sums
 
 Advantage = float | NDArray[np.floating]
 """A trajectory's advantage: one for all its tokens, or [L]."""
@@ -53,7 +53,7 @@ class Offered:
     """Says what an estimator gets beside the groups, if it has a parameter of that name."""
 
     sums: Sums = exact_sums
-    """Adds up rows of numbers over all data-parallel ranks (learner/algorithms/advantages/sums.py)."""
+    """Adds up rows of numbers over all data-parallel ranks (learner/distributed/exact_sums.py)."""
     token_penalties: Sequence[Sequence[Advantage]] | None = None
     """What is taken from the reward of each token of each trajectory, one number or [L]; None takes nothing.
     From the rewards that the groups have it is not taken yet."""

@@ -9,8 +9,8 @@ from bus.errors import ConfigError
 from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.grpo import relative_rewards
 from learner.algorithms.advantages.peers import relative_to_peers
-from learner.algorithms.advantages.sums import Sums
 from learner.algorithms.advantages.whitening import whitened
+from learner.distributed.exact_sums import Sums
 
 
 def gdpo_advantages(

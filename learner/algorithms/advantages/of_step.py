@@ -12,7 +12,6 @@ from learner.algorithms.advantages.estimator import (
     takes_token_penalties,
 )
 from learner.algorithms.advantages.gae import CriticValues, value_targets
-from learner.algorithms.advantages.sums import Sums
 from learner.algorithms.advantages.whitening import whitened
 from learner.algorithms.reward_shaping import (
     TokenPenalties,
@@ -22,6 +21,7 @@ from learner.algorithms.reward_shaping import (
 )
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample
+from learner.distributed.exact_sums import Sums
 
 
 def advantages_of_step(

@@ -5,7 +5,7 @@ from math import fsum
 from bus.agent_rewards import episode_rewards
 from bus.errors import ConfigError
 from bus.trajectory import Groups, Trajectory
-from learner.algorithms.advantages.sums import Sums
+from learner.distributed.exact_sums import Sums
 
 
 def rae_advantages(

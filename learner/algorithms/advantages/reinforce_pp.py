@@ -7,8 +7,8 @@ import numpy as np
 
 from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.peers import rewards_relative_to_peers
-from learner.algorithms.advantages.sums import Sums
 from learner.algorithms.advantages.whitening import trained_tokens, whitened
+from learner.distributed.exact_sums import Sums
 
 Penalties = Sequence[Sequence[float | np.ndarray]]
 """What is taken from the reward of each token, of each trajectory: one number or [L]."""

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from bus.trajectory import Groups, Trajectory
-from learner.algorithms.advantages.sums import Rows, Sums
+from learner.distributed.exact_sums import Rows, Sums
 
 Advantages = Sequence[Sequence[float | np.ndarray]]
 VARIANCE_FLOOR = 1e-8

@@ -26,7 +26,7 @@ from learner.backends.packed_attention import (
     seen_keys,
 )
 from learner.data.packing import MicroBatch
-from learner.publication.transfer import to_device
+from learner.host_memory.transfer import to_device
 from storage.numerics import functions
 
 PACKED = "sluice_packed"

@@ -25,9 +25,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from bus.errors import StorageError
 from learner.backends.fsdp.weights import local
-from learner.checkpoint.copies import CopyBuffers
-from learner.checkpoint.manifest import file_digest
-from learner.world.process_group import gathered
+from learner.distributed.process_group import gathered
+from learner.host_memory.state_copies import CopyBuffers
+from learner.model_directories.checkpoint_manifest import file_digest
 
 MODEL = "model."
 """Begins the names of the weights in the files."""

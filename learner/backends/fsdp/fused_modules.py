@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.backends.fused.functions import ACTIVATIONS, SILU, gated, gated_halves, rms_norm, rotated
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 OTHER_KIND = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, AssertionError)
 """What a module raises that does not take the numbers by which others are recognised: it is another."""

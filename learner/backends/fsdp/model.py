@@ -34,7 +34,7 @@ from learner.backends.output.policy_output import policy_output
 from learner.backends.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.data.packing import MicroBatch, empty_micro_batch
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 from storage.images.reader import ImageReader
 from storage.numerics.exact_model import make_exact
 from storage.numerics.self_check import refuse_other_arithmetic

@@ -16,7 +16,7 @@ from learner.backends.update.decision import Decision
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece
 from learner.backends.update.muon import MuonAdamW, begin_with_zeros, muon_steps, refuse_none_trained
 from learner.config.optimizer import OptimizerConfig
-from learner.world.process_group import device, gathered
+from learner.distributed.process_group import device, gathered
 
 
 class ShardedOptimizer:

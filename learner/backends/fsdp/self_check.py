@@ -18,7 +18,7 @@ from bus.errors import ConfigError
 from learner.backends.fsdp.build import UNBUILDABLE, refusal
 from learner.backends.fsdp.model import ShardedModel
 from learner.data.packing import MicroBatch, Sample, micro_batch_of
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 from storage.images.reader import ImageReader
 
 LENGTHS = (11, 5, 8)

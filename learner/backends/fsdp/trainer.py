@@ -41,15 +41,15 @@ from learner.backends.update.decision import decide
 from learner.backends.update.learning_rate import learning_rate
 from learner.backends.update.loss_step import MicroBatchLoss, added_up
 from learner.backends.update.muon import refuse_other_optimizer
-from learner.checkpoint.copies import CopyBuffers
-from learner.checkpoint.manifest import differences
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
+from learner.distributed.process_group import device, most_over_ranks
+from learner.host_memory.state_copies import CopyBuffers
+from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import SomeWeights, State
-from learner.world.process_group import device, most_over_ranks
 from storage.images.reader import ImageReader
 
 

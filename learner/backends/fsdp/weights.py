@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from bus.errors import ConfigError, listed
 from bus.process.work_progress import tracked
 from learner.backends.fsdp.names import FileNames
+from learner.distributed.process_group import device, gathered
 from learner.model_directories.lazy_weights import State, part_of, spec_of
-from learner.world.process_group import device, gathered
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from learner.backends.megatron.core import DistributedDataParallel, get_forward_backward_func, parallel_state
 from learner.backends.megatron.process_groups import from_last_stage
 from learner.data.packing import MicroBatch
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 
 @torch.no_grad()

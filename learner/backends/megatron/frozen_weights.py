@@ -11,7 +11,7 @@ from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.conversion.weights import global_name
 from learner.backends.trainable import TrainableWeights
-from learner.world.process_group import gathered
+from learner.distributed.process_group import gathered
 
 
 def freeze_others(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, frozen: Set[str]) -> None:

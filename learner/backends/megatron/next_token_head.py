@@ -37,8 +37,8 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
 from learner.data.streams import STREAMS
+from learner.distributed.process_group import device
 from learner.model_directories.lazy_weights import SomeWeights, State
-from learner.world.process_group import device
 
 FOLLOWING = "following_tokens"
 OF_ONE_STAGE = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from learner.backends.megatron.core import parallel_state, tensor_parallel
 from learner.backends.megatron.layout import refuse_world
 from learner.config.parallel import ParallelConfig, WorldConfig
-from learner.world.process_group import init_process_group, world_size
+from learner.distributed.process_group import init_process_group, world_size
 
 T = TypeVar("T")
 

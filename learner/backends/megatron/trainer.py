@@ -51,16 +51,16 @@ from learner.backends.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
-from learner.checkpoint.copies import CopyBuffers, LateCopies
-from learner.checkpoint.manifest import differences
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
+from learner.distributed.process_group import device, most_over_ranks
+from learner.host_memory.state_copies import CopyBuffers, LateCopies
+from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import State
-from learner.world.process_group import device, most_over_ranks
 
 
 class Trainer:

@@ -25,7 +25,7 @@ from learner.backends.update.decision import decide
 from learner.backends.update.loss_step import MicroBatchLoss, added_up
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 
 def accumulate_gradients(

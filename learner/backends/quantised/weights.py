@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends.quantised.rounding import Rounding, largest_magnitudes, spread
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 from storage.weights.fp8 import Blocks
 from storage.weights.quantisation import is_quantised
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 ROUND_ELEMENTS = 2**26
 """Elements of the whole tensors that an owner puts together at a time, a larger one by itself, and of the

@@ -16,8 +16,8 @@ from bus.errors import ConfigError
 from bus.process.child_process import module_command
 from launch.config import resolve
 from launch.recipes.recipe import Recipe, recipe, recipe_names
-from learner.model_directories import gguf_file
-from tests.learner.test_gguf_file import CONFIG, write
+from learner.convert import gguf_file
+from tests.learner.convert.test_gguf_file import CONFIG, write
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from bus.trajectory import Trajectory, Turn
 from learner.algorithms.advantages.estimator import Offered, estimate_advantages
 from learner.algorithms.advantages.gae import CriticValues, TrajectoryValues, value_targets
 from learner.algorithms.advantages.of_step import advantages_of_step, with_value_targets
-from learner.algorithms.advantages.sums import exact_sums
 from learner.algorithms.objective import Objective
 from learner.config.advantage import GAEAdvantage, OverlongPenalty
 from learner.config.critic import CriticConfig
 from learner.config.learner import LearnerConfig
 from learner.config.plugin import Plugin
 from learner.data.batches import recorded_samples
+from learner.distributed.exact_sums import exact_sums
 from tests.factories import make_trajectory
 
 VALUES = np.arange(12.0) / 8

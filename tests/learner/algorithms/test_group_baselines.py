@@ -17,7 +17,6 @@ from learner.algorithms.advantages.gdpo import gdpo_advantages
 from learner.algorithms.advantages.hierarchical import hierarchical_advantages
 from learner.algorithms.advantages.maxrl import maxrl_advantages
 from learner.algorithms.advantages.rloo import rloo_advantages
-from learner.algorithms.advantages.sums import exact_sums
 from learner.config.advantage import (
     GDPOAdvantage,
     GRPOAdvantage,
@@ -27,6 +26,7 @@ from learner.config.advantage import (
 )
 from learner.config.algorithm import ConstantDenominator
 from learner.config.learner import LearnerConfig
+from learner.distributed.exact_sums import exact_sums
 from tests.learner.algorithms.rewarded import group
 
 OF_GROUPS = {

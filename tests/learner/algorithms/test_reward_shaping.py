@@ -8,7 +8,6 @@ import pytest
 from bus.errors import ConfigError
 from learner.algorithms.advantages.estimator import Offered, estimate_advantages
 from learner.algorithms.advantages.of_step import advantages_of_step
-from learner.algorithms.advantages.sums import exact_sums
 from learner.algorithms.advantages.whitening import whitened
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.reward_shaping import overlong_penalty, with_overlong_penalties
@@ -23,6 +22,7 @@ from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.config.plugin import Plugin
 from learner.data.batches import make_step_batch, recorded_samples
+from learner.distributed.exact_sums import exact_sums
 from tests.learner.algorithms.rewarded import group
 
 GRPO = GRPOAdvantage(normalize_std=False)

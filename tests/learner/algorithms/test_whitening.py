@@ -13,8 +13,8 @@ from learner.algorithms.advantages.reinforce_pp import (
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
 )
-from learner.algorithms.advantages.sums import Rows, exact_sums, joined
 from learner.algorithms.advantages.whitening import whitened
+from learner.distributed.exact_sums import Rows, exact_sums, joined
 from tests.learner.algorithms.rewarded import group
 
 

@@ -23,7 +23,7 @@ from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
-from learner.model_directories.adapter_directory import write_adapter
+from learner.publication.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
 from storage.weights.adapter_names import adapter_names
 from tests.learner.backends.fsdp.test_lora import assert_steps_are_those_of_the_formula

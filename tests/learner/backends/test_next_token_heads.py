@@ -10,13 +10,13 @@ from structlog.testing import capture_logs
 
 from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError
-from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.commit import save_checkpoint
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
 from learner.model_directories.lazy_weights import SomeWeights
 from learner.publication.host_copy import HostCopy

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from learner.backends.base import Exported, StepResult
 from learner.backends.frozen import FrozenPolicies
-from learner.checkpoint.manifest import file_digest
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
+from learner.model_directories.checkpoint_manifest import file_digest
 from tests.learner.reference import reference_optimizer
 
 TRUNCATION_CAP = 2.0

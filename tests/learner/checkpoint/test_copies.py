@@ -1,6 +1,6 @@
 import torch
 
-from learner.checkpoint.copies import LateCopies
+from learner.host_memory.state_copies import LateCopies
 
 
 def test_late_copies_are_of_what_was_there_before_it_changed():

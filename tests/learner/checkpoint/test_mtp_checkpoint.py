@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
@@ -17,6 +16,7 @@ from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
 from learner.publication.host_copy import HostCopy
 from storage.disk.checkpoints import latest as latest_checkpoint

@@ -5,9 +5,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, LostDataError, StorageError
-from learner.checkpoint import newest
+from learner.checkpoint import newest_checkpoint
 from learner.checkpoint.commit import read_extra, save_checkpoint, start_checkpoint
-from learner.checkpoint.newest import newest_whole
+from learner.checkpoint.newest_checkpoint import newest_whole
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.checkpoint.test_checkpoint import train, trainer_of
@@ -89,10 +89,10 @@ def test_a_checkpoint_of_another_build_is_refused_and_not_set_aside(root):
 
 
 def test_a_rank_that_does_not_see_what_rank_0_sees_is_named(root, monkeypatch):
-    monkeypatch.setattr(newest, "SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr(newest_checkpoint, "SEEN_WITHIN_S", 0.0)
     manifest = {"files": {"elsewhere.distcp": {"bytes": 1, "xxh3_128": ""}}}
     with pytest.raises(StorageError, match=r"rank 0 lacks elsewhere\.distcp of checkpoint"):
-        newest._refuse_unseen(checkpoints.directory(root, 3), manifest)
+        newest_checkpoint._refuse_unseen(checkpoints.directory(root, 3), manifest)
 
 
 def test_a_crash_while_a_checkpoint_is_replaced_costs_neither(root, monkeypatch):

@@ -16,8 +16,8 @@ from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.top_tokens import TopTokens
+from learner.distributed.process_group import Peers
 from learner.scoring.served_teachers import TeacherAnswers
-from learner.world.process_group import Peers
 from learner.world.rank import Rank
 from tests.learner.division import divide_world
 from tests.learner.mini_run import MiniRun

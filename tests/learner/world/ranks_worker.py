@@ -16,7 +16,7 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.checkpoint.newest import newest_whole
+from learner.checkpoint.newest_checkpoint import newest_whole
 from learner.config.batch import BatchConfig
 from learner.config.correction import SecondMoment
 from learner.config.frozen_policies import ReferenceConfig

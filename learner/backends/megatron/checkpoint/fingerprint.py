@@ -11,7 +11,7 @@ from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.conversion.families import shape_of
 from learner.backends.megatron.model.rope import rope_settings
 from learner.backends.megatron.model.windows import windows_of
-from learner.checkpoint.manifest import differences
+from learner.model_directories.checkpoint_manifest import differences
 
 ARITHMETIC = ("rms_norm_eps", "swiglu_alpha", "swiglu_limit")
 """Those that change no shape, but what is computed. Manifests did not always say them."""

@@ -29,7 +29,7 @@ from learner.backends.megatron.core import (
 )
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.update.muon import refuse_other_optimizer
-from learner.checkpoint.copies import CopyBuffers
+from learner.host_memory.state_copies import CopyBuffers
 
 if TYPE_CHECKING:  # which calls this module
     from learner.backends.megatron.critic import MegatronCritic

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from learner.backends.megatron.core import FileSystemWriterAsync, filesystem_async, torch_dist_strategy
-from learner.checkpoint.copies import CopyBuffers, LateCopies
-from learner.checkpoint.manifest import file_digest
+from learner.host_memory.state_copies import CopyBuffers, LateCopies
+from learner.model_directories.checkpoint_manifest import file_digest
 
 
 class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-core is untyped

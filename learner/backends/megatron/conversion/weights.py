@@ -39,8 +39,8 @@ from learner.backends.megatron.conversion.stacks import (
     unstacked,
 )
 from learner.backends.megatron.core import parallel_state
+from learner.distributed.process_group import device, gathered
 from learner.model_directories.lazy_weights import State, part_of, spec_of
-from learner.world.process_group import device, gathered
 
 log = structlog.get_logger()
 

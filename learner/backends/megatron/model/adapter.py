@@ -23,7 +23,7 @@ from learner.backends.megatron.core import (
     make_sharded_tensors_for_checkpoint,
     tensor_parallel,
 )
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 COLUMN, ROW, WHOLE = 0, 1, None
 """Dimension along which ranks share the weight of a layer: A is cut with its columns, B with its rows. Of a

@@ -18,7 +18,7 @@ from learner.backends.megatron.core import tensor_parallel
 from learner.backends.megatron.model.key_sets import KeySets, key_sets
 from learner.backends.megatron.model.sink_attention import attend_with_sinks
 from learner.backends.packed_attention import causal_varlen_attention, seen_keys
-from learner.publication.transfer import to_device
+from learner.host_memory.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

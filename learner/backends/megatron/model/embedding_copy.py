@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from learner.backends.megatron.core import TransformerConfig, parallel_state, tensor_parallel
 from learner.backends.megatron.layout import padded_vocabulary
 from learner.backends.megatron.model.model import PolicyModel
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 
 class EmbeddingCopy:

@@ -18,7 +18,7 @@ from learner.backends.megatron.model.attention import PackedAttention, PackedSel
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.qkv import HeadSettings, heads_by_group, queries_and_keys
 from learner.data.packing import empty_micro_batch
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 from storage.numerics import functions
 from storage.numerics.exact_model import refuse_other_operations
 from storage.numerics.self_check import refuse_other_arithmetic

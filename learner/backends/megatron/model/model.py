@@ -33,7 +33,7 @@ from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 HeadPass = Callable[[MicroBatch, Tensor, PackedLayout, "PolicyModel"], None]
 """Takes a micro-batch, the hidden states [T, 1, H] behind the model's last layer without gradient, their

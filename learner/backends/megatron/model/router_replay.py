@@ -17,7 +17,7 @@ from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.core import TransformerConfig, TransformerLayer, parallel_state
 from learner.backends.megatron.model.expert_groups import of_best_groups
 from learner.data.packing import OWN_CHOICE, MicroBatch
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 
 
 class RouterExperts(GivenExperts):

@@ -19,7 +19,7 @@ from learner.backends.megatron.core import tensor_parallel
 from learner.backends.megatron.model.context_attention import ContextRanks, gathered_places
 from learner.backends.packed_attention import Bucket, bucket_by_length
 from learner.data.packing import MicroBatch
-from learner.publication.transfer import to_device
+from learner.host_memory.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from learner.backends.megatron.model.context_attention import gathered_line
 from learner.backends.megatron.model.key_sets import KeySets, attend, common, differentiate, key_sets
-from learner.publication.transfer import to_device
+from learner.host_memory.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from learner.backends.update.muon import (
     muon_steps,
     refuse_none_trained,
 )
-from learner.world.process_group import gathered
+from learner.distributed.process_group import gathered
 
 
 @dataclass(frozen=True)

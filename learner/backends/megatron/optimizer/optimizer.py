@@ -36,7 +36,7 @@ from learner.backends.megatron.optimizer.muon import add_muon
 from learner.backends.megatron.optimizer.offload import OffloadedAdamW, offload
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.config.optimizer import OptimizerConfig
-from learner.world.process_group import device, gathered
+from learner.distributed.process_group import device, gathered
 
 
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves

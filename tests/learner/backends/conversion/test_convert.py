@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from bus.errors import ConfigError, StorageError
 from launch.cli import main as cli
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.core import dist_checkpointing
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
@@ -21,6 +20,7 @@ from learner.backends.model_loading import load_hf_directory
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
+from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
 from learner.model_directories.model_directory import load_hf_config
 from learner.scratch_model import character_tokenizer
@@ -288,7 +288,7 @@ def test_the_command_converts_and_complains(tmp_path, capsys):
 MEASURE = """
 import re, sys
 from pathlib import Path
-from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
+from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 small, large, out = map(Path, sys.argv[1:])
 def resident(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

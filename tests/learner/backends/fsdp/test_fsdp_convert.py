@@ -5,13 +5,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, LostDataError
-from learner.backends.fsdp.convert import fsdp_to_hf
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.conversion.convert import megatron_to_hf
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import save_checkpoint
 from learner.config.lora import LoraConfig
 from learner.config.optimizer import OptimizerConfig
+from learner.convert.fsdp import fsdp_to_hf
+from learner.convert.megatron import megatron_to_hf
 from learner.data.packing import pack
 from storage.disk.checkpoints import latest
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model

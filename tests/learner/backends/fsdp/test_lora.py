@@ -21,7 +21,7 @@ from learner.config.lora import LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.model_directories.adapter_directory import write_adapter
+from learner.publication.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
 from tests.learner.lora_reference import LINEAR, PEFT, adapt, tensors_of
 from tests.learner.reference import reference_optimizer, reference_step

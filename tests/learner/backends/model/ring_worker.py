@@ -26,7 +26,7 @@ from learner.backends.packed_attention import of_one_width
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.world.process_group import device
+from learner.distributed.process_group import device
 from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 

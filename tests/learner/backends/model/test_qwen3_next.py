@@ -12,7 +12,6 @@ from bus.errors import ConfigError
 from learner.backends.factory import refuse_batches, refuse_optimizers
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion import qwen3_next
-from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.layout import layout_problems
 from learner.backends.megatron.model.exact import make_exact
@@ -25,6 +24,7 @@ from learner.config.batch import BatchConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
 from learner.host_memory.host_tensors import host_tensors
 from learner.publication.host_copy import HostCopy

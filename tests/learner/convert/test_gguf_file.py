@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from bus.errors import ConfigError
-from learner.model_directories import gguf_file
-from learner.model_directories.gguf_file import convert_gguf
+from learner.convert import gguf_file
+from learner.convert.gguf_file import convert_gguf
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from bus.errors import ConfigError, StorageError
 from launch.cli import convert_commands
-from learner.model_directories.quantised_directory import dequantise, quantise
+from learner.convert.quantised_directory import dequantise, quantise
 from storage.weights.quantisation import CONVERTIBLE, is_quantised
 from tests.learner.fp8_reference import rounded
 from tests.learner.tiny import hf_state, tiny_model

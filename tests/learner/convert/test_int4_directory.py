@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.conversion.convert import hf_to_megatron
 from learner.backends.model_loading import load_hf_directory
+from learner.convert.megatron import hf_to_megatron
+from learner.convert.quantised_directory import dequantise, quantise
 from learner.host_memory.host_tensors import host_tensors
-from learner.model_directories.quantised_directory import dequantise, quantise
 from storage.weights import int4
 from storage.weights.quantisation import FORMATS
 from storage.weights.quantised_tensors import quantised

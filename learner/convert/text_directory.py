@@ -4,6 +4,13 @@ import shutil
 from pathlib import Path
 
 from bus.errors import ConfigError
+from learner.convert.written_directory import (
+    Converted,
+    Digesting,
+    filling,
+    refuse_existing,
+    verified_size,
+)
 from learner.model_directories.model_directory import (
     STORED_DTYPES,
     TOKENIZER_FILES,
@@ -13,13 +20,6 @@ from learner.model_directories.model_directory import (
     save_weights,
 )
 from learner.model_directories.text_model import refuse_other_tensors, text_weights
-from learner.model_directories.written_directory import (
-    Converted,
-    Digesting,
-    filling,
-    refuse_existing,
-    verified_size,
-)
 
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

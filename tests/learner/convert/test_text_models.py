@@ -18,9 +18,9 @@ from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.model.model import build_model
 from learner.backends.model_loading import load_hf_directory
 from learner.config.optimizer import OptimizerConfig
+from learner.convert.text_directory import convert_text_model
 from learner.data.packing import pack
 from learner.model_directories.model_directory import HFWeights, load_hf_config, save_hf_directory
-from learner.model_directories.text_directory import convert_text_model
 from learner.publication.host_copy import HostCopy
 from learner.publication.whole_model import WholeModel
 from storage.weights.model_files import bundle, with_config

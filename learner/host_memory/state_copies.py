@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from learner.publication.transfer import host_memory
+from learner.host_memory.transfer import host_memory
 
 
 class CopyBuffers:

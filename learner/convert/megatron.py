@@ -12,7 +12,6 @@ from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule, S
 from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.misfits import refuse_misfits
-from learner.backends.megatron.conversion.published import load_published
 from learner.backends.megatron.conversion.stacks import stacks_of, unstacked
 from learner.backends.megatron.conversion.torch_dist import (
     MegatronWeights,
@@ -23,7 +22,15 @@ from learner.backends.megatron.conversion.torch_dist import (
 from learner.backends.megatron.core import CheckpointingConfig, save_config
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.model_loading import load_hf_directory
-from learner.checkpoint.manifest import (
+from learner.convert.published import load_published
+from learner.convert.written_directory import (
+    Converted,
+    Digesting,
+    filling,
+    refuse_existing,
+    verified_size,
+)
+from learner.model_directories.checkpoint_manifest import (
     MANIFEST,
     damaged_files,
     read_manifest,
@@ -48,13 +55,6 @@ from learner.model_directories.model_directory import (
     load_tokenizer,
     refuse_other_vocabulary,
     save_hf_directory,
-)
-from learner.model_directories.written_directory import (
-    Converted,
-    Digesting,
-    filling,
-    refuse_existing,
-    verified_size,
 )
 from storage.disk import checkpoints
 

@@ -11,6 +11,7 @@ import torch
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.process.host_limits import usable_cores
+from learner.convert.written_directory import Converted, Digesting, filling, refuse_existing, verified_size
 from learner.model_directories import mxfp4_weights
 from learner.model_directories.int4_weights import FromInt4Weights, group_size
 from learner.model_directories.lazy_weights import LazyWeights
@@ -23,13 +24,6 @@ from learner.model_directories.model_directory import (
 )
 from learner.model_directories.mxfp4_weights import FromMxfp4Weights
 from learner.model_directories.quantised_weights import DequantisedWeights, QuantisedWeights, blocks_of
-from learner.model_directories.written_directory import (
-    Converted,
-    Digesting,
-    filling,
-    refuse_existing,
-    verified_size,
-)
 from storage.weights.fp8 import Blocks
 from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.quantisation import CONVERTIBLE, FLOAT_LAYOUT, LAYOUT, METHOD, quantisation_config

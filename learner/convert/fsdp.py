@@ -5,7 +5,14 @@ from pathlib import Path
 from bus.errors import ConfigError
 from learner.backends.fsdp.checkpoint_weights import CheckpointWeights
 from learner.backends.fsdp.fingerprint import fingerprint
-from learner.checkpoint.manifest import (
+from learner.convert.written_directory import (
+    Converted,
+    Digesting,
+    filling,
+    refuse_existing,
+    verified_size,
+)
+from learner.model_directories.checkpoint_manifest import (
     MANIFEST,
     damaged_files,
     differences,
@@ -23,13 +30,6 @@ from learner.model_directories.model_directory import (
     load_tokenizer,
     refuse_other_vocabulary,
     save_hf_directory,
-)
-from learner.model_directories.written_directory import (
-    Converted,
-    Digesting,
-    filling,
-    refuse_existing,
-    verified_size,
 )
 from storage.disk import checkpoints
 

@@ -45,7 +45,7 @@ def test_a_single_file_of_streamed_weights_is_loaded_by_transformers(tmp_path):
 
 
 CUSTOM = {"auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("changes", [{}, CUSTOM])

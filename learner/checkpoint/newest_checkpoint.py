@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from bus.errors import LostDataError, SluiceError, StorageError
 from learner.checkpoint.commit import damaged_on_any_rank
-from learner.checkpoint.manifest import read_manifest
-from learner.world.process_group import gathered
+from learner.distributed.process_group import gathered
+from learner.model_directories.checkpoint_manifest import read_manifest
 from storage.disk import checkpoints
 
 log = structlog.get_logger()
