@@ -281,8 +281,8 @@ def learner_host(model: Model, learner: LearnerConfig, rank: RankMemory, publish
     """Return the host memory of the learner's first host, whose rank 0 publishes.
 
     Two sets of buffers take turns for publications (learner/publication/host_copy.py); of what each rank has
-    on its GPU a checkpoint makes a copy (learner/host_memory/state_copies.py); frozen policies lie on the host,
-    and the current one beside them; so does what the optimizer offloads."""
+    on its GPU a checkpoint makes a copy (learner/host_memory/state_copies.py); frozen policies lie on the
+    host, and the current one beside them; so does what the optimizer offloads."""
     here = max(1, min(ranks, learner.world.processes))
     saved = (rank.weights + rank.optimizer) * here if model.on_gpu else 0
     frozen = [one for one in learner.used_teachers.values() if one.path is not None]

@@ -1,8 +1,8 @@
 """The learner's state in checkpoint directories (storage/disk/checkpoints.py), whatever backend trains.
 
-Each holds the backend's files, the model's `config.json` and a manifest with where the backend stands and what
-the caller wants kept with them (learner/model_directories/checkpoint_manifest.py). A directory gets its name
-when all of it is on disk.
+Each holds the backend's files, the model's `config.json` and a manifest with where the backend stands and
+what the caller wants kept with them (learner/model_directories/checkpoint_manifest.py). A directory gets its
+name when all of it is on disk.
 """
 
 import time
