@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from learner.config.model import ScratchModel, ScratchVision
+from learner.initial.scratch_model import TEXT_SIZES, build_model_directory
 from learner.model_directories.model_directory import load_hf_config
-from learner.scratch_model import TEXT_SIZES, build_model_directory
 
 SIZES = ScratchModel(
     hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, context=128,

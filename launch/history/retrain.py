@@ -22,8 +22,8 @@ from storage.store.archive import restore
 from storage.store.replay import ReplayStore
 
 if TYPE_CHECKING:
-    from learner.initial import Initial
-    from learner.settings import LearnerSettings
+    from learner.config.process_settings import LearnerSettings
+    from learner.initial.initial import Initial
 
 log = structlog.get_logger()
 
@@ -154,7 +154,7 @@ def as_then(
 ) -> Iterator[tuple["LearnerSettings", "Initial", list[ReplayStore]]]:
     """Yield what the run was trained with and from, in a world of this process alone."""
     from learner.backends.factory import close_world, init_world
-    from learner.initial import prepare
+    from learner.initial.initial import prepare
 
     settings, demonstrations = learner_settings(config, run)
     initial = prepare(settings, demonstrations)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bus.codec import Json
 from bus.errors import StorageError
 from launch.operations.verify.comparison import BROKEN
-from learner import lineage
+from learner.progress import lineage
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
 from storage.dispatch.ledger_reader import states_of

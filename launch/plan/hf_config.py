@@ -5,8 +5,8 @@ from transformers import PretrainedConfig
 from launch.config import RunConfig
 from launch.process.hub_revision import pinned
 from launch.process.model_directory import model_on_disk
+from learner.initial.scratch_model import scratch_config
 from learner.model_directories.model_directory import load_hf_config
-from learner.scratch_model import scratch_config
 from storage.disk.run_directory import RunDirectory
 
 

@@ -78,8 +78,8 @@ def refuse_model(config: RunConfig) -> None:
     model is made in a directory that is gone afterwards."""
     from launch.process.room_check import refuse_too_large
     from launch.process.services import learner_settings
-    from learner.initial import prepare
-    from learner.unfit_settings import refuse_before_start
+    from learner.initial.initial import prepare
+    from learner.initial.unfit_settings import refuse_before_start
 
     shown = config.warmup.demonstrations
     warmup = config.warmup if shown is not None else config.warmup.model_copy(update={"steps": 0})

@@ -46,7 +46,7 @@ from storage.prompts.generators import generate_task
 
 if TYPE_CHECKING:
     from actors.further_policies.further_policy import FurtherSettings
-    from learner.settings import LearnerSettings
+    from learner.config.process_settings import LearnerSettings
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)
@@ -233,7 +233,7 @@ async def serve_learner(
 
 async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asyncio.Event) -> None:
     with no_collections():
-        from learner.service import run
+        from learner.run.service import run
 
     def record() -> None:  # not before: a learner that is refused has trained nothing
         write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
@@ -248,8 +248,8 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
     """Return the learner's settings, and where its demonstrations are; generated ones are written.
 
     A model of the hub is fetched as it was when the run began. Raises `ConfigError` when there is none."""
-    from learner.micro_batch import fitted
-    from learner.settings import EngineContext, LearnerSettings
+    from learner.config.process_settings import EngineContext, LearnerSettings
+    from learner.initial.micro_batch import fitted
 
     demonstrations, path = config.warmup.demonstrations, config.model.path
     if config.warmup.steps and demonstrations is None and config.data.task:

@@ -29,7 +29,8 @@ def summarise(
     Args:
         monitor: which watched the run until its processes ended.
         run: where its files lie.
-        progress: `learner.progress.Progress.to_json()` of the newest checkpoint, whose numbers cover every
+        progress: `learner.progress.progress.Progress.to_json()` of the newest checkpoint, whose numbers cover
+        every
             launch of the run; None if there is none.
         checkpoint: the newest one.
         wall_s: seconds this launch took.

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.messages import AdaptedBase, BlobRef
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.frozen import FrozenPolicies
 from learner.backends.quantised.rounding import Rounding
 from learner.config.critic import CriticConfig
@@ -47,11 +47,11 @@ class StepResult:
     """Says what the sum of the token losses was divided by; the trained tokens with a mean over tokens."""
     skipped: bool
     """The loss or the gradient was not finite, or no token was trained: the weights are as before. Where
-    several updates share a step (learner/algorithms/rl_step.py): at least one of them was skipped."""
+    several updates share a step (learner/step/rl_step.py): at least one of them was skipped."""
     diagnostics: dict[str, float]
     """Means over the trained tokens; names and units in learner/algorithms/diagnostics.py."""
     critic: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the critic's updates; their names are in learner/algorithms/critic_step.py."""
+    """Figures of the critic's updates; their names are in learner/step/critic_step.py."""
 
     @property
     def ess_fraction(self) -> float | None:
@@ -198,7 +198,7 @@ class Backend(Protocol):
     def critic(self) -> Critic | None:
         """Return the model that predicts rewards, where the run has one."""
 
-    # --- training: learner/algorithms/rl_step.py, learner/scoring, learner/warmup.py ---
+    # --- training: learner/step/rl_step.py, learner/scoring, learner/step/warmup.py ---
 
     def train_step(
         self,

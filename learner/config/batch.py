@@ -16,7 +16,7 @@ class BatchConfig(Config):
     tokens_per_micro_batch: int | None = Field(None, gt=0)
     """Token budget of one packed micro-batch. `None` is 16,384; for a model of a directory on a CPU it is at
     most what has activations in a thirty-second part of the memory of the host or container
-    (learner/micro_batch.py), and the learner says how much that is."""
+    (learner/initial/micro_batch.py), and the learner says how much that is."""
 
     logprob_tokens_per_micro_batch: int | None = Field(None, gt=0)
     """Token budget of a micro-batch in passes that only compute log-probs (proximal, reference, teacher).

@@ -12,8 +12,6 @@ from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from bus.process.work_progress import tracked
 from bus.trajectory import Trajectory
-from learner import lineage
-from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend
 from learner.backends.factory import refuse_router_replay
 from learner.checkpoint.commit import read_extra
@@ -21,13 +19,15 @@ from learner.config.advantage import GDPOAdvantage
 from learner.config.learner import LearnerConfig
 from learner.config.lora import LoraConfig
 from learner.config.mtp import MtpConfig
-from learner.initial import Initial
-from learner.lineage import TrainedStep
-from learner.progress import Progress
-from learner.restore import restore_alone
+from learner.config.process_settings import LearnerSettings
+from learner.initial.initial import Initial
+from learner.progress import lineage
+from learner.progress.lineage import TrainedStep
+from learner.progress.progress import Progress
+from learner.run.restore import restore_alone
 from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.scoring.served_teachers import refuse_other_teachers, teachers_asked
-from learner.settings import LearnerSettings
+from learner.step.rl_step import train_on
 from storage.disk import checkpoints
 from storage.store.many_groups import read_groups
 from storage.store.replay import ReplayStore
@@ -81,7 +81,7 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
 
     Args:
         settings: as the run was trained.
-        initial: what it began from, by `learner.initial.prepare`.
+        initial: what it began from, by `learner.initial.initial.prepare`.
         stores: its replay shards, by number, opened for reading; their writer may be at work.
         from_step: the steps after it are compared; 0 is the beginning.
         to_step: the last.

@@ -28,18 +28,18 @@ from bus.messages import Metrics
 from bus.requests import StepGroups
 from bus.trajectory import Trajectory
 from bus.waiting import ended_before, set_within
-from learner import lineage
-from learner.algorithms.rl_step import lineage_line, train_on
 from learner.backends.base import Backend
 from learner.backends.factory import close_world, init_world
 from learner.checkpoint.commit import read_extra, save_checkpoint
 from learner.checkpoint.newest_checkpoint import newest_whole
-from learner.initial import Initial, prepare
-from learner.metrics import batch_values, step_values
-from learner.progress import Progress, values_to_save
-from learner.restore import restore_alone
+from learner.config.process_settings import LearnerSettings
+from learner.initial.initial import Initial, prepare
+from learner.metrics.step_metrics import batch_values, step_values
+from learner.progress import lineage
+from learner.progress.progress import Progress, values_to_save
+from learner.run.restore import restore_alone
 from learner.scoring.served_teachers import ask_teachers, refuse_other_teachers
-from learner.settings import LearnerSettings
+from learner.step.rl_step import lineage_line, train_on
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
 from storage.disk.atomic_files import remove, write_json

@@ -11,11 +11,11 @@ from typing import Literal
 
 from bus.errors import ConfigError
 from bus.topology import shard_of
-from learner import lineage
 from learner.backends.base import Backend
+from learner.config.process_settings import LearnerSettings
 from learner.history.retrain import largest_difference, retrain_steps, weights_at
-from learner.initial import Initial
-from learner.settings import LearnerSettings
+from learner.initial.initial import Initial
+from learner.progress import lineage
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import Backend
 from learner.backends.frozen import FrozenPolicies
 from learner.backends.model_loading import load_hf_directory
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
+from learner.config.process_settings import LearnerSettings
 from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import other_tokens
-from learner.progress import Stage
-from learner.settings import LearnerSettings
+from learner.progress.progress import Stage
 
 
 def hold_frozen_policies(

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import Backend
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig

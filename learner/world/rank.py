@@ -20,15 +20,15 @@ from bus.errors import UnreadableGroupsError, WorldError
 from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups
-from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
+from learner.config.process_settings import LearnerSettings
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
 from learner.distributed.process_group import Peers, gathered
 from learner.model_directories.dtypes import published_dtype
 from learner.model_directories.model_directory import raw_config, stream_hf_directory
-from learner.progress import kept_steps
+from learner.progress.progress import kept_steps
 from learner.publication.adapter_directory import SUBDIRECTORY, write_adapter
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
@@ -36,8 +36,8 @@ from learner.publication.probe import scored_probe
 from learner.publication.whole_model import WholeModel
 from learner.scoring.recorded_logprobs import recorded_logprobs
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
-from learner.settings import LearnerSettings
-from learner.warmup import begin_reinforcement_learning, warm_up_step
+from learner.step.rl_step import train_on
+from learner.step.warmup import begin_reinforcement_learning, warm_up_step
 from storage.account.records import Copy
 from storage.client.reader import ReplayReader
 from storage.images.reader import ImageReader
@@ -192,7 +192,7 @@ class Rank:
         )
 
     async def begin_reinforcement_learning(self) -> None:
-        """Leave the warm-up (learner/warmup.py)."""
+        """Leave the warm-up (learner/step/warmup.py)."""
         self._saved_step = None
         await self.in_thread(lambda: begin_reinforcement_learning(self._backend, self._settings))
 

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from bus.requests import BatchLease, GroupRef
 from learner.config.batch import BatchConfig
+from learner.config.process_settings import LearnerSettings
 from learner.data.balancing import GroupWork, balanced
-from learner.settings import LearnerSettings
 from learner.world.channel import Call, Channel
 from learner.world.rank import Rank
 

@@ -16,7 +16,7 @@ from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
 from bus.messages import PolicyManifest, Prompt
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 
 TIMEOUT_S = 30
 TOKENIZER = character_tokenizer()

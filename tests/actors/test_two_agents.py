@@ -16,7 +16,7 @@ from bus.trajectory import Parent, Turn
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.config import AdmissionConfig
 from tests.storage.serving import LearnerStandIn, read_batch, running, serving

@@ -23,7 +23,7 @@ from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.streams.received import understood
 from bus.trajectory import TrajectoryBatch
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -11,7 +11,7 @@ from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.connection import Bus
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 
 TOKENIZER = character_tokenizer()
 

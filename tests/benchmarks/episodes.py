@@ -37,7 +37,7 @@ from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 
 SAMPLES = 8
 """Rollouts of each prompt."""

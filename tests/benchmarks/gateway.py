@@ -24,7 +24,7 @@ from benchmarks.gateway_client import QUESTION, TURNS
 from bus.errors import EngineError
 from bus.process.child_process import module_command
 from bus.waiting import cancelled
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 
 ALONE = 20
 """Sessions of which one at a time asks."""

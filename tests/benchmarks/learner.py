@@ -36,7 +36,7 @@ from benchmarks.learner_images import ImageWorkload, qwen3_vl_600m, small_images
 from benchmarks.learner_workloads import Workload, qwen3_600m, small, small_experts, small_latent
 from bus.codec import Json
 from bus.errors import ConfigError
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import Backend, StepResult
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.backends.quantised.rounding import Rounding

@@ -36,7 +36,7 @@ from bus.streams.blob_store import put_only_blob
 from bus.streams.publish import Publisher
 from bus.waiting import cancelled
 from launch.environment_variables import without_setting_variables
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.weights.model_files import bundle
 
 LEARNER = "bench"

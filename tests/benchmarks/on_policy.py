@@ -28,7 +28,7 @@ from actors.engines.sglang.engine import SglangEngine
 from benchmarks.random_models import random_model
 from bus.codec import Json
 from bus.errors import ConfigError
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import Backend
 from learner.backends.factory import build_backend, close_world, init_world
 from learner.backends.sglang_kernels.kernels import load_kernels

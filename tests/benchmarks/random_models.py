@@ -9,8 +9,8 @@ from actors.engines.config import SglangEngineConfig
 from benchmarks.model_shapes import SHAPES
 from bus.errors import ConfigError
 from learner.distributed.process_group import device
+from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import save_hf_directory
-from learner.scratch_model import character_tokenizer
 
 
 def shape(name: str) -> Qwen3Config:

@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.learner_workloads import Workload, qwen3
 from benchmarks.random_models import shape
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.loss import ReinforceLoss

@@ -34,7 +34,7 @@ from launch.watch.monitor import RunMonitor, RunSettings
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.aggregation import aggregation
 from learner.algorithms.hooks import with_processed_rewards
-from learner.algorithms.objective import Objective, token_losses
+from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.tokens import LossTokens
 from learner.backends.megatron.conversion.qwen2 import QWEN2

@@ -12,7 +12,7 @@ import pytest
 from bus.server.nats_server import free_port
 from launch.cli import main as cli
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory
+from learner.initial.scratch_model import build_model_directory
 from tests.e2e.commands import Command, wait_until
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"

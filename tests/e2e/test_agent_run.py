@@ -10,7 +10,7 @@ import pytest
 
 from launch.local.local import MONITORED
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory
+from learner.initial.scratch_model import build_model_directory
 from tests.actors.environments.test_agent import running
 from tests.e2e.commands import Command, wait_for_step, wait_until
 from tests.launch.process.test_health_server import get, numbers

@@ -248,7 +248,7 @@ def test_storage_survives_what_it_cannot_read(bus_url: str, storage: subprocess.
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model directory that fits."""
     from learner.config.model import ScratchModel
-    from learner.scratch_model import build_model_directory
+    from learner.initial.scratch_model import build_model_directory
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     sizes = ScratchModel(hidden_size=16, layers=1, heads=2, kv_heads=1, intermediate_size=16, context=64)

@@ -7,7 +7,7 @@ import pytest
 
 from bus.server.nats_server import free_port
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory
+from learner.initial.scratch_model import build_model_directory
 from tests.e2e.commands import Command, wait_until
 
 # Parts of it are tested in every run: test_infra_failures.py, test_runtime.py and test_supervisor.py.

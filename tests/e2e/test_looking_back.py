@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bus.server.nats_server import free_port
-from learner import lineage
+from learner.progress import lineage
 from tests.e2e.commands import Command
 from tests.e2e.conftest import Refused
 

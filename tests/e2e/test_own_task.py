@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory
+from learner.initial.scratch_model import build_model_directory
 from tests.e2e.commands import ENVIRONMENT, Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(400)]

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory
+from learner.initial.scratch_model import build_model_directory
 from tests.e2e.commands import records_of_run
 
 pytestmark = [pytest.mark.nats, pytest.mark.nightly]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from learner import lineage
+from learner.progress import lineage
 from storage.config import ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.store.replay import ReplayStore

@@ -7,7 +7,7 @@ from launch.config import resolve
 from launch.numerics_checks import engine_of
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
-from learner.settings import shared_kernels, used_diagnostics
+from learner.config.process_settings import shared_kernels, used_diagnostics
 
 EXACT = {
     "model": {"dtype": "float32", "numerics": "exact"},

@@ -19,18 +19,19 @@ from bus.server.nats_server import NatsServer
 from bus.streams import consume
 from bus.topology import ensure
 from bus.trajectory import Trajectory
-from learner import lineage, service
 from learner.config.batch import BatchConfig
 from learner.config.learner import CheckpointConfig, LearnerConfig
 from learner.config.model import ModelConfig, ScratchModel
 from learner.config.optimizer import OptimizerConfig
+from learner.config.process_settings import LearnerSettings
 from learner.config.warmup import WarmupConfig
 from learner.history import shadow
 from learner.history.shadow import ShadowProgress, ShadowSettings, run_shadow
-from learner.progress import Progress
-from learner.scratch_model import character_tokenizer
-from learner.settings import LearnerSettings
-from learner.train import Learner
+from learner.initial.scratch_model import character_tokenizer
+from learner.progress import lineage
+from learner.progress.progress import Progress
+from learner.run import service
+from learner.run.train import Learner
 from storage.client import reader
 from storage.config import AdmissionConfig
 from storage.dispatch import dispatcher

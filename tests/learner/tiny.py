@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.config.correction import TokenTIS
 from learner.config.loss import ReinforceLoss
 from learner.data.packing import Sample

@@ -7,7 +7,7 @@ from typing import Any
 from bus.codec import Json
 from bus.errors import SluiceError
 from bus.process.child_process import module_command
-from learner import lineage
+from learner.progress import lineage
 from storage.disk.run_directory import RunDirectory
 
 START_S = 120.0

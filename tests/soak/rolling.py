@@ -18,7 +18,7 @@ from bus.codec import Json
 from bus.errors import SluiceError
 from bus.topology import ACK_WAIT_S
 from bus.waiting import set_within
-from learner import lineage
+from learner.progress import lineage
 from soak.local_run import LocalRun
 from soak.paced_lengths import LONGEST
 from soak.soak import RUN, SETTINGS, START_TIMEOUT_S, accounted, wait_for_a_step

@@ -10,7 +10,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.errors import SluiceError
 from launch.process.runtime import LOST_DATA
-from learner import lineage
+from learner.progress import lineage
 from soak.bus_faults import damage
 from soak.local_run import LocalRun
 from storage.disk.run_directory import RunDirectory

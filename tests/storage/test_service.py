@@ -22,7 +22,7 @@ from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.topology import remove
 from launch.process.runtime import for_user
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.config import DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger

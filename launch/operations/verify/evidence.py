@@ -11,7 +11,7 @@ import numpy as np
 
 from bus.errors import ConfigError, LostDataError, StorageError
 from launch.history.retrain import recorded_config
-from learner import lineage
+from learner.progress import lineage
 from storage.account.records import ACTORS, DROPPED, TRAINED, Copy, DropReason, Kind, read_records
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import facts_of, reasons_of, states_of

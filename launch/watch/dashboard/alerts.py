@@ -16,8 +16,8 @@ from launch.operations.run_status import RunState
 from launch.operations.waiting_reasons import of_role, waits_for_leases
 from launch.watch.episode_ends import ends_text, recent_ends
 from launch.watch.units import size
-from learner.range_warnings import ranges
-from learner.settings import used_diagnostics
+from learner.config.process_settings import used_diagnostics
+from learner.metrics.range_warnings import ranges
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, integer, number
 

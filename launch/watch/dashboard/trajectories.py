@@ -14,7 +14,7 @@ from bus.trajectory import Trajectory
 from launch.watch.dashboard.token_texts import Decode, token_texts
 from launch.watch.dashboard.trajectory_sources import Groups, TrajectorySource
 from launch.watch.trajectory_spans import spans
-from learner.trained_logprobs import TrainedLogprobs
+from learner.metrics.trained_logprobs import TrainedLogprobs
 
 AT_ONCE = 4
 """Groups that are read at a time."""

@@ -26,8 +26,8 @@ from launch.process.model_directory import model_of_run
 from launch.watch.dashboard.metrics_source import CONNECT_S, Locate
 from launch.watch.dashboard.token_texts import Decode, decoder, has_tokenizer
 from launch.watch.stored_groups import GroupReader, stored_groups
-from learner import trained_logprobs
-from learner.trained_logprobs import TrainedLogprobs
+from learner.metrics import trained_logprobs
+from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import leases_of_step, steps_of_lease
 

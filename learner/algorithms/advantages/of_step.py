@@ -12,13 +12,13 @@ from learner.algorithms.advantages.estimator import (
     takes_token_penalties,
 )
 from learner.algorithms.advantages.gae import CriticValues, value_targets
-from learner.algorithms.advantages.whitening import whitened
-from learner.algorithms.reward_shaping import (
+from learner.algorithms.advantages.reward_shaping import (
     TokenPenalties,
     reference_penalties,
     with_overlong_penalties,
     with_token_penalties,
 )
+from learner.algorithms.advantages.whitening import whitened
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample
 from learner.distributed.exact_sums import Sums

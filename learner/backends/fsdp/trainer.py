@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import Adapters, CriticSource, Exported, StepResult
 from learner.backends.frozen import FrozenPolicies, Weights
 from learner.backends.fsdp import checkpoint

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import Adapters, CriticSource, Exported, StepResult
 from learner.backends.frozen import FrozenPolicies, Weights
 from learner.backends.given_experts import replay_figures

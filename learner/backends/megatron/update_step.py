@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.core import (
     DistributedDataParallel,
     MegatronOptimizer,

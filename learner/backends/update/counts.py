@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from learner.algorithms.entropy_bonus import EntropyBonus
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import StepResult
 from learner.backends.update.decision import not_finite_in_a_row
 from learner.backends.update.loss_step import step_diagnostics

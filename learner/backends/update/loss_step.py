@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.algorithms.diagnostics import counted, off_policy_diagnostics, off_policy_sums
-from learner.algorithms.objective import DISTANCES, Objective, token_losses
+from learner.algorithms.losses.objective import DISTANCES, Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.backends.output.output_layer import TokenLoss
 from learner.config.loss import SFTLoss

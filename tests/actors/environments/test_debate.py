@@ -15,7 +15,7 @@ from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from bus.errors import ConfigError, RequestRefusedError
 from launch.config import resolve
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.prompts.agent_demonstrations import DEBATERS, debate_demonstration
 
 TASK = Task(task_id="d", prompt="sort 31", label="13")

@@ -20,7 +20,7 @@ from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.config import AdmissionConfig, DataConfig
 from storage.prompts.sources import load_sources

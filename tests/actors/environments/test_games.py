@@ -18,7 +18,7 @@ from actors.environments.games.nim import NimPlay
 from actors.policy.policy import Policy
 from bus.errors import ConfigError
 from launch.config import resolve
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.prompts import agent_demonstrations as demonstrations
 from storage.prompts.generators import TASKS
 

@@ -12,7 +12,7 @@ from actors.environments.build import build_environment
 from actors.environments.panel_config import PanelConfig
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.prompts.agent_demonstrations import panel_demonstration
 
 TASK = Task(task_id="p", prompt="sort 31", label="13")

@@ -22,7 +22,7 @@ from bus.errors import ConfigError, EngineLostError
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory
+from learner.initial.scratch_model import build_model_directory
 from storage.weights.blob_sources import Blobs
 from storage.weights.model_files import bundle
 from tests.actors.evaluation.test_evaluation_sets import ask

@@ -22,7 +22,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.topology import ensure
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.config import AdmissionConfig
 from tests.storage.serving import LearnerStandIn, has, manifest, read_batch, running, serving, until

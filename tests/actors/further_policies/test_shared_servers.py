@@ -23,7 +23,7 @@ from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from bus.topology import ensure
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory
+from learner.initial.scratch_model import build_model_directory
 from storage.weights.blob_sources import Blobs
 from storage.weights.model_files import bundle
 from storage.weights.tensors import Weights

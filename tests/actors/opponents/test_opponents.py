@@ -25,8 +25,8 @@ from actors.policy.policy import Policy
 from bus.errors import ConfigError
 from learner.config.publication import PublicationConfig
 from learner.host_memory.host_tensors import host_tensors
+from learner.initial.scratch_model import character_tokenizer
 from learner.publication.publisher import WeightPublisher
-from learner.scratch_model import character_tokenizer
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from tests.actors.tiny import recomputed, tiny_model

@@ -15,7 +15,7 @@ from actors.turn_messages import turn_message, turns_by_rollout
 from bus.codec import decode, encode
 from bus.kept_sets import KeptSets
 from bus.trajectory import KeptTurn
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from tests.factories import make_lease
 
 TOKENIZER = character_tokenizer()

@@ -25,7 +25,7 @@ from bus.streams.publish import Publisher
 from launch.history.trajectory_account import exit_status
 from launch.operations.verify.comparison import Verdicts
 from launch.operations.verify.verify import verified
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from soak import soak
 from soak.bus_faults import kill_server
 from soak.faults import Fault

@@ -20,7 +20,7 @@ from launch.process.scratch_prompts import scratch_tokens
 from launch.process.services import serve_storage
 from launch.process.start_checks import rehearse_local, rehearse_storage
 from launch.process.weights_transport import transport_remark
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.disk.run_directory import RunDirectory
 from tests.users import public_directory, unprivileged
 

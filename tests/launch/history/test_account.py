@@ -12,7 +12,7 @@ from benchmarks.overlap import WELL, Plan, accounted
 from benchmarks.overlap_settings import defaults, settings
 from bus.errors import SluiceError
 from launch.history.trajectory_account import account
-from learner import lineage
+from learner.progress import lineage
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger
 from storage.store.replay import ReplayStore

@@ -23,7 +23,7 @@ from launch.history.rescore import Interval, Rescoring, parse_leases, run_rescor
 from launch.history.rescore import _chat as chat_of
 from launch.history.retrain import restore_run
 from learner.config.model import ScratchModel
-from learner.scratch_model import build_model_directory, character_tokenizer
+from learner.initial.scratch_model import build_model_directory, character_tokenizer
 from storage.client.score_tables import load_scores
 from storage.config import PromptKeys
 from storage.disk.run_directory import RunDirectory

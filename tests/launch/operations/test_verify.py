@@ -14,7 +14,7 @@ from launch.config import resolve
 from launch.operations.verify.comparison import VERDICTS, Verdicts
 from launch.operations.verify.evidence import read_store
 from launch.operations.verify.verify import screen, verified
-from learner import lineage
+from learner.progress import lineage
 from storage.account.records import ACTORS, TRAINED, AccountRecord, AccountWriter, Copy, Kind
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger

@@ -11,7 +11,7 @@ from actors.environments.base import Task
 from actors.environments.build import build_environment
 from actors.policy.policy import Policy
 from launch.config import preset, resolve
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.prompts.generators import TASKS
 
 TOKENIZER = character_tokenizer()

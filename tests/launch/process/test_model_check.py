@@ -21,8 +21,8 @@ from launch.process.model_check import refuse_model, refuse_models
 from learner.backends.suitability import refuse_untrainable
 from learner.config.model import ModelConfig
 from learner.config.parallel import UNDIVIDED
+from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import load_hf_config
-from learner.scratch_model import character_tokenizer
 from tests.learner.tiny import FAMILIES, tiny_config, tiny_model
 
 MOST_LINES, LONGEST_LINE = 30, 700

@@ -121,7 +121,7 @@ def test_what_a_disk_refuses_ends_a_process_in_a_line_and_a_bug_in_a_traceback(
     program = f"""
 from pathlib import Path
 from launch.process.runtime import run
-from learner.lineage import append_line
+from learner.progress.lineage import append_line
 from storage.metrics.records import append_records
 import asyncio
 

@@ -8,7 +8,7 @@ import torch
 
 from bus.errors import ConfigError
 from learner.algorithms.aggregation import aggregated, aggregation
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import ConstantDenominator, PromptMean, SequenceMean, TokenMean
 from learner.config.loss import GSPOLoss, SFTLoss

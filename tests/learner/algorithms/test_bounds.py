@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from learner.algorithms.corrections.sequence_tis import sequence_tis
 from learner.algorithms.corrections.token_tis import token_tis
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.config.correction import BinaryKLTwoWay, SequenceTIS, TokenTIS
 from learner.config.loss import ReinforceLoss
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from learner.algorithms.diagnostics import RATIO_EDGES, off_policy_diagnostics, off_policy_sums
-from learner.algorithms.objective import Objective, token_losses
+from learner.algorithms.losses.objective import Objective, token_losses
 from learner.config.correction import TokenTIS
 from learner.config.loss import PPOClipLoss, ReinforceLoss
 from tests.learner.algorithms.test_losses import tokens_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.objective import LOSSES, Objective, token_losses
+from learner.algorithms.losses.objective import LOSSES, Objective, token_losses
 from learner.config.correction import SequenceTIS
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample

@@ -7,7 +7,7 @@ import torch
 
 from bus.errors import ConfigError
 from learner.algorithms.losses.kl import kl_estimates
-from learner.algorithms.objective import Objective, token_losses
+from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.plugin import load_plugin
 from learner.algorithms.tokens import LossTokens
 from learner.config.correction import NoCorrection, TokenTIS

@@ -10,7 +10,7 @@ import torch
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.advantages.oapl import less_optimal_value
 from learner.algorithms.aggregation import aggregated
-from learner.algorithms.objective import Objective, token_losses
+from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.config.advantage import OAPLAdvantage
 from learner.config.algorithm import ConstantDenominator

@@ -11,13 +11,13 @@ import torch
 from launch.config import resolve
 from launch.process.start_checks import start_remarks
 from learner.algorithms.aggregation import aggregated
-from learner.algorithms.objective import LOSSES, Objective
+from learner.algorithms.losses.objective import LOSSES, Objective
 from learner.config.algorithm import AutoAggregation, ConstantDenominator, SequenceMean, TokenMean
 from learner.config.correction import AutoCorrection, NoCorrection, TokenTIS
 from learner.config.learner import LearnerConfig
 from learner.config.loss import Loss, LossFacts, PluginLoss, UsedLoss
 from learner.config.paper_objective import used_aggregation, used_correction
-from learner.service import say_objective
+from learner.run.service import say_objective
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
 from tests.learner.tiny import random_samples
 

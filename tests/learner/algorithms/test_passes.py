@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from pydantic import ValidationError
 
-from learner.algorithms.objective import CORRECTIONS, LOSSES, REJECTIONS, SELECTED, Objective
+from learner.algorithms.losses.objective import CORRECTIONS, LOSSES, REJECTIONS, SELECTED, Objective
 from learner.algorithms.selection import selections
 from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import ReferenceConfig

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
 from learner.algorithms.losses.kl import kl_estimates
-from learner.algorithms.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective, token_losses
+from learner.algorithms.losses.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig

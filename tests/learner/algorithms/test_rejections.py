@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from learner.algorithms.corrections.sequence_tis import sequence_tis
 from learner.algorithms.diagnostics import off_policy_sums
-from learner.algorithms.objective import REJECTIONS, Objective, token_losses
+from learner.algorithms.losses.objective import REJECTIONS, Objective, token_losses
 from learner.backends.update.loss_step import step_diagnostics
 from learner.config.correction import (
     BinaryKL,

@@ -9,7 +9,7 @@ import pytest
 from bus.errors import ConfigError
 from learner.algorithms.advantages.rae import rae_advantages
 from learner.distributed.exact_sums import exact_sums
-from learner.progress import Progress
+from learner.progress.progress import Progress
 from tests.learner.algorithms.rewarded import group
 from tests.learner.algorithms.test_whitening import Ranks
 

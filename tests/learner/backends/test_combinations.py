@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bus.kept_sets import KeptSets
-from learner.algorithms.objective import Objective
-from learner.algorithms.rl_step import train_on
+from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
 from learner.config.batch import BatchConfig
@@ -20,6 +19,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.data.top_tokens import TopTokens
 from learner.scoring.logprobs import with_logprobs
+from learner.step.rl_step import train_on
 from tests.learner.critics import source_of, tiny_critic
 from tests.learner.siblings import siblings
 from tests.learner.tiny import VOCAB, hf_state, tiny_model

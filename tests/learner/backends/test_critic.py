@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, TrainingError
-from learner.algorithms.rl_step import train_on
 from learner.backends.base import CriticSource
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.trainer import Trainer
@@ -21,6 +20,7 @@ from learner.config.schedule import CosineSchedule
 from learner.data.batches import recorded_samples
 from learner.data.packing import pack
 from learner.scoring.values import with_values
+from learner.step.rl_step import train_on
 from tests.learner.backends.test_trained_advantages import groups_of, logprobs
 from tests.learner.critics import credit_of, source_of, tiny_critic, values_of
 from tests.learner.division import divide_world

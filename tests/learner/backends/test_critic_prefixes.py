@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
@@ -15,6 +14,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import Sample, pack
 from learner.scoring.values import with_values
+from learner.step.rl_step import train_on
 from tests.learner.backends.test_shared_prefixes import one_prompt
 from tests.learner.critics import source_of, tiny_critic
 from tests.learner.division import divide_world

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from learner.algorithms.entropy_bonus import EntropyBonus
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bus.errors import ConfigError
 from launch.config import resolve
-from learner import service
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.matmul import Fp8Linear, product
@@ -19,9 +18,10 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.packing import pack
-from learner.initial import prepare
-from learner.progress import Progress
-from learner.restore import restore_alone
+from learner.initial.initial import prepare
+from learner.progress.progress import Progress
+from learner.run import service
+from learner.run.restore import restore_alone
 from tests.learner.division import divide_world
 from tests.learner.mini_run import MiniRun
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model

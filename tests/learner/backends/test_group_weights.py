@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from learner.algorithms.aggregation import aggregated
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import SequenceMean, TokenMean

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bus.errors import TrainingError
 from bus.kept_sets import KeptSets
-from learner.algorithms.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective
+from learner.algorithms.losses.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state

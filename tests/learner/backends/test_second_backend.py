@@ -9,7 +9,7 @@ import pytest
 from learner.backends import factory
 from learner.backends.model_loading import load_hf_directory
 from learner.history.retrain import retrain_steps
-from learner.initial import prepare
+from learner.initial.initial import prepare
 from storage.store.replay import ReplayStore
 from tests.learner.backends.torch_backend import TorchBackend
 from tests.learner.mini_run import MiniRun, in_one_process, mini_run, past_run

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.algorithms.objective import Objective
-from learner.algorithms.rl_step import train_on
+from learner.algorithms.losses.objective import Objective
 from learner.backends.base import StepResult
 from learner.backends.factory import refuse_batches
 from learner.backends.megatron.conversion.weights import load_hf_weights
@@ -28,8 +27,9 @@ from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import Sample, pack
-from learner.metrics import step_values
+from learner.metrics.step_metrics import step_values
 from learner.scoring.logprobs import score
+from learner.step.rl_step import train_on
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.siblings import siblings

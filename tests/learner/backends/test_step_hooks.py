@@ -10,7 +10,6 @@ from bus.errors import ConfigError, TrainingError
 from learner.algorithms.advantages.of_step import advantages_of_step
 from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
 from learner.algorithms.plugin import refuse_bad_plugins
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GDPOAdvantage, GRPOAdvantage, OverlongPenalty
 from learner.config.hooks import HookConfig
@@ -19,6 +18,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from learner.distributed.exact_sums import exact_sums
+from learner.step.rl_step import train_on
 from tests.factories import make_trajectory
 from tests.learner.division import divide_world
 from tests.learner.tiny import VOCAB, hf_state, tiny_model

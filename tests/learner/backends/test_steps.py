@@ -9,13 +9,13 @@ import torch
 
 from bus.errors import ConfigError
 from learner.algorithms.advantages.estimator import estimate_advantages
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.batches import make_step_batch, recorded_samples
 from learner.data.packing import pack
+from learner.step.rl_step import train_on
 from tests.learner.tiny import TIS, tiny_model
 from tests.learner.world.ranks_worker import group
 

@@ -11,7 +11,6 @@ import torch
 
 from bus.trajectory import Trajectory, Turn
 from learner.algorithms.advantages.estimator import ESTIMATORS
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import (
@@ -36,6 +35,7 @@ from learner.config.loss import RegressionLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
+from learner.step.rl_step import train_on
 from tests.factories import make_trajectory
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step

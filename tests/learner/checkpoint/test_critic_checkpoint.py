@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
@@ -18,6 +17,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from learner.data.packing import pack
+from learner.step.rl_step import train_on
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.backends.test_trained_advantages import groups_of
 from tests.learner.critics import source_of, tiny_critic

@@ -11,7 +11,7 @@ from learner.config.advantage import GRPOAdvantage
 from learner.config.plugin import Plugin
 from learner.data.batches import DIGESTS, make_step_batch, recorded_samples
 from learner.data.packing import pack
-from learner.metrics import batch_values
+from learner.metrics.step_metrics import batch_values
 from tests.factories import make_trajectory
 
 

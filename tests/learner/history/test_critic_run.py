@@ -13,7 +13,7 @@ from learner.config.critic import CriticConfig, CriticOptimizerConfig
 from learner.config.publication import PublicationConfig
 from learner.history.retrain import retrain_steps, summary
 from learner.history.witness import witness
-from learner.initial import prepare
+from learner.initial.initial import prepare
 from learner.publication.publisher import WeightPublisher
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import MiniRun, in_one_process, mini_run, past_run

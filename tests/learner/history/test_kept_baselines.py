@@ -9,7 +9,7 @@ from learner.checkpoint.commit import read_extra
 from learner.config.advantage import OverlongPenalty, RAEAdvantage
 from learner.config.frozen_policies import ReferenceConfig
 from learner.history.retrain import retrain_steps, summary
-from learner.initial import prepare
+from learner.initial.initial import prepare
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import MiniRun, in_one_process, past_run

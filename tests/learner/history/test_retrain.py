@@ -13,13 +13,13 @@ from bus.errors import ConfigError, StorageError
 from bus.messages import parse_trajectory_name
 from bus.topology import shard_of
 from bus.trajectory import Trajectory
-from learner import trained_logprobs
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import read_extra
 from learner.config.advantage import GDPOAdvantage
 from learner.config.loss import PPOClipLoss
 from learner.history.retrain import last_step, retrain_steps, summary
-from learner.initial import prepare
+from learner.initial.initial import prepare
+from learner.metrics import trained_logprobs
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, TRAINS_FROM, MiniRun, in_one_process, mini_run, past_run

@@ -15,7 +15,7 @@ from bus.errors import ConfigError
 from bus.messages import Metrics, RoleHolder, Status
 from bus.topology import ensure
 from learner.config.loss import PPOClipLoss
-from learner.lineage import TrainedStep
+from learner.progress.lineage import TrainedStep
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.mini_run import LEARNER, LIMIT_S, MiniRun, mini_run

@@ -8,7 +8,7 @@ import pytest
 from bus.errors import ConfigError
 from learner.history.retrain import largest_difference, retrain_steps, weights_at
 from learner.history.witness import Witness, newest_witness, witness
-from learner.initial import prepare
+from learner.initial.initial import prepare
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import MiniRun, in_one_process, past_run
 from tests.storage.serving import SHARDS

@@ -13,9 +13,9 @@ from bus.messages import ModelFiles, PolicyManifest
 from launch.config import resolve
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
+from learner.initial.scratch_model import ensure_model_directory
 from learner.model_directories.dtypes import compute_dtype, published_bytes, published_dtype
 from learner.model_directories.model_directory import HFWeights
-from learner.scratch_model import ensure_model_directory
 from storage.weights.blob_sources import Blobs
 from storage.weights.model_files import with_dtype
 from tests.learner.mini_run import SCRATCH, in_one_process, mini_run

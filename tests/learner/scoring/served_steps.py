@@ -7,12 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 from bus.trajectory import SOURCE
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.scoring.served_teachers import teachers_asked
+from learner.step.rl_step import train_on
 from tests.factories import make_trajectory
 from tests.learner.division import divide_world
 from tests.learner.tiny import VOCAB, hf_state, tiny_model

@@ -8,11 +8,11 @@ import pytest
 from actors.engines.base import Sampling
 from bus.errors import TrainingError
 from bus.trajectory import Trajectory
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.step.rl_step import train_on
 from tests.learner.division import divide_world
 from tests.learner.stored_rollouts import stored_rollouts
 from tests.learner.tiny import hf_state, tiny_model

@@ -7,8 +7,7 @@ import pytest
 
 from actors.engines.base import Sampling
 from bus.trajectory import Trajectory
-from learner.algorithms.objective import Objective
-from learner.algorithms.rl_step import train_on
+from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
@@ -16,8 +15,9 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from learner.data.packing import pack
-from learner.metrics import batch_values
+from learner.metrics.step_metrics import batch_values
 from learner.scoring.logprobs import score
+from learner.step.rl_step import train_on
 from tests.learner.division import divide_world
 from tests.learner.stored_rollouts import stored_rollouts
 from tests.learner.tiny import hf_state, tiny_model

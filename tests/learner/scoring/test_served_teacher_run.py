@@ -12,9 +12,9 @@ from bus.errors import ConfigError, EngineError
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.history.retrain import retrain_steps
-from learner.initial import prepare
+from learner.initial.initial import prepare
+from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import save_hf_directory
-from learner.scratch_model import character_tokenizer
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, mini_run
 from tests.learner.scoring.served_model import ServedModel

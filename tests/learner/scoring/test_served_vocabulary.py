@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from bus.errors import ConfigError, EngineError
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
+from learner.config.process_settings import EngineContext
+from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import save_hf_directory
 from learner.scoring.served_teachers import ANY_CONTEXT, refuse_other_teachers
-from learner.scratch_model import character_tokenizer
-from learner.settings import EngineContext
 from tests.learner.scoring.served_model import ServedModel
 from tests.learner.tiny import tiny_config, tiny_model
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from bus.trajectory import Trajectory
-from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
     load_checkpoint,
@@ -26,6 +25,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.host_memory.host_tensors import host_tensors
 from learner.publication.host_copy import HostCopy, copy_weights
 from learner.scoring.recorded_logprobs import recorded_logprobs
+from learner.step.rl_step import train_on
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model

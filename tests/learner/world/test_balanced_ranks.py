@@ -8,9 +8,9 @@ import torch
 
 from bus.requests import GroupRef
 from bus.trajectory import Trajectory
-from learner.algorithms.rl_step import train_on
 from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
+from learner.step.rl_step import train_on
 from learner.world.world import cost, divided
 from storage.shard.shared_beginnings import different_beginnings
 from tests.factories import make_trajectory

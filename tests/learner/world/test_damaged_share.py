@@ -18,8 +18,8 @@ from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from learner.progress import Progress
-from learner.train import Learner
+from learner.progress.progress import Progress
+from learner.run.train import Learner
 from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World, divided

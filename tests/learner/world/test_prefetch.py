@@ -13,18 +13,18 @@ from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
 from bus.errors import FencedError, StorageError
-from learner import checkpointing
 from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint import commit
 from learner.config.learner import CheckpointConfig, LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
+from learner.config.process_settings import LearnerSettings
 from learner.config.warmup import WarmupConfig
-from learner.progress import Progress
+from learner.progress.progress import Progress
 from learner.publication.publisher import WeightPublisher
-from learner.settings import LearnerSettings
-from learner.train import WAITING, Learner
+from learner.run import checkpointing
+from learner.run.train import WAITING, Learner
 from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3Config
 
 from bus.messages import Prompt
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.chats.template import ChatRefusedError, ChatTemplate
 from storage.prompts.length_check import check_prompt_lengths
 from tests.published_chats import CHATS, tokenizer_of, tokenizer_of_chat

@@ -141,7 +141,7 @@ def test_prompts_are_as_long_as_the_tokens_of_their_images(tmp_path):
 
 def test_a_model_without_vision_refuses_images_before_the_run(tmp_path):
     from learner.config.model import ScratchModel
-    from learner.scratch_model import build_model_directory
+    from learner.initial.scratch_model import build_model_directory
 
     model = build_model_directory(tmp_path / "model", ScratchModel(hidden_size=16, heads=2), seed=0)
     prompts = load_prompts(rows(tmp_path / "a.jsonl", image_part(picture())), PromptKeys())

@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.prompts import length_check as lengths
 from storage.prompts.length_check import check_prompt_lengths, long_prompts
 

@@ -12,7 +12,7 @@ from bus.codec import decode, encode
 from bus.errors import ConfigError
 from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
-from learner.scratch_model import character_tokenizer
+from learner.initial.scratch_model import character_tokenizer
 from storage.config import PromptKeys
 from storage.prompts.dataset import encoded_prompts, load_prompts
 from storage.prompts.identity import digest_of

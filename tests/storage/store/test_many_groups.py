@@ -11,7 +11,7 @@ from bus.errors import LostDataError, StorageError
 from bus.trajectory import TrajectoryBatch
 from launch.history.trajectory_account import _stored_lengths
 from learner.history.retrain import _groups
-from learner.lineage import TrainedStep
+from learner.progress.lineage import TrainedStep
 from storage.disk.run_directory import RunDirectory
 from storage.store import layout
 from storage.store.many_groups import each_trajectory, read_groups

@@ -17,7 +17,7 @@ from tests.learner.tiny import tiny_model
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory of a context of 64, which tests copy from."""
-    from learner.scratch_model import character_tokenizer
+    from learner.initial.scratch_model import character_tokenizer
 
     directory = tmp_path_factory.mktemp("whole")
     tiny_model("qwen3", seed=0).save_pretrained(directory)

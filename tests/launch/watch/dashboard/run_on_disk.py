@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from bus.messages import Metrics
 from bus.trajectory import Trajectory, Turn
 from launch.config import validate
-from learner import trained_logprobs
+from learner.metrics import trained_logprobs
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record

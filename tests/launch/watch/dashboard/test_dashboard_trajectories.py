@@ -30,7 +30,7 @@ from launch.watch.dashboard.trajectories import (
     trajectory_list,
 )
 from launch.watch.dashboard.trajectory_sources import BusTrajectories, StoredTrajectories
-from learner.trained_logprobs import TrainedLogprobs
+from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
 from storage.store.replay import ReplayStore
 from storage.weights.model_files import bundle

@@ -22,8 +22,8 @@ from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
+from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import load_hf_config
-from learner.scratch_model import character_tokenizer
 from storage.weights.model_files import bundle
 from storage.weights.output_head import has_other_head
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model

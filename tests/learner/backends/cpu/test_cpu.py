@@ -36,9 +36,8 @@ def test_torch_itself_is_left_alone():
 @pytest.mark.slow
 def test_a_learner_starts_without_what_it_does_not_use():
     libraries = ("torch._dynamo", "torch._inductor", "transformers.modeling_utils", "wandb", "megatron.core")
-    program = (
-        f"import sys; import learner.service; print([name for name in {libraries} if name in sys.modules])"
-    )
+    loaded = f"[name for name in {libraries} if name in sys.modules]"
+    program = f"import sys; import learner.run.service; print({loaded})"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "['megatron.core']"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bus.errors import ConfigError, TrainingError
-from learner.algorithms.objective import Objective
+from learner.algorithms.losses.objective import Objective
 from learner.backends.factory import refuse_router_replay
 from learner.backends.fsdp import router_replay
 from learner.backends.fsdp.trainer import FsdpTrainer

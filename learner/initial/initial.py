@@ -1,0 +1,102 @@
+"""Tells what a run trains from: its model directory, made where there is none, and its demonstrations."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from bus.errors import ConfigError
+from learner.backends.model_loading import load_hf_directory
+from learner.config.process_settings import LearnerSettings
+from learner.data.demonstrations import Demonstrations
+from learner.initial.scratch_model import ensure_model_directory
+from learner.model_directories.lazy_weights import State
+from learner.model_directories.model_directory import load_tokenizer, raw_config, refuse_other_vocabulary
+from learner.publication.whole_model import WholeModel
+from storage.disk.atomic_files import one_at_a_time
+from storage.images.chat import ImageChat
+from storage.images.reader import ImageReader
+from storage.model_reading import refuse_no_template
+from storage.prompts.generators import load_demonstrations
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Says what a run trains from, before its first step."""
+
+    hf_config: PretrainedConfig
+    state: State
+    """Weights by Hugging Face name."""
+    demonstrations: Demonstrations | None
+    """Says what the warm-up trains on, if the run has one."""
+    images: ImageReader | None = None
+    """Images of a vision-language model."""
+    whole: WholeModel | None = None
+    """The multimodal model that a text model is published in, where its other parts stay frozen."""
+
+
+def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
+    """Read the initial model, making the scratch model if need be, and the demonstrations.
+
+    Raises `ConfigError` when model, tokenizer or demonstrations do not belong together.
+    """
+    torch.manual_seed(settings.seed)
+    if settings.model.path is None:
+        with one_at_a_time(settings.model_directory):
+            ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
+    hf_config, state = load_hf_directory(settings.model_directory)
+    tokenizer = load_tokenizer(settings.model_directory)
+    refuse_misfit(hf_config, tokenizer, settings.model_directory)
+    images = ImageChat.of(settings.model_directory, tokenizer)
+    if images is not None and (problem := settings.learner.unseeing_teachers):
+        raise ConfigError(f"{settings.model_directory} is a vision-language model; {problem}")
+    shown = _demonstrations(settings, demonstrations, tokenizer, hf_config, images)
+    whole = None
+    if settings.model.other_parts == "frozen":
+        whole = _whole_model(settings, hf_config)
+    return Initial(hf_config, state, shown, None if images is None else images.reader, whole)
+
+
+def _whole_model(settings: LearnerSettings, text: PretrainedConfig) -> WholeModel:
+    """Return the model that the text model lies in. Raises `ConfigError` where it lies in none, and for
+    settings that publish something other than weights by the names of its files."""
+    directory, where = settings.model_directory, "model.other_parts=frozen"
+    if raw_config(directory).get("model_type") == text.model_type:
+        raise ConfigError(
+            f"{where}: {directory}, a {text.model_type}, has no part that is not trained: leave it out"
+        )
+    if settings.learner.lora.exists:
+        raise ConfigError(f"{where} with learner.lora: adapters would name other layers; set left_out")
+    if (codes := settings.learner.publication.quantisation) != "none":
+        raise ConfigError(
+            f"{where} with learner.publication.quantisation={codes}: the other parts would be quantised too; "
+            "set left_out"
+        )
+    return WholeModel.of(directory)
+
+
+def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Raise `ConfigError` when the tokenizer is not this model's, or writes no prompt."""
+    refuse_other_vocabulary(hf_config, tokenizer, directory)
+    refuse_no_template(tokenizer, directory)
+
+
+def _demonstrations(
+    settings: LearnerSettings,
+    path: Path | None,
+    tokenizer: PreTrainedTokenizerBase,
+    hf_config: PretrainedConfig,
+    images: ImageChat | None,
+) -> Demonstrations | None:
+    if settings.warmup.steps == 0:
+        return None
+    if path is None:
+        raise ConfigError("warmup.steps needs warmup.demonstrations, or data.task to generate some")
+    return Demonstrations(
+        load_demonstrations(path),
+        tokenizer,
+        context=hf_config.get_text_config().max_position_embeddings,
+        seed=settings.seed,
+        images=images,
+    )

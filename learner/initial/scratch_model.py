@@ -1,0 +1,117 @@
+"""A model directory made here: a tiny random Qwen3 and a tokenizer of one token per character."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from bus.errors import ConfigError
+from learner.config.model import ScratchModel
+from learner.initial.scratch_vision import VISION_TOKENS, image_processor, vision_config
+from learner.model_directories.model_directory import load_hf_config, save_hf_directory
+
+PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>"
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=():,.?\n%<>|"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>"
+    "{% else %}<|user|>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+              "intermediate_size", "max_position_embeddings")  # fmt: skip
+VISION_SIZES = ("depth", "hidden_size", "num_heads", "intermediate_size", "patch_size")
+
+
+def ensure_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) -> None:
+    """Make the directory if it is not there. Raises `ConfigError` when it holds a model of other sizes."""
+    if not (directory / "config.json").exists():
+        build_model_directory(directory, sizes, seed=seed)
+        return
+    wanted = scratch_config(sizes)
+    if other := list(_other_sizes(load_hf_config(directory), wanted)):
+        raise ConfigError(
+            f"the run's scratch model in {directory} was made with other sizes ({', '.join(other)}): "
+            "choose another --run, or the sizes it was made with"
+        )
+
+
+def _other_sizes(found: PretrainedConfig, wanted: PretrainedConfig) -> Iterator[str]:
+    if found.model_type != wanted.model_type:
+        yield f"it is a {found.model_type}, not a {wanted.model_type}"
+        return
+    pairs = [("", key, found.get_text_config(), wanted.get_text_config()) for key in TEXT_SIZES]
+    if vision := getattr(wanted, "vision_config", None):
+        pairs += [("vision.", key, found.vision_config, vision) for key in VISION_SIZES]
+    for part, key, has, wants in pairs:
+        if getattr(has, key) != getattr(wants, key):
+            yield f"{part}{key} is {getattr(has, key)}, not {getattr(wants, key)}"
+
+
+def build_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) -> Path:
+    """Write config, random weights (drawn from `seed`) and tokenizer into `directory`; returns it."""
+    # These take a second to load, which a learner that goes on has no use for.
+    from transformers import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
+
+    sees = sizes.vision.layers > 0
+    tokenizer = character_tokenizer(images=sees)
+    config = _config(sizes, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config) if sees else Qwen3ForCausalLM(config)
+    save_hf_directory(directory, config, dict(model.named_parameters()), None)
+    tokenizer.save_pretrained(directory)
+    if sees:
+        image_processor(sizes.vision).save_pretrained(directory)
+    return directory
+
+
+def scratch_config(sizes: ScratchModel) -> PretrainedConfig:
+    """Return the configuration of a scratch model of these sizes."""
+    return _config(sizes, character_tokenizer(images=sizes.vision.layers > 0))
+
+
+def character_tokenizer(*, images: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of one token per character of a small alphabet, with a chat template; with `images`
+    it has the tokens that stand for them."""
+    vision = VISION_TOKENS if images else ()
+    tokens = (PAD, END, USER, ASSISTANT, UNKNOWN, *ALPHABET, *vision)
+    vocabulary = {token: n for n, token in enumerate(tokens)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[USER, ASSISTANT, *vision],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _config(sizes: ScratchModel, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.hidden_size // sizes.heads,
+        "max_position_embeddings": sizes.context,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if sizes.vision.layers:
+        return vision_config(sizes.vision, text, tokenizer)
+    # inference engines tell by the architecture what to serve
+    return Qwen3Config(architectures=["Qwen3ForCausalLM"], **text)

@@ -1,0 +1,53 @@
+"""What of a run's settings does not fit its model: asked before a start, and by the learner itself."""
+
+import torch
+
+from bus.errors import ConfigError
+from learner.backends.factory import (
+    refuse_attention,
+    refuse_batches,
+    refuse_optimizers,
+    refuse_other_world,
+    refuse_quantisation,
+    refuse_router_replay,
+    refuse_state_directory,
+)
+from learner.backends.suitability import refuse_other_weights, refuse_untrainable
+from learner.config.parallel import ParallelConfig
+from learner.config.process_settings import LearnerSettings
+from learner.initial.critic_source import critic_source
+from learner.initial.initial import Initial
+from learner.scoring.frozen_policies import refuse_other_policies
+
+
+def refuse_unfit(settings: LearnerSettings, initial: Initial, parallel: ParallelConfig) -> None:
+    """Raise `ConfigError` for a model that the backend does not train as `parallel` divides it, for batches
+    that cannot be trained on here and for weights that cannot be published as the run is to."""
+    learner, hf_config = settings.learner, initial.hf_config
+    refuse_untrainable(settings.model, learner.backend, hf_config, parallel)
+    refuse_batches(settings.model, learner.batch, hf_config)
+    refuse_attention(settings.model, parallel)
+    refuse_state_directory(learner)
+    stages = (learner, settings.warmup) if settings.warmup.steps else (learner,)
+    refuse_optimizers(settings.model, [stage.optimizer for stage in stages], hf_config, learner.backend)
+    refuse_router_replay(learner, hf_config)
+    refuse_quantisation(learner, initial.state)
+
+
+def refuse_before_start(settings: LearnerSettings, initial: Initial) -> None:
+    """Do what `refuse_unfit` does, and refuse what each rank would find while it loads the weights: those of
+    the policy, of frozen policies and of a critic, and a world of ranks that cannot be divided so."""
+    world, learner = settings.learner.world, settings.learner
+    refuse_unfit(settings, initial, learner.parallel)
+    refuse_other_world(learner.parallel, world.processes * world.nodes, learner.backend)
+    refuse_other_weights(
+        settings.model_directory, initial.hf_config, initial.state, learner.backend, learner.mtp
+    )
+    refuse_other_policies(settings, learner)
+    critic_source(settings, initial)
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and world.processes > gpus:
+        raise ConfigError(
+            f"learner.world.processes={world.processes} ranks on this host, which has {gpus} GPUs: set it to "
+            f"{gpus} at most, or start ranks on several hosts (learner.world.nodes)"
+        )

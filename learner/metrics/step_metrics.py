@@ -1,0 +1,123 @@
+"""The learner's numbers by name, `area/name_unit`, and who is told of them: screens, probes and the log."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import structlog
+
+from bus.codec import Json, encode
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import Metrics
+from bus.security.permissions import COUNTERS
+from bus.streams.publish import Publisher
+from learner.backends.base import StepResult
+from learner.config.diagnostics import DiagnosticsConfig
+from learner.data.batches import StepBatch
+from learner.metrics.range_warnings import RangeWarnings
+from learner.metrics.selection_bias import SelectionBias
+from storage.metrics.records import integer, number
+
+log = structlog.get_logger()
+LOG_EVERY_S = 10.0
+"""Shortest time between two lines of the log that tell of a step."""
+LOGGED = ("reward/mean", "train/loss", "train/grad_norm", "staleness/max_versions", "time/step_s")
+"""Numbers of a step that its line has, as far as there are any."""
+
+
+class StepReporter:
+    """Publishes the numbers of each step, logs those of a step from time to time, and warns of those that
+    leave their range."""
+
+    def __init__(
+        self, bus: Bus, incarnation: str, tasks: asyncio.TaskGroup, diagnostics: DiagnosticsConfig
+    ) -> None:
+        """Publish in `tasks`, so that no step waits for the bus."""
+        self._bus = bus
+        self._events = Publisher(bus)
+        self._incarnation = incarnation
+        self._tasks = tasks
+        self._range_warnings = RangeWarnings(diagnostics)
+        self._selection: SelectionBias | None = None
+        """Comparison with what actors sample, from the first step of reinforcement learning on."""
+        self._log_at = 0.0
+        """Monotonic time from which on the next step has a line in the log."""
+
+    def report(self, stage: str, step: int, values: dict[str, Json]) -> None:
+        """Tell of a step of `stage`, which is `warmup` or `rl`."""
+        if stage == "rl":
+            values = {**values, **self._selection_figures(values)}
+        self._bus.state.metrics = values
+        if stage == "rl":
+            self._range_warnings.look(step, values)
+        if time.monotonic() >= self._log_at:
+            self._log_at = time.monotonic() + LOG_EVERY_S
+            shown = {name.partition("/")[2]: values[name] for name in LOGGED if name in values}
+            log.info("step_trained", stage=stage, step=step, **shown)
+        metrics = Metrics(
+            source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
+        )
+        name = f"metrics-{self._incarnation}-{stage}-{step}"
+        self._tasks.create_task(self._publish(name, encode(metrics)), name=f"publish {name}")
+
+    def _selection_figures(self, values: dict[str, Json]) -> dict[str, float]:
+        """Compare a step with what actors have sampled."""
+        if self._selection is None:
+            self._selection = SelectionBias()
+            listening = self._bus.listen(self._bus.subject(COUNTERS), Metrics, self._selection.hear)
+            self._tasks.create_task(listening, name="hear actors' counters")
+        trajectories = integer(values, "train/trajectories")
+        return self._selection.figures(
+            trajectories=trajectories,
+            tokens=number(values, "train/response_tokens_mean") * trajectories,
+            reward_sum=number(values, "reward/mean") * trajectories,
+        )
+
+    async def _publish(self, name: str, metrics: bytes) -> None:
+        """Publish, or say that it failed: only screens miss them."""
+        try:
+            await self._events.publish(self._bus.subject("events", "metrics"), metrics, message_id=name)
+        except BusError as error:
+            log.warning("metrics_not_published", name=name, reason=str(error))
+
+
+def step_values(result: StepResult) -> dict[str, Json]:
+    """Return what an optimizer step did."""
+    return {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": result.lr,
+        "train/response_tokens": result.tokens,
+        "train/computed_tokens": result.computed_tokens,
+        "train/computed_per_trained": result.computed_tokens / max(1, result.tokens),
+        "train/skipped": result.skipped,
+        **{f"policy/{name}": value for name, value in result.diagnostics.items()},
+        **{f"critic/{name}": value for name, value in result.critic.items()},
+    }
+
+
+def batch_values(batch: StepBatch) -> dict[str, Json]:
+    """Return what it trained on."""
+    return {
+        "reward/mean": batch.reward_mean,
+        "reward/equal_groups_fraction": batch.equal_groups / max(1, batch.groups),
+        "reward/zero_fraction": batch.zero_rewards / max(1, batch.trajectories),
+        "staleness/max_versions": batch.staleness_max,
+        "staleness/mean_versions": batch.staleness_mean,
+        "staleness/queued_mean_versions": batch.queued_mean,
+        "staleness/generation_mean_versions": batch.staleness_mean - batch.queued_mean,
+        "rollout/completed_fraction": batch.completed / max(1, batch.trajectories),
+        "rollout/cut_off_fraction": batch.cut_off_tokens / max(1, batch.response_tokens),
+        "train/trajectories": batch.trajectories,
+        "train/tokens": batch.tokens,
+        "train/untrainable_trajectories": batch.untrainable,
+        "train/untrusted_trajectories": batch.untrusted,
+        "train/response_tokens_mean": batch.response_tokens_mean,
+    }
+
+
+def read_values(read: Mapping[str, int]) -> dict[str, Json]:
+    """Return how many trajectories rank 0 has read so far, and how many bytes of tokens, by each way."""
+    ways = ("mapped", "mapped_bytes", "bus", "bus_bytes")
+    return {f"replay/read_{way}": read.get(way, 0) for way in ways}

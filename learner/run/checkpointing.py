@@ -1,0 +1,75 @@
+"""Saves where a learner stands while it trains on, one checkpoint at a time."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from learner.checkpoint.commit import WRITING_TIMEOUT_S
+from learner.config.process_settings import LearnerSettings
+from learner.progress.progress import Progress, values_to_save
+from learner.world.rank import Rank
+from learner.world.world import World
+from storage.disk.atomic_files import write_json
+
+WRITTEN_POLL_S = 0.05
+
+
+class Checkpointing:
+    """Begins checkpoints of a learner's world, and sees each through before the next."""
+
+    def __init__(
+        self, settings: LearnerSettings, world: World, progress: Progress, *,
+        committed: Callable[[int], Awaitable[None]], on_doing: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`committed` tells storage of the step of one that is durable; `on_doing` hears what goes on."""
+        self.saved_step = progress.step
+        """Step of the checkpoint begun last."""
+        self._settings = settings
+        self._world = world
+        self._progress = progress
+        self._committed = committed
+        self._on_doing = on_doing
+        self._saving: tuple[int, dict[str, Any]] | None = None
+        """Step and progress of the checkpoint that is being written."""
+        self._saving_since = 0.0
+        """Monotonic time at which that checkpoint was begun."""
+
+    async def after_step(self) -> None:
+        """Finish the checkpoint under way if its files are written, and begin the next if it is due."""
+        if self._saving is not None and (self._is_overdue or await self._world.call(Rank.written)):
+            await self.finish()
+        if self._saving is None and self._is_due(self._settings.learner.checkpoint.save_every):
+            await self.begin()
+
+    async def begin(self) -> None:
+        """Begin to save; the files are written while training goes on."""
+        await self.finish()
+        self._on_doing("copying the state for a checkpoint")
+        values = await asyncio.to_thread(values_to_save, self._settings, self._progress)
+        self.saved_step, self._saving_since = self._progress.step, time.monotonic()
+        self._saving = self.saved_step, values
+        await self._world.call(Rank.save, *self._saving)
+
+    async def finish(self) -> None:
+        """See the save through; only then may storage forget that these groups could be needed again."""
+        if self._saving is None:
+            return
+        self._on_doing("finishing a checkpoint")
+        (step, progress), self._saving = self._saving, None
+        # asked again and again, so that no collective waits for a disk
+        while not await self._world.call(Rank.written) and not self._is_overdue:  # noqa: ASYNC110
+            await asyncio.sleep(WRITTEN_POLL_S)
+        await self._world.call(Rank.saved)
+        await asyncio.to_thread(write_json, self._settings.progress, progress)
+        await self._committed(step)
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Return whether the checkpoint under way takes so long that its disk must be taken to hang."""
+        return time.monotonic() > self._saving_since + WRITING_TIMEOUT_S
+
+    def _is_due(self, save_every: int) -> bool:
+        """Return whether a multiple of `save_every` was passed since the checkpoint begun last. One that the
+        disk is still writing then is followed by the next as soon as it is done, and delays no step."""
+        return self._progress.step // save_every > self.saved_step // save_every

@@ -1,0 +1,152 @@
+"""`launch learner`: prepare the model or resume its checkpoint, then train."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from bus.connection import Bus
+from bus.connection.roles import guarded, hold_role
+from bus.connection.status import report_status
+from bus.process.process_tuning import few_collections, return_freed_memory
+from learner.algorithms.plugin import refuse_bad_plugins
+from learner.backends.factory import close_world, init_world
+from learner.backends.quantised.matmul import refuse_gpu
+from learner.checkpoint.commit import read_extra
+from learner.checkpoint.newest_checkpoint import newest_whole
+from learner.config.learner import LearnerConfig
+from learner.config.process_settings import LearnerSettings
+from learner.distributed.process_group import world_rank, world_size
+from learner.initial.initial import prepare
+from learner.model_directories.dtypes import published_bytes, published_dtype
+from learner.progress.progress import Progress
+from learner.run.restore import restore_backend
+from learner.run.train import Learner
+from learner.scoring.served_teachers import refuse_other_teachers
+from learner.world.channel import Channel
+from learner.world.hosts import refuse_unshared
+from learner.world.rank import Rank, in_thread
+from learner.world.world import World
+from storage.client.reader import ReplayReader
+from storage.weights.blob_stores import blob_store, chosen_transport
+
+log = structlog.get_logger()
+
+
+async def run(
+    bus: Bus,
+    settings: LearnerSettings,
+    demonstrations: Path | None,
+    stop: asyncio.Event,
+    *,
+    begin: Callable[[], None] = lambda: None,
+) -> Progress | None:
+    """Be one rank of the learner until its configured end or `stop`; rank 0 returns how far it came.
+
+    Rank 0 holds the run's learner role meanwhile, and raises `FencedError` if another learner takes it over;
+    `begin` is called as soon as it holds it.
+    Raises `WorldError` when another rank is gone.
+    """
+    number, incarnation = world_rank(), secrets.token_hex(4)
+    with (
+        closing(ReplayReader(bus, incarnation, read=settings.learner.read)) as reader,
+        ThreadPoolExecutor(1, thread_name_prefix="train") as thread,
+    ):
+        building = partial(in_thread, thread, lambda: build(settings, demonstrations, reader, thread, stop))
+        if number > 0:
+            built = await building()
+            await _follow(bus, built, number)
+        else:
+            async with hold_role(bus, "learner", incarnation) as renewing:
+                begin()
+                say_objective(settings.learner)
+                built = await building()
+                transport = await chosen_transport(
+                    bus, settings.learner.publication.transport, built.weights_bytes
+                )
+                store = blob_store(bus, transport, settings.export.parent / "weights")
+                learner = Learner(
+                    bus, settings, built.world, built.progress,
+                    reader=reader, store=store, incarnation=incarnation, stop=stop,
+                )  # fmt: skip
+                await guarded(_lead(built.world, learner, stop), renewing)
+        await in_thread(thread, close_world)  # not after a failure: it would wait for ranks that are gone
+        return built.progress if number == 0 else None
+
+
+def say_objective(learner: LearnerConfig) -> None:
+    """Log what the objective is made of, and what of it is otherwise than in the papers that it is from."""
+    log.info(
+        "objective",
+        advantage=learner.advantage.type,
+        loss=learner.loss.type,
+        correction=learner.used_correction.type,
+        rejections=[rejection.type for rejection in learner.used_rejections],
+        aggregation=learner.used_aggregation.type,
+    )
+    for difference in learner.differences_from_papers:
+        log.warning("objective_differs_from_paper", difference=difference)
+
+
+async def _lead(world: World, learner: Learner, stop: asyncio.Event) -> None:
+    async with world.led(stop):
+        with few_collections():
+            await learner.run()
+
+
+async def _follow(bus: Bus, built: "Built", number: int) -> None:
+    ended = asyncio.Event()
+    phrase = f"following rank 0 of {world_size()}"
+    async with asyncio.TaskGroup() as tasks:
+        status = report_status(
+            bus, source=f"learner rank {number}", role="rank", look=lambda: (phrase, {}), stop=ended
+        )
+        tasks.create_task(status)
+        with few_collections():
+            await built.world.follow()
+        ended.set()
+
+
+@dataclass(frozen=True)
+class Built:
+    """Says what a rank has before the first step."""
+
+    world: World
+    progress: Progress
+    weights_bytes: int
+    """Size of the published weights before any quantisation."""
+
+
+def build(
+    settings: LearnerSettings, demonstrations: Path | None, reader: ReplayReader,
+    thread: ThreadPoolExecutor, stop: asyncio.Event,
+) -> Built:  # fmt: skip
+    """Return everything that torch needs before the first step; takes seconds. Every rank calls it in
+    `thread`."""
+    refuse_bad_plugins(settings.learner)  # a wrong name shows before the model is loaded
+    initial = prepare(settings, demonstrations)
+    refuse_other_teachers(
+        settings.learner, settings.model_directory, stop.is_set, engine_context=settings.engine_context
+    )
+    world = settings.learner.world
+    init_world(settings.learner.parallel, world.collective_timeout_s, backend=settings.learner.backend)
+    if settings.learner.fp8_matmul:  # who looks back at the run does without, at the speed of float32
+        refuse_gpu("learner.fp8_matmul=true")
+    refuse_unshared(settings.checkpoints)
+    channel = Channel(stop)
+    latest = newest_whole(settings.checkpoints)
+    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
+    backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel, verified=True)
+    rank = Rank(
+        backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread,
+        images=initial.images, whole=initial.whole,
+    )  # fmt: skip
+    return_freed_memory()  # of what was read
+    size = published_bytes(initial.state, published_dtype(settings.learner, settings.model))
+    return Built(World(channel, rank, settings), progress, size)

@@ -1,0 +1,184 @@
+"""One step of reinforcement learning on the groups it was given: the same for whoever trains on them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+
+from bus.requests import GroupRef
+from bus.trajectory import Groups
+from learner.algorithms.advantages.of_step import advantages_of_step, with_value_targets
+from learner.algorithms.aggregation import aggregated
+from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
+from learner.algorithms.losses.objective import Objective
+from learner.algorithms.selection import with_selections
+from learner.backends.base import Backend, StepResult
+from learner.config.learner import LearnerConfig
+from learner.data.batches import NO_BASELINES, StepBatch, make_step_batch, recorded_samples
+from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ranks
+from learner.data.packing import MicroBatch, Sample, pack, refuse_oversized
+from learner.progress.lineage import TrainedStep
+from learner.scoring.frozen_policies import refresh_reference
+from learner.scoring.logprobs import with_logprobs, with_own_experts
+from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers
+from learner.scoring.values import with_values
+from learner.step.critic_step import train_critic
+
+
+def train_on(
+    backend: Backend, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
+    step: int, policy_version: int, baselines: Mapping[str, float] = NO_BASELINES,
+    answers: TeacherAnswers = NO_ANSWERS,
+) -> tuple[StepBatch, StepResult]:  # fmt: skip
+    """Update the weights, which are of `policy_version`, on these groups with their importance weights.
+
+    Where there is a critic it is trained as well, on what its values should have been; in the first
+    `critic.warmup_steps` steps of a run it alone is.
+
+    `step` counts from 1. `baselines` are those in the batch of the step before, `answers` those of the
+    teachers behind servers, equal on the ranks that share a model. Of several ranks each gives
+    its own groups; the batch's counts and the result are those of all. Raises `ConfigError` for a trajectory
+    over the token budget, if such are to be refused, for rewards that the advantage cannot take, and for
+    hooks of the user's that misfit.
+    """
+    ranks = backend.data_parallel_group
+    samples = recorded_samples(groups, with_experts=learner.router_replay == "engine")
+    if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
+        refuse_oversized(samples, learner.batch.token_budget)
+    if learner.before_step.function is not None:
+        backend.optimizer_config = optimizer_of_step(step, groups, learner)
+    if learner.router_replay == "learner":
+        samples = with_own_experts(backend, samples, learner)
+    samples = with_logprobs(backend, samples, learner, answers)
+    if learner.has_critic:
+        samples = with_values(backend, samples, learner)
+    sums = sums_over_ranks(ranks)
+    rewarded = with_processed_rewards(groups, learner, sums)
+    advantages, kept = advantages_of_step(rewarded, samples, learner, sums=sums, baselines=baselines)
+    batch = of_all_ranks(
+        make_step_batch(
+            groups,
+            with_value_targets(rewarded, samples, learner),
+            advantages,
+            policy_version=policy_version,
+            weights=weights,
+            baselines=kept,
+        ),
+        ranks,
+    )
+    updates = _by_update(batch.samples, learner.batch.updates)
+    critic = train_critic(backend, updates, learner) if learner.has_critic else {}
+    if learner.only_critic_trains(step):
+        result = _none(batch)
+    else:
+        result = _policy_updates(backend, updates, learner, policy_version)
+    refresh_reference(backend, learner, step)
+    return batch, replace(result, critic=critic)
+
+
+def _policy_updates(
+    backend: Backend, updates: Sequence[Sequence[Sample]], learner: LearnerConfig, policy_version: int
+) -> StepResult:
+    """Update the policy on the samples of each update."""
+    ranks = backend.data_parallel_group
+    return _together([
+        backend.train_step(
+            equally_many(_packed(backend, own, learner), ranks),
+            Objective.of(learner),
+            policy_version=policy_version,
+        )
+        for own in updates
+    ])  # fmt: skip
+
+
+def _none(batch: StepBatch) -> StepResult:
+    """Return the result of a step that leaves the policy as it is, as it is meant to."""
+    return StepResult(
+        loss=0.0,
+        grad_norm=0.0,
+        lr=0.0,
+        tokens=batch.response_tokens,
+        computed_tokens=0,
+        denominator=0.0,
+        skipped=False,
+        diagnostics={},
+    )
+
+
+def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[MicroBatch]:
+    """Return the micro-batches of an update on these samples, weighed and with what is picked of them all."""
+    picked = with_selections(samples, learner, backend.data_parallel_group)
+    batch = learner.batch
+    return pack(
+        aggregated(picked, learner.used_aggregation),
+        batch.token_budget,
+        share_prefixes=batch.share_prefixes,
+    )
+
+
+def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
+    return [[sample for sample in samples if sample.update_slot % updates == n] for n in range(updates)]
+
+
+OF_EQUAL_WEIGHTS = ("mismatch_nats", "mismatch_older_kv_nats", "bit_equal_fraction")
+"""Figures that compare tokens with the very weights that sampled them, which only the first update has: the
+others have drifted from them by the updates before."""
+
+
+def _together(updates: Sequence[StepResult]) -> StepResult:
+    """Join several updates in one result.
+
+    It has the loss over the denominators of all, means by their tokens, the largest of what is a bound, the
+    largest gradient norm or one that is not finite, and the last learning rate. The mismatch is that of the
+    first update.
+    """
+    if len(updates) == 1:
+        return updates[0]
+
+    def mean(values: Sequence[tuple[float, float]]) -> float:
+        return sum(value * count for value, count in values) / (sum(count for _, count in values) or 1.0)
+
+    known = [updates[0].diagnostics] + [
+        {name: value for name, value in update.diagnostics.items() if name not in OF_EQUAL_WEIGHTS}
+        for update in updates[1:]
+    ]
+    names = dict.fromkeys(name for figures in known for name in figures)
+    counts = [update.tokens for update in updates]
+    return StepResult(
+        loss=mean([(update.loss, update.denominator) for update in updates]),
+        grad_norm=max((update.grad_norm for update in updates), key=_alarming),
+        lr=updates[-1].lr,
+        tokens=sum(update.tokens for update in updates),
+        computed_tokens=sum(update.computed_tokens for update in updates),
+        denominator=sum(update.denominator for update in updates),
+        skipped=any(update.skipped for update in updates),
+        diagnostics={
+            name: max(values)[0] if name.endswith("_max") else mean(values)
+            for name in names
+            for values in [[(f[name], n) for f, n in zip(known, counts, strict=True) if name in f]]
+        },
+    )
+
+
+def _alarming(norm: float) -> tuple[bool, float]:
+    """Sorts gradient norms: whatever is not finite comes last, since comparing with NaN sorts nothing."""
+    return (False, norm) if isfinite(norm) else (True, 0.0)
+
+
+def lineage_line(
+    step: int, policy_version: int, incarnation: str, groups: Sequence[GroupRef], batch: StepBatch,
+    result: StepResult,
+) -> TrainedStep:  # fmt: skip
+    """Return what the lineage keeps of a step that made `policy_version`; `groups` are those of all ranks."""
+    return TrainedStep(
+        step=step,
+        policy_version=policy_version,
+        incarnation=incarnation,
+        leases=tuple(group.lease_id for group in groups),
+        weights=tuple(group.weight for group in groups),
+        batch_xxh3=batch.xxh3(),
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        entropy=result.diagnostics.get("entropy_nats"),
+        lr=result.lr,
+        skipped=result.skipped,
+    )

@@ -1,0 +1,107 @@
+"""The end of a run: what is saved as done has been exported."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from bus.config import ColocationConfig
+from bus.messages import PolicyManifest
+from learner.checkpoint.commit import read_extra
+from learner.run import service
+from learner.run.colocation import Device
+from learner.world import rank
+from tests.learner.mini_run import mini_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
+
+
+async def test_a_learner_goes_on_from_the_checkpoint_before_a_damaged_one(bus, tmp_path):
+    async with mini_run(bus, tmp_path) as run:
+        await run.train()
+        before = {step: (line.leases, line.loss) for step, line in run.steps().items()}
+        [weights] = (tmp_path / "checkpoints/step_00000004").glob("__0_0.distcp")
+        weights.write_bytes(weights.read_bytes()[:-1])
+        progress = await run.train(steps=6)
+        assert (progress.stage, progress.step) == ("done", 6)
+        after = {step: (line.leases, line.loss) for step, line in run.steps().items()}
+    assert list(after) == [1, 2, 3, 4, 5, 6]
+    assert {step: after[step] for step in before} == before  # steps 3 and 4 once more, bit for bit
+    assert (tmp_path / "checkpoints/damaged-step_00000004").is_dir()
+
+
+async def test_an_export_that_the_disk_refuses_costs_no_training(bus, tmp_path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    async with mini_run(bus, tmp_path) as run:
+        settings = run.settings()
+        with monkeypatch.context() as patch:
+            patch.setattr(rank, "stream_hf_directory", refuse)
+            with pytest.raises(ExceptionGroup) as ended:
+                await service.run(bus, settings, run.demonstrations, asyncio.Event())
+        assert ended.group_contains(OSError, match="no space left")
+        saved = read_extra(settings.checkpoints / "step_00000004")
+        assert (saved["stage"], saved["step"]) == ("rl", 4)
+        before = run.steps()
+        progress = await run.train()
+        assert run.steps() == before  # none was trained again
+    assert (progress.stage, progress.step) == ("done", 4)
+
+
+async def test_metrics_that_the_bus_refuses_are_missed_by_screens_alone_and_said_to_be(bus, tmp_path):
+    async with mini_run(bus, tmp_path) as run:
+        events = (await bus.js.stream_info(bus.topology.stream("EVENTS"))).config
+        await bus.js.update_stream(events.evolve(max_msg_size=1))
+        with capture_logs() as logs:
+            progress = await run.train()
+    assert (progress.stage, progress.step) == ("done", 4)
+    [line] = [entry for entry in logs if entry["event"] == "step_trained"]  # of the first of many in 10 s
+    assert (line["stage"], line["step"]) == ("warmup", 1)
+    assert line["loss"] > 0
+    missed = [entry for entry in logs if entry["event"] == "metrics_not_published"]
+    assert len(missed) == 2 + 4
+    assert all("the stream refuses" in entry["reason"] for entry in missed)
+
+
+async def test_a_learner_stopped_while_it_waits_for_the_device_to_export_is_taken_up_again(
+    bus, tmp_path, monkeypatch
+):
+    yielded = Device._yielded
+
+    async with mini_run(bus, tmp_path) as run:
+
+        async def last_one_comes_too_late(device: Device, stop: asyncio.Event) -> bool:
+            if 4 in run.steps():
+                stop.set()
+            return await yielded(device, stop)
+
+        settings = replace(run.settings(), colocation=ColocationConfig(enabled=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(Device, "_yielded", last_one_comes_too_late)
+            async with asyncio.timeout(60):
+                stopped = await service.run(bus, settings, run.demonstrations, asyncio.Event())
+        assert stopped is not None
+        assert (stopped.stage, stopped.step) == ("rl", 4)
+        assert not settings.export.exists()
+        async with asyncio.timeout(60):
+            again = await service.run(bus, settings, run.demonstrations, asyncio.Event())
+        assert again is not None
+        assert (again.stage, again.step) == ("done", 4)
+        assert read_extra(settings.checkpoints / "step_00000004")["stage"] == "done"
+        assert (settings.export / "config.json").is_file()
+        published = await bus.get("policy", PolicyManifest)
+        assert published is not None
+        assert published[0].stage == "done"
+
+
+async def test_each_trained_version_says_the_effective_sample_size_of_its_step(bus, tmp_path):
+    heard: list[PolicyManifest] = []
+    await bus.listen(bus.subject("notice", "policy"), PolicyManifest, heard.append)
+    async with mini_run(bus, tmp_path) as run:
+        await run.train()
+    figures = {manifest.policy_version: manifest.ess_fraction for manifest in heard if manifest.stage == "rl"}
+    assert list(figures) == [1, 2, 3, 4, 5]
+    assert figures.pop(1) is None  # the warm-up made it
+    assert all(figure is not None and 0 < figure <= 1 for figure in figures.values())
