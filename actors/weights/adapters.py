@@ -78,7 +78,7 @@ def _adapted(base: Weights, adapters: Weights) -> Iterator[_Adapted]:
 
 @torch.no_grad()
 def _merged(scale: float, like: NewWords, one: _Adapted) -> HostTensor:
-    """Compute as the learner does (`learner.backends.lora.merged`): in float32, rounded once."""
+    """Compute as the learner does (`learner.backends.shared.lora.merged`): in float32, rounded once."""
     weight, a, b = (torch_tensor(each) for each in (one.weight, one.a, one.b))
     if (b.shape[0], a.shape[1]) != tuple(weight.shape) or a.shape[0] != b.shape[1]:
         raise StorageError(

@@ -80,7 +80,7 @@ def _retrain(
     run: RunDirectory, config: RunConfig, changed: RunConfig, steps: tuple[int, int | None],
     stop: asyncio.Event, reward: Callable[[Trajectory], float] | None,
 ) -> dict[str, Json]:  # fmt: skip
-    from learner.backends.base import Backend
+    from learner.backends.contract.backend import Backend
     from learner.history.retrain import largest_difference, last_step, retrain_steps, summary, weights_at
 
     began = time.monotonic()

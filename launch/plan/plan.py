@@ -21,8 +21,8 @@ from launch.plan.sizes import kv_bytes
 from launch.plan.speed import Gpu, decode_tokens_per_s, mfu, step_flops
 from launch.plan.weights import weights_of
 from learner.backends.factory import refuse_other_world
+from learner.backends.shared.trainable import TrainableWeights
 from learner.backends.suitability import refuse_untrainable
-from learner.backends.trainable import TrainableWeights
 
 GIB = 1 << 30
 CONTEXT_BYTES = 1 << 30

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.base import Backend, CriticSource
+from learner.backends.contract.backend import Backend, CriticSource
 from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.layout import refuse_world
@@ -23,7 +23,7 @@ from learner.backends.megatron.optimizer.state_file import StateFile
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.sglang_kernels.kernels import load_kernels
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.config.backend import BackendName
 from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig

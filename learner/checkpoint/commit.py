@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from bus.errors import ConfigError, StorageError
 from bus.process.work_progress import long_work
-from learner.backends.base import Backend, StagedFiles
+from learner.backends.contract.backend import Backend, StagedFiles
 from learner.distributed.process_group import gathered
 from learner.model_directories.checkpoint_manifest import (
     amend_manifest,

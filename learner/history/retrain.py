@@ -12,7 +12,7 @@ from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from bus.process.work_progress import tracked
 from bus.trajectory import Trajectory
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.backends.factory import refuse_router_replay
 from learner.checkpoint.commit import read_extra
 from learner.config.advantage import GDPOAdvantage

@@ -28,7 +28,7 @@ from bus.messages import Metrics
 from bus.requests import StepGroups
 from bus.trajectory import Trajectory
 from bus.waiting import ended_before, set_within
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.backends.factory import close_world, init_world
 from learner.checkpoint.commit import read_extra, save_checkpoint
 from learner.checkpoint.newest_checkpoint import newest_whole

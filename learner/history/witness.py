@@ -11,7 +11,7 @@ from typing import Literal
 
 from bus.errors import ConfigError
 from bus.topology import shard_of
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.config.process_settings import LearnerSettings
 from learner.history.retrain import largest_difference, retrain_steps, weights_at
 from learner.initial.initial import Initial

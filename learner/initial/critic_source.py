@@ -1,7 +1,7 @@
 """Tells what a run's critic is made from: a directory of its own, or the policy that the run begins with."""
 
 from bus.errors import ConfigError
-from learner.backends.base import CriticSource
+from learner.backends.contract.backend import CriticSource
 from learner.backends.model_loading import load_hf_directory
 from learner.config.process_settings import LearnerSettings
 from learner.initial.initial import Initial

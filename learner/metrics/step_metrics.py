@@ -12,7 +12,7 @@ from bus.errors import BusError
 from bus.messages import Metrics
 from bus.security.permissions import COUNTERS
 from bus.streams.publish import Publisher
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.data.batches import StepBatch
 from learner.metrics.range_warnings import RangeWarnings

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.backends.base import Adapters
+from learner.backends.contract.backend import Adapters
 from learner.model_directories.lazy_weights import spec_of
 from storage.weights.adapter_names import WEIGHT, adapter_names
 

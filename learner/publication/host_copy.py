@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.base import Adapters, Backend, Exported
+from learner.backends.contract.backend import Adapters, Backend, Exported
 from learner.distributed.process_group import device
 from learner.host_memory.host_tensors import host_tensors
 from learner.host_memory.transfer import host_memory

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from bus.images import shown_tokens
 from bus.messages import Probe
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.data.packing import Sample
 from learner.scoring.logprobs import score
 from storage.images.reader import ImageReader

@@ -1,6 +1,6 @@
 """Says why a step left the published weights as they were, as far as it is known."""
 
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.data.batches import StepBatch
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.base import Exported
+from learner.backends.contract.backend import Exported
 from learner.model_directories.lazy_weights import SomeWeights
 from learner.model_directories.model_directory import HFWeights, load_whole_config
 from storage.weights.text_model import own_name

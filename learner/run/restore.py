@@ -5,7 +5,7 @@ from pathlib import Path
 
 import structlog
 
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.backends.factory import build_backend, rounding_of
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig

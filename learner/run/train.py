@@ -16,7 +16,7 @@ from bus.process.work_progress import tracked
 from bus.requests import BatchLease
 from bus.security.permissions import COUNTERS
 from bus.waiting import ended_before, ended_soon_after
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.config.process_settings import LearnerSettings, shared_kernels
 from learner.data.batches import StepBatch
 from learner.metrics import trained_logprobs

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import Backend
-from learner.backends.frozen import FrozenPolicies
+from learner.backends.contract.backend import Backend
+from learner.backends.contract.frozen_policies import FrozenPolicies
 from learner.backends.model_loading import load_hf_directory
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig

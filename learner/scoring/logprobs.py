@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample, numbered_packs, without_experts

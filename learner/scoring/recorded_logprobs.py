@@ -7,7 +7,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bus.trajectory import Groups
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.config.learner import LearnerConfig
 from learner.data.batches import recorded_samples
 from learner.data.packing import Sample

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.config.frozen_policies import TeacherConfig
 from learner.data.packing import Sample, numbered_packs, without_experts
 from learner.data.top_tokens import NO_TOKEN, TopTokens

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from bus.errors import ConfigError, TrainingError
-from learner.backends.base import Backend, Critic
+from learner.backends.contract.backend import Backend, Critic
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample, numbered_packs, without_experts
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from learner.backends.base import Backend, CriticUpdate
+from learner.backends.contract.backend import Backend, CriticUpdate
 from learner.config.learner import LearnerConfig
 from learner.data.data_parallel import equally_many
 from learner.data.packing import Sample, pack, without_experts

@@ -11,7 +11,7 @@ from learner.algorithms.aggregation import aggregated
 from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
 from learner.algorithms.losses.objective import Objective
 from learner.algorithms.selection import with_selections
-from learner.backends.base import Backend, StepResult
+from learner.backends.contract.backend import Backend, StepResult
 from learner.config.learner import LearnerConfig
 from learner.data.batches import NO_BASELINES, StepBatch, make_step_batch, recorded_samples
 from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ranks

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from bus.process.work_progress import tracked
-from learner.backends.base import Backend, StepResult
+from learner.backends.contract.backend import Backend, StepResult
 from learner.config.loss import SFTLoss
 from learner.config.process_settings import LearnerSettings
 from learner.data.data_parallel import equally_many

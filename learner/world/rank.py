@@ -20,7 +20,7 @@ from bus.errors import UnreadableGroupsError, WorldError
 from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups
-from learner.backends.base import Backend, StepResult
+from learner.backends.contract.backend import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.config.process_settings import LearnerSettings
 from learner.data.batches import StepBatch

@@ -23,7 +23,7 @@ from benchmarks.embedded_engine import chat_workload, demo_workload
 from benchmarks.learner import OPTIMIZER, OVER_TOKENS
 from benchmarks.learner_workloads import Workload as Batches
 from benchmarks.learner_workloads import small
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.backend import BackendName
 

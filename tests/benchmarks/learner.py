@@ -37,7 +37,7 @@ from benchmarks.learner_workloads import Workload, qwen3_600m, small, small_expe
 from bus.codec import Json
 from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import Backend, StepResult
+from learner.backends.contract.backend import Backend, StepResult
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.backends.quantised.rounding import Rounding
 from learner.config.backend import BackendName

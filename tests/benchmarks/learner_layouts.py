@@ -18,7 +18,7 @@ from benchmarks.learner import OVER_TOKENS, PEAK_FLOPS, released, seconds_of, tr
 from benchmarks.learner_workloads import Workload, qwen3_600m, small, small_experts
 from bus.codec import Json
 from bus.errors import ConfigError, TrainingError
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.process_groups import divide_world
 from learner.config.backend import BackendName

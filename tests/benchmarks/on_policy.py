@@ -29,7 +29,7 @@ from benchmarks.random_models import random_model
 from bus.codec import Json
 from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.backends.factory import build_backend, close_world, init_world
 from learner.backends.sglang_kernels.kernels import load_kernels
 from learner.config.backend import BackendName

@@ -18,7 +18,7 @@ from benchmarks.learner import ours, seconds_of, world
 from benchmarks.learner_workloads import Workload, qwen3
 from benchmarks.model_shapes import SHAPES
 from bus.codec import Json
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.data.packing import MicroBatch, Sample, pack
 
 CUDA = torch.cuda.is_available()

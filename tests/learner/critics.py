@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bus.trajectory import Trajectory
-from learner.backends.base import CriticSource
+from learner.backends.contract.backend import CriticSource
 from learner.config.critic import CriticConfig
 from tests.learner.tiny import hf_state, tiny_model
 

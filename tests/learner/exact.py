@@ -10,7 +10,7 @@ from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.embedded.decoder import BatchedDecoder
 from actors.engines.embedded.exact_attention import EXACT
 from bus.kept_sets import KeptSets
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.data.packing import Sample
 from learner.scoring.logprobs import score
 from tests.learner.tiny import VOCAB

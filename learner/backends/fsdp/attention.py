@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from bus.errors import ConfigError
-from learner.backends.packed_attention import (
+from learner.backends.shared.packed_attention import (
     Attend,
     Bucket,
     bucket_by_length,

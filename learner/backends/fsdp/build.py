@@ -17,8 +17,8 @@ from transformers.initialization import no_init_weights
 from bus.errors import ConfigError, in_short
 from learner.backends.fsdp.attention import PACKED
 from learner.backends.fsdp.recurrent_layers import RECURRENT, begin_anew
-from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
-from learner.backends.rope_scaling import rope_types
+from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES
+from learner.backends.shared.rope_scaling import rope_types
 from storage.images.reader import FAMILIES
 
 UNBUILDABLE = (

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from bus.errors import StorageError
 from learner.backends.fsdp.checkpoint import MODEL, load_alone
 from learner.backends.fsdp.names import FileNames
-from learner.backends.lora import refuse_adapters_alone
+from learner.backends.shared.lora import refuse_adapters_alone
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 from storage.weights.adapter_names import PREFIX
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.backends.fsdp.names import FileNames
-from learner.backends.grouped_kernel import MULTIPLE, has_kernel
-from learner.backends.lora import first_a
+from learner.backends.shared.grouped_kernel import MULTIPLE, has_kernel
+from learner.backends.shared.lora import first_a
 from storage.weights.adapter_names import WEIGHT
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
-from learner.backends.base import Adapters, Exported
+from learner.backends.contract.backend import Adapters, Exported
 from learner.backends.fsdp.expert_adapters import ExpertStack, adapt_experts, expert_stacks, pairs_name
 from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import local, whole
-from learner.backends.lora import (
+from learner.backends.shared.lora import (
     BaseNorms,
     base_digest,
     excess,

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from bus.errors import ConfigError
 from learner.backends.fsdp.build import empty_model
 from learner.backends.fsdp.names import FileNames, freeze
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 
 FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|in_proj", re.IGNORECASE)
 """Names in files of tensors that are several matrices in one."""

@@ -31,8 +31,8 @@ from learner.backends.fsdp.sglang_model import SglangArithmetic
 from learner.backends.fsdp.vision import PackedVision
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
-from learner.backends.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.sglang_kernels.kernels import SglangKernels
+from learner.backends.shared.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device
 from storage.images.reader import ImageReader

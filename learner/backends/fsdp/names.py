@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.build import empty_model
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.backends import multi_tensor
 from learner.backends.fsdp.matrices import FileMatrices
 from learner.backends.fsdp.weights import first_row, local
+from learner.backends.shared import multi_tensor
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.backends.update.decision import Decision
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece

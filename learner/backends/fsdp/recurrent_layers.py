@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.backends.fsdp.attention import PackedSequences
-from learner.backends.packed_attention import within_sequences
+from learner.backends.shared.packed_attention import within_sequences
 
 
 class Recurrent(NamedTuple):

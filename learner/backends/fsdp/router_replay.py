@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.attention import PackedSequences
-from learner.backends.given_experts import GivenExperts, refuse_other_experts
+from learner.backends.shared.given_experts import GivenExperts, refuse_other_experts
 from learner.data.packing import OWN_CHOICE, MicroBatch
 
 Weigh = Callable[[torch.nn.Module, Tensor, Tensor], Tensor]

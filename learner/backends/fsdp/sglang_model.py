@@ -15,14 +15,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.attention import PackedSequences
-from learner.backends.packed_attention import (
+from learner.backends.sglang_kernels.functions import linear, normed, rotary_angles, rotated
+from learner.backends.sglang_kernels.kernels import Decoded, SglangKernels, decoded_tokens
+from learner.backends.shared.packed_attention import (
     bucketed_attention,
     causal_attention,
     causal_varlen_attention,
     has_varlen_kernel,
 )
-from learner.backends.sglang_kernels.functions import linear, normed, rotary_angles, rotated
-from learner.backends.sglang_kernels.kernels import Decoded, SglangKernels, decoded_tokens
 from learner.data.packing import MicroBatch
 from storage.numerics.functions import with_gradient
 

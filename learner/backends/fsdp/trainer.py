@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import Adapters, CriticSource, Exported, StepResult
-from learner.backends.frozen import FrozenPolicies, Weights
+from learner.backends.contract.backend import Adapters, CriticSource, Exported, StepResult
+from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
 from learner.backends.fsdp import checkpoint
 from learner.backends.fsdp.build import empty_model
 from learner.backends.fsdp.fingerprint import fingerprint
@@ -30,12 +30,12 @@ from learner.backends.fsdp.quantised import rounded_weights
 from learner.backends.fsdp.self_check import refuse_other_results
 from learner.backends.fsdp.sglang_model import refuse_other_dtype
 from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
-from learner.backends.given_experts import replay_figures
-from learner.backends.lora import refuse_other_adapters
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.sglang_kernels.kernels import SglangKernels
-from learner.backends.trainable import EVERYTHING, TrainableWeights
+from learner.backends.shared.given_experts import replay_figures
+from learner.backends.shared.lora import refuse_other_adapters
+from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide
 from learner.backends.update.learning_rate import learning_rate

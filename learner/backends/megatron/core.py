@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from learner.backends import multi_tensor
 from learner.backends.megatron.cpu.gloo import allow_uneven_slices
 from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu, megatron_import_warnings_silenced
+from learner.backends.shared import multi_tensor
 
 adapt_megatron_to_cpu()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bus.errors import ConfigError
 from learner.algorithms.losses.value import value_loss
-from learner.backends.base import CriticSource, CriticUpdate
+from learner.backends.contract.backend import CriticSource, CriticUpdate
 from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.core import DistributedDataParallel
 from learner.backends.megatron.ddp import data_parallel

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.base import Exported
+from learner.backends.contract.backend import Exported
 from learner.backends.megatron.conversion.base import Rule
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.conversion.weights import (

@@ -20,7 +20,7 @@ def forward_logprobs(
     """Return the log-probs and entropy [2, T] of each of `batches`, on the host of every rank.
 
     Of a critic they are the values, [1, T]. With `top` they are the ids and log-probs of the likeliest
-    tokens, and the log-prob of all others together, [2 top + 1, T] (learner/backends/base.py).
+    tokens, and the log-prob of all others together, [2 top + 1, T] (learner/backends/contract/backend.py).
 
     `shares` are this rank's parts of them, with idle ones behind.
     """

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends import multi_tensor
 from learner.backends.megatron.core import tensor_parallel
 from learner.backends.megatron.ddp import LINEAR
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.quantised.matmul import Fp8Linear, refuse_sizes
+from learner.backends.shared import multi_tensor
 
 log = structlog.get_logger()
 SLOWER = (

@@ -10,7 +10,7 @@ from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.conversion.stacks import file_name, places_in, stacks_of
 from learner.backends.megatron.conversion.weights import global_name
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.distributed.process_group import gathered
 
 

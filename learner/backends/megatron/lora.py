@@ -11,8 +11,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.base import Adapters, Exported
-from learner.backends.lora import BaseNorms, base_digest, first_a, merged_stream, saved_settings, targeted
+from learner.backends.contract.backend import Adapters, Exported
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
@@ -37,6 +36,14 @@ from learner.backends.megatron.model.adapter import (
     SharedRows,
 )
 from learner.backends.megatron.model.model import PolicyModel
+from learner.backends.shared.lora import (
+    BaseNorms,
+    base_digest,
+    first_a,
+    merged_stream,
+    saved_settings,
+    targeted,
+)
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import SomeWeights, State
 from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import Adapters, CriticSource, Exported, StepResult
-from learner.backends.frozen import FrozenPolicies, Weights
-from learner.backends.given_experts import replay_figures
+from learner.backends.contract.backend import Adapters, CriticSource, Exported, StepResult
+from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.checkpoint.state import (
     load_state,
@@ -47,8 +46,9 @@ from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
-from learner.backends.rope_scaling import refuse_scaled, unscaled_tokens
-from learner.backends.trainable import EVERYTHING, TrainableWeights
+from learner.backends.shared.given_experts import replay_figures
+from learner.backends.shared.rope_scaling import refuse_scaled, unscaled_tokens
+from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
 from learner.config.lora import NO_LORA, LoraConfig

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from learner.backends.multi_tensor import add_product
+from learner.backends.shared.multi_tensor import add_product
 
 if torch.cuda.is_available():  # triton comes with torch for CUDA only
     from learner.backends.output import kernels

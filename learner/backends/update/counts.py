@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from learner.algorithms.entropy_bonus import EntropyBonus
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.backends.update.decision import not_finite_in_a_row
 from learner.backends.update.loss_step import step_diagnostics
 from learner.config.loss import SFTLoss

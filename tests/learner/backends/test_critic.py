@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, TrainingError
-from learner.backends.base import CriticSource
+from learner.backends.contract.backend import CriticSource
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage

@@ -16,7 +16,7 @@ from actors.engines.embedded.decoder import BatchedDecoder
 from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.output import policy_output

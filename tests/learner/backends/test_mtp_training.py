@@ -11,7 +11,7 @@ from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.next_token_head import FOLLOWING, with_following_tokens
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.config.learner import LearnerConfig
 from learner.config.loss import SFTLoss
 from learner.config.mtp import NO_MTP, MtpConfig

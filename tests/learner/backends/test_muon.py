@@ -12,10 +12,10 @@ import transformers
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
-from learner.backends.base import Backend
+from learner.backends.contract.backend import Backend
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.backends.update import matrix_exchange
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece
 from learner.backends.update.muon import MOMENTUM, SECOND, muon_steps

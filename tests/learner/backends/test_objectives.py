@@ -16,7 +16,7 @@ from bus.errors import TrainingError
 from bus.kept_sets import KeptSets
 from learner.algorithms.losses.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective
 from learner.algorithms.selection import with_selections
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig

@@ -1,4 +1,4 @@
-from learner.backends.packed_attention import bucket_by_length
+from learner.backends.shared.packed_attention import bucket_by_length
 
 
 def test_padding_never_more_than_doubles_the_tokens():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.model import build_chunks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.backends.factory import refuse_batches
 from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.core import parallel_state

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from learner.backends.base import Exported, StepResult
-from learner.backends.frozen import FrozenPolicies
+from learner.backends.contract.backend import Exported, StepResult
+from learner.backends.contract.frozen_policies import FrozenPolicies
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch

@@ -11,7 +11,7 @@ from learner.backends.megatron.checkpoint.state import SHARDING
 from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint import commit
 from learner.checkpoint.commit import (
     load_checkpoint,

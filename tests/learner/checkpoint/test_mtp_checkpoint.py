@@ -11,7 +11,7 @@ from bus.errors import ConfigError
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig

@@ -5,7 +5,7 @@ import pytest
 
 from bus.errors import StorageError
 from bus.requests import GroupRef
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.progress.lineage import TrainedStep, read, record, refuse_other_groups, resumes, steps
 from learner.step.rl_step import lineage_line
 

@@ -16,7 +16,7 @@ from bus.errors import SchemaError
 from bus.messages import BlobRef, PolicyManifest, Probe
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.model_loading import load_hf_directory
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.config.model import ScratchVision
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack

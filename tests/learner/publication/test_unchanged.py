@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from learner.backends.base import StepResult
+from learner.backends.contract.backend import StepResult
 from learner.data.batches import make_step_batch, recorded_samples
 from learner.publication.unchanged import why_unchanged
 from tests.factories import make_trajectory

@@ -14,7 +14,6 @@ from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.lora import refuse_other_adapters
 from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.checkpoint.writer import Staged, install_in_process_writer, stage
 from learner.backends.megatron.conversion.base import HEAD, is_adapter
@@ -28,6 +27,7 @@ from learner.backends.megatron.core import (
     parallel_state,
 )
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
+from learner.backends.shared.lora import refuse_other_adapters
 from learner.backends.update.muon import refuse_other_optimizer
 from learner.host_memory.state_copies import CopyBuffers
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.backends.lora import excess, squared_norms
 from learner.backends.megatron.conversion.base import Layout, Shape
 from learner.backends.megatron.core import (
     MegatronModule,
@@ -23,6 +22,7 @@ from learner.backends.megatron.core import (
     make_sharded_tensors_for_checkpoint,
     tensor_parallel,
 )
+from learner.backends.shared.lora import excess, squared_norms
 from learner.distributed.process_group import device
 
 COLUMN, ROW, WHOLE = 0, 1, None

@@ -50,7 +50,7 @@ from learner.backends.megatron.model.windows import (
     refuse_shared_states,
     refuse_shared_window,
 )
-from learner.backends.packed_attention import (
+from learner.backends.shared.packed_attention import (
     Bucket,
     bucketed_attention,
     causal_attention,

@@ -17,7 +17,7 @@ from torch import Tensor
 from learner.backends.megatron.core import tensor_parallel
 from learner.backends.megatron.model.key_sets import KeySets, key_sets
 from learner.backends.megatron.model.sink_attention import attend_with_sinks
-from learner.backends.packed_attention import causal_varlen_attention, seen_keys
+from learner.backends.shared.packed_attention import causal_varlen_attention, seen_keys
 from learner.host_memory.transfer import to_device
 
 

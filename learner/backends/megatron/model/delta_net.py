@@ -25,7 +25,7 @@ from learner.backends.megatron.core import (
 )
 from learner.backends.megatron.model.attention import PackedLayout
 from learner.backends.megatron.model.state_layout import StateLayout, to_heads, to_tokens
-from learner.backends.packed_attention import within_sequences
+from learner.backends.shared.packed_attention import within_sequences
 
 DIVIDED = ("conv_weight", "A_log", "dt_bias")
 """Parameters of which tensor-parallel ranks have those of their heads."""

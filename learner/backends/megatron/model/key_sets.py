@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from learner.backends.packed_attention import seen_keys
+from learner.backends.shared.packed_attention import seen_keys
 from learner.host_memory.transfer import to_device
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.given_experts import refuse_other_experts
 from learner.backends.megatron.conversion.base import SILU, Experts, Gate
 from learner.backends.megatron.conversion.families import family_of, shape_of
 from learner.backends.megatron.core import (
@@ -31,6 +30,7 @@ from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.rope import ropes_of
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
+from learner.backends.shared.given_experts import refuse_other_experts
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch
 from learner.distributed.process_group import device

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.backends.megatron.model.key_sets import attend, differentiate
 from learner.backends.megatron.model.ring_layout import Block, RingStep
-from learner.backends.packed_attention import of_one_width
+from learner.backends.shared.packed_attention import of_one_width
 
 
 def attend_around(

@@ -1,4 +1,5 @@
-"""Has the routers of megatron-core send tokens where they are given (learner/backends/given_experts.py).
+"""Has the routers of megatron-core send tokens where they are given
+(learner/backends/shared/given_experts.py).
 
 Megatron-core has a replay of its own, which is one list for all routers of a process and is read in the
 order of the passes. Here the experts travel in the pack's `PackedLayout`, so that a pipeline may interleave
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.given_experts import GivenExperts
 from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.core import TransformerConfig, TransformerLayer, parallel_state
 from learner.backends.megatron.model.expert_groups import of_best_groups
+from learner.backends.shared.given_experts import GivenExperts
 from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.distributed.process_group import device
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.backends.megatron.core import tensor_parallel
 from learner.backends.megatron.model.context_attention import ContextRanks, gathered_places
-from learner.backends.packed_attention import Bucket, bucket_by_length
+from learner.backends.shared.packed_attention import Bucket, bucket_by_length
 from learner.data.packing import MicroBatch
 from learner.host_memory.transfer import to_device
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends import multi_tensor
 from learner.backends.megatron.core import (
     DistributedDataParallel,
     DistributedOptimizer,
@@ -34,6 +33,7 @@ from learner.backends.megatron.core import (
 )
 from learner.backends.megatron.optimizer.muon import add_muon
 from learner.backends.megatron.optimizer.offload import OffloadedAdamW, offload
+from learner.backends.shared import multi_tensor
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.config.optimizer import OptimizerConfig
 from learner.distributed.process_group import device, gathered

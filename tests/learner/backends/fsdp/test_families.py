@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 from bus.errors import ConfigError
 from learner.backends.fsdp import self_check
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.publication.host_copy import HostCopy

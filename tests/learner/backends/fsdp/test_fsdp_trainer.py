@@ -12,7 +12,7 @@ from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig

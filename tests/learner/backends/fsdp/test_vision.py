@@ -17,7 +17,7 @@ from learner.backends.factory import build_backend
 from learner.backends.fsdp import vision
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.model_loading import load_hf_directory
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.lora import LoraConfig
 from learner.config.model import ModelConfig

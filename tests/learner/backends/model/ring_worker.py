@@ -22,7 +22,7 @@ from learner.backends.megatron.model.context_attention import (
 from learner.backends.megatron.model.ring_attention import _Exchange, attend_around
 from learner.backends.megatron.model.ring_layout import RingLayout
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.packed_attention import of_one_width
+from learner.backends.shared.packed_attention import of_one_width
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack

@@ -11,7 +11,7 @@ from learner.backends.megatron.model.context_attention import (
 from learner.backends.megatron.model.rope import Rope
 from learner.backends.megatron.model.state_layout import state_layouts
 from learner.backends.megatron.sharding import share_of_rank
-from learner.backends.packed_attention import within_sequences
+from learner.backends.shared.packed_attention import within_sequences
 from learner.data.packing import pack
 from tests.learner.tiny import random_samples
 

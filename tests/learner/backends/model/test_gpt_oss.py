@@ -15,7 +15,7 @@ from learner.backends.megatron.layout import layout_problems
 from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.windows import windows_of
-from learner.backends.trainable import TrainableWeights
+from learner.backends.shared.trainable import TrainableWeights
 from learner.config.batch import BatchConfig
 from learner.config.model import ModelConfig
 from learner.config.parallel import ParallelConfig

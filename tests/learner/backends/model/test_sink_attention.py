@@ -6,7 +6,7 @@ import torch
 from learner.backends.megatron.model.context_attention import attend_to_gathered, context_layout
 from learner.backends.megatron.model.key_sets import key_sets
 from learner.backends.megatron.model.sink_attention import attend_with_sinks
-from learner.backends.packed_attention import seen_keys
+from learner.backends.shared.packed_attention import seen_keys
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.3
 QUERIES, KEYS = [5, 8, 1, 12], [5, 20, 9, 12]

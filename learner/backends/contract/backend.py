@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from bus.messages import AdaptedBase, BlobRef
 from learner.algorithms.losses.objective import Objective
-from learner.backends.frozen import FrozenPolicies
+from learner.backends.contract.frozen_policies import FrozenPolicies
 from learner.backends.quantised.rounding import Rounding
 from learner.config.critic import CriticConfig
 from learner.config.lora import LoraConfig
@@ -83,7 +83,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Low-rank adapters that are trained instead of the weights (learner/backends/lora.py)."""
+    """Low-rank adapters that are trained instead of the weights (learner/backends/shared/lora.py)."""
 
     config: LoraConfig
     base: State
