@@ -9,10 +9,10 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.backends.contract.backend import Backend, CriticSource
-from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.layout import refuse_world
-from learner.backends.megatron.model.windows import (
+from learner.backends.megatron.core import process_groups
+from learner.backends.megatron.core.layout import refuse_world
+from learner.backends.megatron.model.attention.windows import (
     refuse_shared_sinks,
     refuse_shared_states,
     refuse_shared_window,

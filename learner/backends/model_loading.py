@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.torch_dist import is_checkpoint, model_in
+from learner.backends.megatron.weights.torch_dist import is_checkpoint, model_in
 from learner.model_directories.checkpoint_manifest import is_written_by
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import HFWeights, load_hf_config

@@ -7,20 +7,20 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule, Shape, as_it_came, nothing
-from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.misfits import refuse_misfits
-from learner.backends.megatron.conversion.stacks import stacks_of, unstacked
-from learner.backends.megatron.conversion.torch_dist import (
+from learner.backends.megatron.core.megatron_core import CheckpointingConfig, save_config
+from learner.backends.megatron.fingerprint import differences_from, fingerprint
+from learner.backends.megatron.model.requirements import unsupported
+from learner.backends.megatron.weights.extra_weights import weights_beside
+from learner.backends.megatron.weights.misfits import refuse_misfits
+from learner.backends.megatron.weights.stacks import stacks_of, unstacked
+from learner.backends.megatron.weights.torch_dist import (
     MegatronWeights,
     is_checkpoint,
     model_in,
     write_tensors,
 )
-from learner.backends.megatron.core import CheckpointingConfig, save_config
-from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.model_loading import load_hf_directory
 from learner.convert.published import load_published
 from learner.convert.written_directory import (

@@ -10,7 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     GPTModel,

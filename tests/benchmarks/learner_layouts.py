@@ -20,7 +20,7 @@ from bus.codec import Json
 from bus.errors import ConfigError, TrainingError
 from learner.backends.contract.backend import StepResult
 from learner.backends.factory import close_world, init_world
-from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.core.process_groups import divide_world
 from learner.config.backend import BackendName
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.distributed.process_group import gathered

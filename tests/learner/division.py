@@ -2,8 +2,8 @@
 
 import gc
 
-from learner.backends.megatron import process_groups
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core import process_groups
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.config.parallel import ParallelConfig
 
 _present: tuple[ParallelConfig, list] | None = None

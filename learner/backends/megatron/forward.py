@@ -6,8 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.core import DistributedDataParallel, get_forward_backward_func, parallel_state
-from learner.backends.megatron.process_groups import from_last_stage
+from learner.backends.megatron.core.megatron_core import (
+    DistributedDataParallel,
+    get_forward_backward_func,
+    parallel_state,
+)
+from learner.backends.megatron.core.process_groups import from_last_stage
 from learner.data.packing import MicroBatch
 from learner.distributed.process_group import device
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.core import tensor_parallel
-from learner.backends.megatron.ddp import LINEAR
+from learner.backends.megatron.core.ddp import LINEAR
+from learner.backends.megatron.core.megatron_core import tensor_parallel
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
 from learner.backends.quantised.matmul import Fp8Linear, refuse_sizes
 from learner.backends.shared import multi_tensor

@@ -18,18 +18,18 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Rule
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.weights import global_name, load_hf_weights
-from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.ddp import data_parallel, finalize_gradients
-from learner.backends.megatron.device_memory import release_gradients, restore_gradients
-from learner.backends.megatron.frozen_weights import refuse_idle_ranks
-from learner.backends.megatron.model.attention import PackedLayout
+from learner.backends.megatron.core.ddp import data_parallel, finalize_gradients
+from learner.backends.megatron.core.device_memory import release_gradients, restore_gradients
+from learner.backends.megatron.core.megatron_core import parallel_state
+from learner.backends.megatron.core.process_groups import data_parallel_sum
+from learner.backends.megatron.model.attention.attention import PackedLayout
 from learner.backends.megatron.model.embedding_copy import EmbeddingCopy
 from learner.backends.megatron.model.model import PolicyModel, transformer_config
 from learner.backends.megatron.model.next_token_head import AbsentHead, NextTokenHead
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
-from learner.backends.megatron.process_groups import data_parallel_sum
 from learner.backends.megatron.update_step import update_if_finite
+from learner.backends.megatron.weights.frozen_weights import refuse_idle_ranks
+from learner.backends.megatron.weights.weights import global_name, load_hf_weights
 from learner.backends.output.head_output import head_loss
 from learner.backends.output.policy_output import chunk_rows
 from learner.config.mtp import COUNTED_IN, OWN_EMBEDDING, Heads, MtpConfig, refuse_headless

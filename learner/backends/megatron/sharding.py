@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.model.context_attention import chunks_of_rank
+from learner.backends.megatron.model.attention.context_attention import chunks_of_rank
 from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.data.prefix_tree import PrefixTree
 from learner.data.streams import STREAMS
@@ -21,7 +21,8 @@ SLACK = 1.1
 def share_of_rank(
     batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1, min_tokens: int = 0
 ) -> MicroBatch:
-    """Cut every sequence zig-zag (learner/backends/megatron/model/context_attention.py), short ones excepted.
+    """Cut every sequence zig-zag (learner/backends/megatron/model/attention/context_attention.py), short ones
+    excepted.
 
     Padding that is never trained on comes first. Where sequences share common prefixes, what is cut is all
     computed tokens as one line, and a trained token is with the rank that computes what predicts it.

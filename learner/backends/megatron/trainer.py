@@ -16,34 +16,34 @@ from transformers import PretrainedConfig
 from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import Adapters, CriticSource, Exported, StepResult
 from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
-from learner.backends.megatron.checkpoint.fingerprint import fingerprint
-from learner.backends.megatron.checkpoint.state import (
+from learner.backends.megatron.checkpoint_state import (
     load_state,
     refuse_other_training,
     stage_state,
     training_state,
 )
-from learner.backends.megatron.checkpoint.writer import Staged
+from learner.backends.megatron.checkpoint_writer import Staged
 from learner.backends.megatron.conversion.base import is_adapter
-from learner.backends.megatron.conversion.beside import weights_beside, without_beside
-from learner.backends.megatron.conversion.weights import load_hf_weights
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.ddp import data_parallel
+from learner.backends.megatron.core.device_memory import release_gradients
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
-from learner.backends.megatron.ddp import data_parallel
-from learner.backends.megatron.device_memory import release_gradients
-from learner.backends.megatron.export import WeightExport
+from learner.backends.megatron.fingerprint import fingerprint
 from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.fp8 import multiply_in_fp8
-from learner.backends.megatron.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
-from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.exact import make_exact
+from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
 from learner.backends.megatron.next_token_head import TrainedHead, head_rules, with_following_tokens
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
-from learner.backends.megatron.quantised import rounded_weights
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
+from learner.backends.megatron.weights.export import WeightExport
+from learner.backends.megatron.weights.extra_weights import weights_beside, without_beside
+from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
+from learner.backends.megatron.weights.quantised_weights import rounded_weights
+from learner.backends.megatron.weights.weights import load_hf_weights
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.shared.given_experts import replay_figures

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.losses.objective import Objective
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.device_memory import restore_gradients
+from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
     MegatronOptimizer,
     get_forward_backward_func,
     parallel_state,
 )
-from learner.backends.megatron.device_memory import restore_gradients
-from learner.backends.megatron.model.model import HeadPass
-from learner.backends.megatron.optimizer.optimizer import gradient_norm, update
-from learner.backends.megatron.process_groups import (
+from learner.backends.megatron.core.process_groups import (
     data_parallel_sum,
     from_last_stage,
     tensor_from_last_stage,
 )
+from learner.backends.megatron.model.model import HeadPass
+from learner.backends.megatron.optimizer.optimizer import gradient_norm, update
 from learner.backends.update.decision import decide
 from learner.backends.update.loss_step import MicroBatchLoss, added_up
 from learner.config.optimizer import OptimizerConfig

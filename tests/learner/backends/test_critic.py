@@ -8,7 +8,7 @@ import torch
 
 from bus.errors import ConfigError, TrainingError
 from learner.backends.contract.backend import CriticSource
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
 from learner.config.batch import BatchConfig

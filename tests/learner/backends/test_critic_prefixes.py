@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GAEAdvantage
 from learner.config.batch import BatchConfig

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from learner.algorithms.entropy_bonus import EntropyBonus
 from learner.algorithms.losses.objective import Objective
-from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.entropy import EntropyTargetConfig

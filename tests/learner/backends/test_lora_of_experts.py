@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from bus.errors import ConfigError
 from bus.messages import BlobRef
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.lora import merged_stream
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint

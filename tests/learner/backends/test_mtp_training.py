@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
+from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.next_token_head import FOLLOWING, with_following_tokens
-from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.trainable import TrainableWeights
 from learner.config.learner import LearnerConfig

@@ -17,7 +17,7 @@ from bus.kept_sets import KeptSets
 from learner.algorithms.losses.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.contract.backend import StepResult
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
 from learner.config.correction import (

@@ -8,7 +8,7 @@ import torch
 
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_router_replay
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.model.router_replay import RouterExperts
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig

@@ -14,10 +14,10 @@ from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import StepResult
 from learner.backends.factory import refuse_batches
-from learner.backends.megatron.conversion.weights import load_hf_weights
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.megatron.weights.weights import load_hf_weights
 from learner.config.batch import BatchConfig
 from learner.config.correction import SequenceTIS
 from learner.config.frozen_policies import ReferenceConfig

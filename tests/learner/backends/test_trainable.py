@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.frozen_weights import frozen_weights
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.megatron.weights.frozen_weights import frozen_weights
 from learner.backends.shared.trainable import TrainableWeights
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig

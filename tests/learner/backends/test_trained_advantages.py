@@ -11,7 +11,7 @@ import torch
 
 from bus.trajectory import Trajectory, Turn
 from learner.algorithms.advantages.estimator import ESTIMATORS
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import (
     DiscountedReturns,

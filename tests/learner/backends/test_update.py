@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.backends.megatron.ddp import LINEAR
+from learner.backends.megatron.core.ddp import LINEAR
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack

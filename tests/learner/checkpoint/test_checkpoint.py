@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.checkpoint.state import SHARDING
-from learner.backends.megatron.checkpoint.writer import Staged
+from learner.backends.megatron.checkpoint_state import SHARDING
+from learner.backends.megatron.checkpoint_writer import Staged
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.trainable import TrainableWeights
@@ -295,7 +295,7 @@ def test_with_the_stock_loader_a_resumed_run_departs(tmp_path, monkeypatch):
     train(first, range(3))
     save_checkpoint(first, tmp_path, 3, {}, keep=2)
     monkeypatch.setattr(
-        "learner.backends.megatron.checkpoint.state.load_optimizer_state",
+        "learner.backends.megatron.checkpoint_state.load_optimizer_state",
         lambda optimizer, state: optimizer.load_state_dict(state),
     )
     stock = trainer_of(tiny_model(seed=1))

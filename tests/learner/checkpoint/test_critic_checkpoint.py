@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.advantage import GAEAdvantage

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError
-from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
 from learner.backends.shared.trainable import TrainableWeights

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
     load_checkpoint,

@@ -14,8 +14,8 @@ from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.model.model import build_model
+from learner.backends.megatron.weights.weights import load_hf_weights
 from learner.backends.model_loading import load_hf_directory
 from learner.config.optimizer import OptimizerConfig
 from learner.convert.text_directory import convert_text_model

@@ -12,7 +12,7 @@ from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from actors.policy.sampling_masks import told_by
-from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig

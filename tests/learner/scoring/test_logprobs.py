@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.output import output_layer as head
 from learner.backends.output import policy_output

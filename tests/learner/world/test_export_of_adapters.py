@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from learner.backends.megatron.lora import ChunkAdapters
+from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.config.lora import LoraConfig
 from learner.world import rank as of_ranks
 from learner.world.rank import Rank

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
 from bus.errors import FencedError, StorageError
-from learner.backends.megatron.checkpoint.writer import Staged
+from learner.backends.megatron.checkpoint_writer import Staged
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint import commit
 from learner.config.learner import CheckpointConfig, LearnerConfig

@@ -323,10 +323,10 @@ class Family:
     """Says that each head of attention has a sink."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names in a sparse layer of tensors of files with some of all experts, with the names that its parts
-    have in `expert_rules` (learner/backends/megatron/conversion/stacks.py)."""
+    have in `expert_rules` (learner/backends/megatron/weights/stacks.py)."""
     joined_rows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names in a layer of tensors of files that have the rows of several, with the names that these have in
-    `dense_rules` (learner/backends/megatron/conversion/stacks.py)."""
+    `dense_rules` (learner/backends/megatron/weights/stacks.py)."""
     output_norms: bool = False
     """Says that what attention and MLP return is normed before it is added."""
     requirements: tuple[Requirement, ...] = ()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.conversion.base import Layout, Shape
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     MegatronModule,
     TransformerConfig,
     make_sharded_tensors_for_checkpoint,

@@ -3,7 +3,8 @@
 megatron-core's own module needs kernels of the package `fla`, and takes no packs. This one computes the short
 convolution and the delta rule by the functions of transformers that the layers of the FSDP backend call, on
 sequences laid out apart. They call kernels of `causal_conv1d` and `fla` where those are installed. Ranks that
-share the tokens of sequences share the heads here (learner/backends/megatron/model/state_layout.py).
+share the tokens of sequences share the heads here
+(learner/backends/megatron/model/attention/state_layout.py).
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     MegatronModule,
     ProcessGroupCollection,
     TransformerConfig,
@@ -23,8 +24,8 @@ from learner.backends.megatron.core import (
     sharded_state_dict_default,
     tensor_parallel,
 )
-from learner.backends.megatron.model.attention import PackedLayout
-from learner.backends.megatron.model.state_layout import StateLayout, to_heads, to_tokens
+from learner.backends.megatron.model.attention.attention import PackedLayout
+from learner.backends.megatron.model.attention.state_layout import StateLayout, to_heads, to_tokens
 from learner.backends.shared.packed_attention import within_sequences
 
 DIVIDED = ("conv_weight", "A_log", "dt_bias")

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.core import TransformerConfig, parallel_state, tensor_parallel
-from learner.backends.megatron.layout import padded_vocabulary
+from learner.backends.megatron.core.layout import padded_vocabulary
+from learner.backends.megatron.core.megatron_core import TransformerConfig, parallel_state, tensor_parallel
 from learner.backends.megatron.model.model import PolicyModel
 from learner.distributed.process_group import device
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.backends.megatron.core import tensor_parallel
-from learner.backends.megatron.model.attention import PackedAttention, PackedSelfAttention
-from learner.backends.megatron.model.norm import RMSNorm
-from learner.backends.megatron.model.qkv import HeadSettings, heads_by_group, queries_and_keys
+from learner.backends.megatron.core.megatron_core import tensor_parallel
+from learner.backends.megatron.model.attention.attention import PackedAttention, PackedSelfAttention
+from learner.backends.megatron.model.attention.norm import RMSNorm
+from learner.backends.megatron.model.attention.qkv import HeadSettings, heads_by_group, queries_and_keys
 from learner.data.packing import empty_micro_batch
 from learner.distributed.process_group import device
 from storage.numerics import functions

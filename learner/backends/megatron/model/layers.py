@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Family, Shape
 from learner.backends.megatron.conversion.families import family_of
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
@@ -17,16 +17,16 @@ from learner.backends.megatron.core import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
-from learner.backends.megatron.model.attention import PackedAttention, PackedSelfAttention
+from learner.backends.megatron.model.attention.attention import PackedAttention, PackedSelfAttention
+from learner.backends.megatron.model.attention.gated_attention import GatedSelfAttention
+from learner.backends.megatron.model.attention.jointly_normed_attention import JointlyNormedAttention
+from learner.backends.megatron.model.attention.latent_attention import LatentAttention
+from learner.backends.megatron.model.attention.norm import RMSNorm
+from learner.backends.megatron.model.attention.rope import rope_numbers
+from learner.backends.megatron.model.attention.windows import windows_of
 from learner.backends.megatron.model.delta_net import GatedDeltaNet
-from learner.backends.megatron.model.gated_attention import GatedSelfAttention
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
-from learner.backends.megatron.model.jointly_normed_attention import JointlyNormedAttention
-from learner.backends.megatron.model.latent_attention import LatentAttention
-from learner.backends.megatron.model.norm import RMSNorm
-from learner.backends.megatron.model.rope import rope_numbers
 from learner.backends.megatron.model.router_replay import ReplayedLayer
-from learner.backends.megatron.model.windows import windows_of
 
 
 class OutputNormedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core is untyped

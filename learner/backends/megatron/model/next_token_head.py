@@ -7,17 +7,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import HEAD
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     MegatronModule,
     ProcessGroupCollection,
     TransformerConfig,
     build_module,
 )
-from learner.backends.megatron.model.attention import PackedLayout
-from learner.backends.megatron.model.latent_attention import WholeLinear
+from learner.backends.megatron.model.attention.attention import PackedLayout
+from learner.backends.megatron.model.attention.latent_attention import WholeLinear
+from learner.backends.megatron.model.attention.norm import RMSNorm
 from learner.backends.megatron.model.layers import head_layer_spec
 from learner.backends.megatron.model.model import mark_cut_weights, shared_experts_unwarned
-from learner.backends.megatron.model.norm import RMSNorm
 
 
 class AbsentHead(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped

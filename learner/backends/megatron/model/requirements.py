@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import SILU, Requirement
 from learner.backends.megatron.conversion.families import FAMILIES, family_of, shape_of
-from learner.backends.megatron.model.rope import SCALED, rotated_parts
+from learner.backends.megatron.model.attention.rope import SCALED, rotated_parts
 from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES
 from learner.backends.shared.rope_scaling import rope_types
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.backends.megatron.conversion.base import Experts
-from learner.backends.megatron.core import TransformerConfig, TransformerLayer, parallel_state
+from learner.backends.megatron.core.megatron_core import TransformerConfig, TransformerLayer, parallel_state
 from learner.backends.megatron.model.expert_groups import of_best_groups
 from learner.backends.shared.given_experts import GivenExperts
 from learner.data.packing import OWN_CHOICE, MicroBatch

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     MegatronModule,
     TransformerBlockSubmodules,
     TransformerConfig,

@@ -17,7 +17,14 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.weights import (
+from learner.backends.megatron.core.megatron_core import (
+    DistributedOptimizer,
+    MegatronOptimizer,
+    parallel_state,
+)
+from learner.backends.megatron.model.lora import LINEAR
+from learner.backends.megatron.optimizer.shards import main_shards
+from learner.backends.megatron.weights.weights import (
     EXPERT,
     Cut,
     global_name,
@@ -25,9 +32,6 @@ from learner.backends.megatron.conversion.weights import (
     slice_of,
     slices_of,
 )
-from learner.backends.megatron.core import DistributedOptimizer, MegatronOptimizer, parallel_state
-from learner.backends.megatron.lora import LINEAR
-from learner.backends.megatron.optimizer.shards import main_shards
 from learner.backends.update.matrix_exchange import MatrixExchange, Piece
 from learner.backends.update.muon import (
     MOMENTUM,

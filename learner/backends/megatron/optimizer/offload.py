@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import AdamW
 
-from learner.backends.megatron.core import DistributedOptimizer, param_is_not_shared, tensor_parallel
+from learner.backends.megatron.core.megatron_core import (
+    DistributedOptimizer,
+    param_is_not_shared,
+    tensor_parallel,
+)
 from learner.backends.megatron.optimizer.shards import main_shards
 from learner.backends.megatron.optimizer.state_file import StateFile, Transfer
 from learner.backends.update.bf16_adamw import MOMENTS, fused_update

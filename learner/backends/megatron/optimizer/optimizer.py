@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
     DistributedOptimizer,
     MegatronOptimizer,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.core import DistributedOptimizer
+from learner.backends.megatron.core.megatron_core import DistributedOptimizer
 
 
 class MainShard(NamedTuple):

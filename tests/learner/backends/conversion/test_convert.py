@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from bus.errors import ConfigError, StorageError
 from launch.cli import main as cli
 from learner.backends.fsdp.trainer import FsdpTrainer
-from learner.backends.megatron.core import dist_checkpointing
+from learner.backends.megatron.core.megatron_core import dist_checkpointing
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory

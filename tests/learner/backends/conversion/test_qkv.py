@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from learner.backends.megatron.model.qkv import HeadSettings, split_heads
+from learner.backends.megatron.model.attention.qkv import HeadSettings, split_heads
 
 GROUPS, EACH, WIDTH, TOKENS = 2, 3, 8, 5
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.cpu.patches import MODULES_NAMING_CUDA, adapt_megatron_to_cpu
+from learner.backends.megatron.core.patches import MODULES_NAMING_CUDA, adapt_megatron_to_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is adapted where CUDA exists")
 

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.factory import close_world, init_world
-from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.model import ring_attention
-from learner.backends.megatron.model.context_attention import (
+from learner.backends.megatron.core.megatron_core import parallel_state
+from learner.backends.megatron.model.attention import ring_attention
+from learner.backends.megatron.model.attention.context_attention import (
     attend_to_gathered,
     chunks_of_rank,
     context_layout,
     gathered,
 )
-from learner.backends.megatron.model.ring_attention import _Exchange, attend_around
-from learner.backends.megatron.model.ring_layout import RingLayout
+from learner.backends.megatron.model.attention.ring_attention import _Exchange, attend_around
+from learner.backends.megatron.model.attention.ring_layout import RingLayout
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.packed_attention import of_one_width
 from learner.config.optimizer import OptimizerConfig

@@ -2,14 +2,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learner.backends.megatron.model.attention import pack_layout
-from learner.backends.megatron.model.context_attention import (
+from learner.backends.megatron.model.attention.attention import pack_layout
+from learner.backends.megatron.model.attention.context_attention import (
     ContextRanks,
     attend_to_gathered,
     context_layout,
 )
-from learner.backends.megatron.model.rope import Rope
-from learner.backends.megatron.model.state_layout import state_layouts
+from learner.backends.megatron.model.attention.rope import Rope
+from learner.backends.megatron.model.attention.state_layout import state_layouts
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.shared.packed_attention import within_sequences
 from learner.data.packing import pack

@@ -7,14 +7,14 @@ from transformers import GptOssConfig
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_batches
 from learner.backends.fsdp.fingerprint import fingerprint as fsdp_fingerprint
-from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
-from learner.backends.megatron.frozen_weights import freeze_others, frozen_weights
-from learner.backends.megatron.layout import layout_problems
+from learner.backends.megatron.core.layout import layout_problems
+from learner.backends.megatron.fingerprint import fingerprint
+from learner.backends.megatron.model.attention.windows import windows_of
 from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported
-from learner.backends.megatron.model.windows import windows_of
+from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights
+from learner.backends.megatron.weights.weights import export_hf_weights, load_hf_weights
 from learner.backends.shared.trainable import TrainableWeights
 from learner.config.batch import BatchConfig
 from learner.config.model import ModelConfig

@@ -5,9 +5,9 @@ import torch
 from structlog.testing import capture_logs
 
 from learner.backends.megatron.fp8 import multiply_in_fp8
-from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model import grouped_experts
 from learner.backends.megatron.model.grouped_experts import GroupedExperts
+from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.config.lora import LoraConfig
 from learner.data.packing import pack
 from tests.learner.backends.model.built import built_from

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learner.backends.megatron.model.qkv import _join, _split
+from learner.backends.megatron.model.attention.qkv import _join, _split
 
 pytestmark = pytest.mark.gpu
 ROWS = 37
@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def kernels():
-    return pytest.importorskip("learner.backends.megatron.model.kernels")
+    return pytest.importorskip("learner.backends.megatron.core.kernels")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfi
 from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import ConfigError
 from learner.backends.factory import refuse_batches, refuse_optimizers
-from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion import qwen3_next
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.layout import layout_problems
+from learner.backends.megatron.core.layout import layout_problems
+from learner.backends.megatron.fingerprint import fingerprint
 from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported

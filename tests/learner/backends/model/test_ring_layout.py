@@ -6,9 +6,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from learner.backends.megatron.model.context_attention import chunks_of_rank
-from learner.backends.megatron.model.key_sets import common
-from learner.backends.megatron.model.ring_layout import RingLayout, RingStep, _Piece, _pieces
+from learner.backends.megatron.model.attention.context_attention import chunks_of_rank
+from learner.backends.megatron.model.attention.key_sets import common
+from learner.backends.megatron.model.attention.ring_layout import RingLayout, RingStep, _Piece, _pieces
 
 CPU = torch.device("cpu")
 

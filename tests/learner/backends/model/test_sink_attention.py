@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from learner.backends.megatron.model.context_attention import attend_to_gathered, context_layout
-from learner.backends.megatron.model.key_sets import key_sets
-from learner.backends.megatron.model.sink_attention import attend_with_sinks
+from learner.backends.megatron.model.attention.context_attention import attend_to_gathered, context_layout
+from learner.backends.megatron.model.attention.key_sets import key_sets
+from learner.backends.megatron.model.attention.sink_attention import attend_with_sinks
 from learner.backends.shared.packed_attention import seen_keys
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.3

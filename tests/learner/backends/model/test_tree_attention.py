@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learner.backends.megatron.model.context_attention import chunks_of_rank
-from learner.backends.megatron.model.tree_attention import attend_along_paths, tree_layout
+from learner.backends.megatron.model.attention.context_attention import chunks_of_rank
+from learner.backends.megatron.model.attention.tree_attention import attend_along_paths, tree_layout
 
 HEADS, GROUPS, WIDTH = 6, 2, 16
 TREES = {

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from learner.backends.megatron.cpu.gloo import allow_uneven_slices
-from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu, megatron_import_warnings_silenced
+from learner.backends.megatron.core.gloo import allow_uneven_slices
+from learner.backends.megatron.core.patches import adapt_megatron_to_cpu, megatron_import_warnings_silenced
 from learner.backends.shared import multi_tensor
 
 adapt_megatron_to_cpu()
@@ -75,7 +75,7 @@ class _WeightGradients:
 tensor_parallel.layers.fused_weight_gradient_mlp_cuda = _WeightGradients
 
 if torch.cuda.is_available():
-    from learner.backends.megatron.model import kernels
+    from learner.backends.megatron.core import kernels
 
     fused_bias_swiglu.swiglu_back = kernels.swiglu_back
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.backends.megatron.core import tensor_parallel
-from learner.backends.megatron.model.key_sets import KeySets, key_sets
-from learner.backends.megatron.model.sink_attention import attend_with_sinks
+from learner.backends.megatron.core.megatron_core import tensor_parallel
+from learner.backends.megatron.model.attention.key_sets import KeySets, key_sets
+from learner.backends.megatron.model.attention.sink_attention import attend_with_sinks
 from learner.backends.shared.packed_attention import causal_varlen_attention, seen_keys
 from learner.host_memory.transfer import to_device
 
@@ -29,7 +29,7 @@ class ContextRanks:
     rank: int = 0
     """Number of this rank among them."""
     ring: bool = False
-    """Says that keys and values pass by (learner/backends/megatron/model/ring_attention.py)."""
+    """Says that keys and values pass by (learner/backends/megatron/model/attention/ring_attention.py)."""
 
 
 ALONE = ContextRanks()
@@ -147,7 +147,7 @@ def attend_to_gathered(
         layout: made by `context_layout` for the same micro-batch.
         scale: factor of the scores.
         window: number of tokens that a query sees, its own the last of them; None is all before it.
-        sinks: [heads], logits (learner/backends/megatron/model/sink_attention.py).
+        sinks: [heads], logits (learner/backends/megatron/model/attention/sink_attention.py).
 
     Returns [T, heads, d].
     """

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.core import DistributedDataParallel
+from learner.backends.megatron.core.megatron_core import DistributedDataParallel
 
 
 def release_gradients(chunks: Iterable[DistributedDataParallel]) -> None:

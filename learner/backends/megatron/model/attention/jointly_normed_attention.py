@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.model.attention import PackedLayout, PackedSelfAttention
-from learner.backends.megatron.model.norm import RMSNorm
-from learner.backends.megatron.model.qkv import heads_by_group
+from learner.backends.megatron.model.attention.attention import PackedLayout, PackedSelfAttention
+from learner.backends.megatron.model.attention.norm import RMSNorm
+from learner.backends.megatron.model.attention.qkv import heads_by_group
 
 
 class JointlyNormedAttention(PackedSelfAttention):

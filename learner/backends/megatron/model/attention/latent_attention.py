@@ -1,7 +1,7 @@
 """Attention whose keys and values are made of one narrow vector a token (MLA, arXiv:2405.04434, section 2.1).
 
 megatron-core's own module splits its rotary embedding by sequences as its self-attention does
-(learner/backends/megatron/model/attention.py), and cuts the projections to narrow vectors over
+(learner/backends/megatron/model/attention/attention.py), and cuts the projections to narrow vectors over
 tensor-parallel ranks, which then gather them. Here each rank has these projections whole and computes them
 for its own share of the tokens: ranks that share the weights of a model with experts share its tokens too.
 """
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.conversion.base import LatentSizes
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     Attention,
     ProcessGroupCollection,
     TransformerConfig,
     tensor_parallel,
 )
-from learner.backends.megatron.model.attention import PackedLayout, attended
-from learner.backends.megatron.model.norm import RMSNorm
+from learner.backends.megatron.model.attention.attention import PackedLayout, attended
+from learner.backends.megatron.model.attention.norm import RMSNorm
 
 EPS = 1e-6
 """Constant under the root of the norms of narrow vectors; transformers does not read it from anywhere."""

@@ -11,14 +11,14 @@ from transformers import PretrainedConfig
 from learner.backends.contract.backend import Exported
 from learner.backends.megatron.conversion.base import Rule
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
-from learner.backends.megatron.conversion.weights import (
+from learner.backends.megatron.core.megatron_core import MegatronModule
+from learner.backends.megatron.weights.weights import (
     Holders,
     exported_shapes,
     find_holders,
     stream_hf_weights,
     whole_on_rank_0,
 )
-from learner.backends.megatron.core import MegatronModule
 from learner.model_directories.lazy_weights import SomeWeights
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from learner.backends.megatron.conversion.partial_rotation import halves_together
-from learner.backends.megatron.model.attention import PackedLayout, PackedSelfAttention, attended
+from learner.backends.megatron.model.attention.attention import PackedLayout, PackedSelfAttention, attended
 
 
 class GatedSelfAttention(PackedSelfAttention):

@@ -13,18 +13,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.contract.backend import Adapters, Exported
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
-from learner.backends.megatron.conversion.beside import weights_beside
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
-from learner.backends.megatron.conversion.stacks import file_name, places_in, stacks_of
-from learner.backends.megatron.conversion.weights import (
-    EXPERT,
-    Holders,
-    exported_shapes,
-    find_holders,
-    global_name,
-    stream_hf_weights,
-    tensor_group,
-)
 from learner.backends.megatron.model.adapter import (
     CHANGE,
     COLUMN,
@@ -36,6 +25,17 @@ from learner.backends.megatron.model.adapter import (
     SharedRows,
 )
 from learner.backends.megatron.model.model import PolicyModel
+from learner.backends.megatron.weights.extra_weights import weights_beside
+from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
+from learner.backends.megatron.weights.weights import (
+    EXPERT,
+    Holders,
+    exported_shapes,
+    find_holders,
+    global_name,
+    stream_hf_weights,
+    tensor_group,
+)
 from learner.backends.shared.lora import (
     BaseNorms,
     base_digest,

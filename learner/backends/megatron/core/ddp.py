@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     MegatronModule,

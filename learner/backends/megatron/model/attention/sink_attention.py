@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.model.key_sets import KeySets, attend, differentiate
+from learner.backends.megatron.model.attention.key_sets import KeySets, attend, differentiate
 
 
 def attend_with_sinks(

@@ -28,7 +28,8 @@ from learner.backends.megatron.conversion.base import (
     Shape,
 )
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.stacks import (
+from learner.backends.megatron.core.megatron_core import parallel_state
+from learner.backends.megatron.weights.stacks import (
     Places,
     file_name,
     in_files,
@@ -38,7 +39,6 @@ from learner.backends.megatron.conversion.stacks import (
     stacks_of,
     unstacked,
 )
-from learner.backends.megatron.core import parallel_state
 from learner.distributed.process_group import device, gathered
 from learner.model_directories.lazy_weights import State, part_of, spec_of
 

@@ -11,7 +11,7 @@ end, and gather the keys of all. A piece of a segment sees itself causally, and 
 before it, which is one more set of keys.
 
 What each set of keys contributes is put together by the logarithms of the softmax's sums
-(learner/backends/megatron/model/key_sets.py).
+(learner/backends/megatron/model/attention/key_sets.py).
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.model.context_attention import gathered_line
-from learner.backends.megatron.model.key_sets import KeySets, attend, common, differentiate, key_sets
+from learner.backends.megatron.model.attention.context_attention import gathered_line
+from learner.backends.megatron.model.attention.key_sets import (
+    KeySets,
+    attend,
+    common,
+    differentiate,
+    key_sets,
+)
 from learner.host_memory.transfer import to_device
 
 

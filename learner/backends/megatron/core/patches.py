@@ -74,7 +74,7 @@ def adapt_megatron_to_cpu() -> None:
         found = importlib.import_module("megatron.core").__version__
     if found != MEGATRON_VERSION:
         raise ConfigError(
-            "learner/backends/megatron/cpu/patches.py adapts "
+            "learner/backends/megatron/core/patches.py adapts "
             f"megatron-core {MEGATRON_VERSION} to machines without CUDA, found {found}: "
             f"install megatron-core=={MEGATRON_VERSION}"
         )
@@ -84,7 +84,7 @@ def adapt_megatron_to_cpu() -> None:
         if not sum(_adapt(function) for function in _functions(module)):
             raise ConfigError(
                 f"{module.__name__} names no CUDA device: "
-                "drop it from learner/backends/megatron/cpu/patches.py"
+                "drop it from learner/backends/megatron/core/patches.py"
             )
     _use_the_cpu_generator()
 
@@ -95,7 +95,7 @@ def _use_the_cpu_generator() -> None:
     for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
         if not hasattr(random, name):
             raise ConfigError(
-                f"{random.__name__} has no {name}: mend learner/backends/megatron/cpu/patches.py"
+                f"{random.__name__} has no {name}: mend learner/backends/megatron/core/patches.py"
             )
     random._get_cuda_rng_state = lambda **_: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)

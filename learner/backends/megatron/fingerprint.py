@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.conversion.families import shape_of
-from learner.backends.megatron.model.rope import rope_settings
-from learner.backends.megatron.model.windows import windows_of
+from learner.backends.megatron.model.attention.rope import rope_settings
+from learner.backends.megatron.model.attention.windows import windows_of
 from learner.model_directories.checkpoint_manifest import differences
 
 ARITHMETIC = ("rms_norm_eps", "swiglu_alpha", "swiglu_limit")

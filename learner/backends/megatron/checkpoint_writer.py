@@ -14,7 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
-from learner.backends.megatron.core import FileSystemWriterAsync, filesystem_async, torch_dist_strategy
+from learner.backends.megatron.core.megatron_core import (
+    FileSystemWriterAsync,
+    filesystem_async,
+    torch_dist_strategy,
+)
 from learner.host_memory.state_copies import CopyBuffers, LateCopies
 from learner.model_directories.checkpoint_manifest import file_digest
 

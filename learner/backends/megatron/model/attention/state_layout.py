@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.core import tensor_parallel
-from learner.backends.megatron.model.context_attention import ContextRanks, gathered_places
+from learner.backends.megatron.core.megatron_core import tensor_parallel
+from learner.backends.megatron.model.attention.context_attention import ContextRanks, gathered_places
 from learner.backends.shared.packed_attention import Bucket, bucket_by_length
 from learner.data.packing import MicroBatch
 from learner.host_memory.transfer import to_device

@@ -1,9 +1,9 @@
 """What each context-parallel rank sees of the keys of every other, and what it sends them, step by step.
 
-Sequences are cut zig-zag (learner/backends/megatron/model/context_attention.py). In step i a rank has the
-keys and values of the rank i before it, and of those only what its queries see: all of its own, from ranks
-before it the first half of each sequence's share, from ranks behind it both halves for the second half of its
-queries. Every step has the same work. With a sliding window it is what lies within, mostly nothing.
+Sequences are cut zig-zag (learner/backends/megatron/model/attention/context_attention.py). In step i a rank
+has the keys and values of the rank i before it, and of those only what its queries see: all of its own, from
+ranks before it the first half of each sequence's share, from ranks behind it both halves for the second half
+of its queries. Every step has the same work. With a sliding window it is what lies within, mostly nothing.
 
 Whatever is seen is cut into rectangles, in which each query sees each key, and triangles, in which query n
 sees keys 0 to n; a kernel for causal attention takes both, and needs no mask. At the far edge of a window
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.model.context_attention import chunks_of_rank
-from learner.backends.megatron.model.key_sets import KeySets, key_sets
+from learner.backends.megatron.model.attention.context_attention import chunks_of_rank
+from learner.backends.megatron.model.attention.key_sets import KeySets, key_sets
 from learner.host_memory.transfer import to_device
 
 Rows = Tensor | slice

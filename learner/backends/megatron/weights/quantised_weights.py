@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.conversion.stacks import in_files, places_in, stacks_of
-from learner.backends.megatron.conversion.weights import (
+from learner.backends.megatron.weights.stacks import in_files, places_in, stacks_of
+from learner.backends.megatron.weights.weights import (
     EXPERT,
     Cut,
     Slice,

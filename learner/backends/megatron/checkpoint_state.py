@@ -14,10 +14,9 @@ from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.checkpoint.fingerprint import differences_from, fingerprint
-from learner.backends.megatron.checkpoint.writer import Staged, install_in_process_writer, stage
+from learner.backends.megatron.checkpoint_writer import Staged, install_in_process_writer, stage
 from learner.backends.megatron.conversion.base import HEAD, is_adapter
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     CheckpointingException,
     MegatronModule,
     MegatronOptimizer,
@@ -26,6 +25,7 @@ from learner.backends.megatron.core import (
     dist_checkpointing,
     parallel_state,
 )
+from learner.backends.megatron.fingerprint import differences_from, fingerprint
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.shared.lora import refuse_other_adapters
 from learner.backends.update.muon import refuse_other_optimizer

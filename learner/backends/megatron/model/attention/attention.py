@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.core import (
+from learner.backends.megatron.core.megatron_core import (
     Attention,
     MegatronModule,
     PackedSeqParams,
@@ -29,7 +29,7 @@ from learner.backends.megatron.core import (
     make_sharded_tensors_for_checkpoint,
     tensor_parallel,
 )
-from learner.backends.megatron.model.context_attention import (
+from learner.backends.megatron.model.attention.context_attention import (
     ALONE,
     ContextLayout,
     ContextRanks,
@@ -37,15 +37,19 @@ from learner.backends.megatron.model.context_attention import (
     context_layout,
     gathered,
 )
-from learner.backends.megatron.model.key_sets import KeySets, key_sets
-from learner.backends.megatron.model.qkv import HeadSettings, split_heads
-from learner.backends.megatron.model.ring_attention import attend_around
-from learner.backends.megatron.model.ring_layout import RingLayout
-from learner.backends.megatron.model.rope import Rope
-from learner.backends.megatron.model.sink_attention import attend_with_sinks
-from learner.backends.megatron.model.state_layout import StateLayout, buckets_of, state_layouts
-from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
-from learner.backends.megatron.model.windows import (
+from learner.backends.megatron.model.attention.key_sets import KeySets, key_sets
+from learner.backends.megatron.model.attention.qkv import HeadSettings, split_heads
+from learner.backends.megatron.model.attention.ring_attention import attend_around
+from learner.backends.megatron.model.attention.ring_layout import RingLayout
+from learner.backends.megatron.model.attention.rope import Rope
+from learner.backends.megatron.model.attention.sink_attention import attend_with_sinks
+from learner.backends.megatron.model.attention.state_layout import StateLayout, buckets_of, state_layouts
+from learner.backends.megatron.model.attention.tree_attention import (
+    TreeLayout,
+    attend_along_paths,
+    tree_layout,
+)
+from learner.backends.megatron.model.attention.windows import (
     refuse_shared_sinks,
     refuse_shared_states,
     refuse_shared_window,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 if torch.cuda.is_available():  # triton comes with torch for CUDA only
-    from learner.backends.megatron.model import kernels
+    from learner.backends.megatron.core import kernels
 
 
 class HeadSettings(NamedTuple):

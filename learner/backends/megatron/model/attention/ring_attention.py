@@ -3,8 +3,8 @@
 A rank computes with the keys and values of one rank while those of the next are on their way, so that it
 holds those of two others at most (ring attention, arXiv:2310.01889). They come from the rank that has them,
 not by way of the others: so a rank is sent what it sees and no more
-(learner/backends/megatron/model/ring_layout.py). Backwards they pass by once more, and their gradients are
-sent to the rank that has them while the next are computed.
+(learner/backends/megatron/model/attention/ring_layout.py). Backwards they pass by once more, and their
+gradients are sent to the rank that has them while the next are computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.model.key_sets import attend, differentiate
-from learner.backends.megatron.model.ring_layout import Block, RingStep
+from learner.backends.megatron.model.attention.key_sets import attend, differentiate
+from learner.backends.megatron.model.attention.ring_layout import Block, RingStep
 from learner.backends.shared.packed_attention import of_one_width
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.backends.megatron.core import TransformerConfig
+from learner.backends.megatron.core.megatron_core import TransformerConfig
 
 
 class RMSNorm(torch.nn.Module):

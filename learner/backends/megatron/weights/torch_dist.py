@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from bus.errors import StorageError
 from learner.backends.megatron.conversion.base import HEAD_LAYER, Rule, Shape, as_it_came, is_adapter
 from learner.backends.megatron.conversion.families import family_of
-from learner.backends.megatron.conversion.stacks import StackedWeights, stacks_of
+from learner.backends.megatron.weights.stacks import StackedWeights, stacks_of
 from learner.backends.shared.lora import refuse_adapters_alone
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 
