@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from bus.errors import ConfigError, TrainingError
 from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
 from learner.algorithms.plugin import asked_for, load_plugin
-from learner.config.hooks import HookConfig
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
+from learner.config.plugin import HookConfig
 from learner.distributed.exact_sums import Sums
 from learner.distributed.process_group import gathered
 

@@ -9,9 +9,8 @@ from typing import Any
 from bus.config import Config
 from bus.errors import ConfigError
 from bus.process.plugins import load_function
-from learner.config.hooks import HookConfig
 from learner.config.learner import LearnerConfig
-from learner.config.plugin import Plugin
+from learner.config.plugin import HookConfig, Plugin
 
 ARGUMENTS = {
     "advantage": ("groups",),

@@ -30,18 +30,17 @@ from learner.config.correction import (
     refuse_two_selections,
 )
 from learner.config.critic import NO_CRITIC, CriticConfig
-from learner.config.diagnostics import DiagnosticsConfig
+from learner.config.diagnostics import DiagnosticsConfig, RecordedLogprobsConfig
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
-from learner.config.hooks import NO_HOOK, HookConfig
 from learner.config.lora import NO_LORA, LoraConfig, refuse_lora
 from learner.config.loss import LossConfig, PPOClipLoss, ReinforceLoss, UsedLoss
 from learner.config.mtp import NO_MTP, MtpConfig, refuse_mtp
 from learner.config.optimizer import OptimizerConfig
 from learner.config.paper_objective import differences_from_papers, used_aggregation, used_correction
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
+from learner.config.plugin import NO_HOOK, HookConfig
 from learner.config.publication import PublicationConfig
-from learner.config.recorded_logprobs import RecordedLogprobsConfig
 
 
 class CheckpointConfig(Config):

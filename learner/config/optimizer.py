@@ -1,12 +1,53 @@
-"""Settings of the optimizer. Loads without torch."""
+"""Settings of the optimizer and of the learning rate's course. Loads without torch."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.schedule import ConstantSchedule, ScheduleConfig
+
+
+class ConstantSchedule(Config):
+    """The learning rate stays constant."""
+
+    type: Literal["constant"] = "constant"
+    """Name of the schedule."""
+
+
+class CosineSchedule(Config):
+    """The learning rate falls along half a cosine."""
+
+    type: Literal["cosine"] = "cosine"
+    """Name of the schedule."""
+
+    decay_steps: int = Field(1000, gt=0)
+    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the fall."""
+
+
+class WSDSchedule(Config):
+    """Warm-up, stable, decay: the learning rate stays for long, then falls in the end."""
+
+    type: Literal["wsd"] = "wsd"
+    """Name of the schedule."""
+
+    stable_steps: int = Field(1000, ge=0)
+    """Updates at the full learning rate."""
+
+    decay_steps: int = Field(1000, gt=0)
+    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the fall."""
+
+    decay: Literal["linear", "sqrt"] = "sqrt"
+    """Shape of the fall: a straight line, or 1 - sqrt(x) where x is the share of the fall that has passed."""
+
+
+ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule | WSDSchedule, Field(discriminator="type")]
 
 
 class OptimizerConfig(Config):

@@ -1,8 +1,8 @@
-"""Setting that names a function of the user's. Loads without torch."""
+"""Settings that name functions of the user's. Loads without torch."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
 
@@ -18,3 +18,30 @@ class Plugin(Config):
 
     settings: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments that the function gets besides."""
+
+
+class HookConfig(Config):
+    """A function of the user's own, plain or `async`, that every rank calls once a step."""
+
+    function: str | None = None
+    """The function, as `my_pkg.my_module:function`; the working directory counts. `None` calls nothing."""
+
+    settings: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Keyword arguments that the function gets besides."""
+
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest time that an `async` function may take; then the learner ends."""
+
+    @model_validator(mode="after")
+    def _settings_have_a_function(self) -> Self:
+        if self.settings and self.function is None:
+            raise ValueError("settings are for a function, and none is named: set function as well")
+        return self
+
+    @property
+    def plugin(self) -> Plugin | None:
+        """Return the function with its settings, if one is named."""
+        return None if self.function is None else Plugin(function=self.function, settings=self.settings)
+
+
+NO_HOOK = HookConfig()

@@ -2,8 +2,7 @@
 
 import math
 
-from learner.config.optimizer import OptimizerConfig
-from learner.config.schedule import ConstantSchedule, CosineSchedule
+from learner.config.optimizer import ConstantSchedule, CosineSchedule, OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int) -> float:

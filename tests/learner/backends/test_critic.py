@@ -14,9 +14,8 @@ from learner.config.advantage import GAEAdvantage
 from learner.config.batch import BatchConfig
 from learner.config.critic import CriticConfig, CriticOptimizerConfig
 from learner.config.learner import LearnerConfig
-from learner.config.optimizer import OptimizerConfig
+from learner.config.optimizer import CosineSchedule, OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from learner.config.schedule import CosineSchedule
 from learner.data.batches import recorded_samples
 from learner.data.packing import pack
 from learner.scoring.values import with_values

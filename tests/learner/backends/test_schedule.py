@@ -5,8 +5,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, Li
 
 from launch.config import RunConfig, resolve
 from learner.backends.update.learning_rate import learning_rate
-from learner.config.optimizer import OptimizerConfig
-from learner.config.schedule import ConstantSchedule, CosineSchedule, WSDSchedule
+from learner.config.optimizer import ConstantSchedule, CosineSchedule, OptimizerConfig, WSDSchedule
 
 
 def torch_rates(after_warmup, updates, *, lr, warmup):

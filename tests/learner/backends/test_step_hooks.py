@@ -12,10 +12,10 @@ from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import GDPOAdvantage, GRPOAdvantage, OverlongPenalty
-from learner.config.hooks import HookConfig
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.config.plugin import HookConfig
 from learner.data.batches import recorded_samples
 from learner.distributed.exact_sums import exact_sums
 from learner.step.rl_step import train_on

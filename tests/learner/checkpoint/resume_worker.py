@@ -11,8 +11,7 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.optimizer import OptimizerConfig
-from learner.config.schedule import CosineSchedule
+from learner.config.optimizer import CosineSchedule, OptimizerConfig
 from learner.data.packing import pack
 from learner.model_directories.lazy_weights import tensor_digest
 from storage.disk.checkpoints import latest as latest_checkpoint

@@ -12,9 +12,8 @@ from bus.images import ImageCount
 from bus.requests import GroupRef
 from learner.config.batch import BatchConfig
 from learner.config.model import ScratchVision
-from learner.data.balancing import GroupWork, balanced, forward_flops
+from learner.data.balancing import GroupWork, balanced, forward_flops, tower_flops
 from learner.data.packing import Sample, pack
-from learner.data.vision_flops import tower_flops
 from learner.model_directories.model_directory import load_hf_config
 from learner.world.world import cost, divided
 from storage.images.reader import ImageReader

@@ -6,17 +6,14 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Rule, Shape
 from learner.backends.megatron.conversion.deepseek_v3 import deepseek_v3
+from learner.backends.megatron.conversion.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from learner.backends.megatron.conversion.gemma3 import gemma3
 from learner.backends.megatron.conversion.glm4 import glm4
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
 from learner.backends.megatron.conversion.gpt_oss import gpt_oss
-from learner.backends.megatron.conversion.llama import LLAMA
 from learner.backends.megatron.conversion.minimax_m2 import minimax_m2
-from learner.backends.megatron.conversion.mistral import MISTRAL
 from learner.backends.megatron.conversion.mixtral import MIXTRAL
-from learner.backends.megatron.conversion.qwen2 import QWEN2
 from learner.backends.megatron.conversion.qwen2_moe import QWEN2_MOE
-from learner.backends.megatron.conversion.qwen3 import QWEN3
 from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
 from learner.backends.megatron.conversion.qwen3_next import qwen3_5, qwen3_5_moe, qwen3_next
 

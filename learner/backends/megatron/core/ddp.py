@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from learner.backends.megatron.core.megatron_core import (
@@ -47,3 +48,12 @@ def finalize_gradients(
     """Add up gradients over the ranks that have some of them, as megatron-core does, but for dividing by the
     tokens, which the update does in passing."""
     finalize_model_grads(chunks, None, **settings)
+
+
+def finish_gathering(layer: torch.nn.Module) -> None:
+    """Wait for the updated weights of `layer`, as megatron-core's hooks do when a layer is called.
+
+    It is for a layer that is not called. Without the wait it would compute with weights of before the update,
+    and its gather would outlive the pass and replace the next one."""
+    for hook in layer._forward_pre_hooks.values():
+        hook(layer, ())

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.conversion.base import ADAPTER
+from learner.backends.megatron.core.ddp import finish_gathering
 from learner.backends.megatron.core.megatron_core import (
     SequentialMLP,
     tensor_parallel,
     weighted_bias_swiglu_impl,
 )
 from learner.backends.megatron.model.adapter import Adapter, side_by_side
-from learner.backends.megatron.model.gathering import finish_gathering
 from learner.backends.shared.grouped_kernel import MULTIPLE, has_kernel
 
 LAYERS = ("linear_fc1", "linear_fc2")

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import SILU, Experts, Gate
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.core.ddp import finish_gathering
 from learner.backends.megatron.core.layout import layers_of_last_stage, layout_problems, padded_vocabulary
 from learner.backends.megatron.core.megatron_core import (
     GPTModel,
@@ -25,7 +26,6 @@ from learner.backends.megatron.core.megatron_core import (
 from learner.backends.megatron.model.attention.attention import PackedLayout, pack_layout
 from learner.backends.megatron.model.attention.context_attention import ContextRanks
 from learner.backends.megatron.model.attention.rope import ropes_of
-from learner.backends.megatron.model.gathering import finish_gathering
 from learner.backends.megatron.model.layers import block_spec
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.output.output_layer import TokenLoss

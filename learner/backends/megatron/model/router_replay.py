@@ -15,7 +15,6 @@ from torch import Tensor
 
 from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.core.megatron_core import TransformerConfig, TransformerLayer, parallel_state
-from learner.backends.megatron.model.expert_groups import of_best_groups
 from learner.backends.shared.given_experts import GivenExperts
 from learner.data.packing import OWN_CHOICE, MicroBatch
 from learner.distributed.process_group import device
@@ -131,3 +130,16 @@ def _places(batch: MicroBatch, share: MicroBatch) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor(batch.lengths, device=device())
     places = (offset < lengths[sequence]).nonzero()[:, 0]  # the rest is padding
     return batch.cu_seqlens.to(device())[sequence[places]] + offset[places], places
+
+
+def of_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
+    """Return scores of experts [T, E] with those of all but the `chosen` best groups at minus infinity.
+
+    A group's score is the sum of its two largest (arXiv:2412.19437, section 2.1.2). Megatron-core's own
+    groups add up as many as a group gives experts on average, which is another number in some models."""
+    if chosen == groups:
+        return scores
+    grouped = scores.view(len(scores), groups, scores.shape[1] // groups)  # of 0 tokens too
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+    return grouped.masked_fill(out[..., None], -torch.inf).flatten(1)
