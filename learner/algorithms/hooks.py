@@ -12,7 +12,7 @@ from learner.algorithms.plugin import asked_for, load_plugin
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.plugin import HookConfig
-from learner.distributed.exact_sums import Sums
+from learner.distributed.exact_sums import SumsOverRanks
 from learner.distributed.process_group import gathered
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ BUILT_WITH = ("matrices", "state_dtype", "offload")
 """Settings that an optimizer was built with, which no step can change."""
 
 
-def with_processed_rewards(groups: Groups, learner: LearnerConfig, sums: Sums) -> Groups:
+def with_processed_rewards(groups: Groups, learner: LearnerConfig, sums: SumsOverRanks) -> Groups:
     """Return the groups with the rewards that `learner.reward_hook` gives them; without one, as they are.
 
     The function takes this rank's groups, in which all trajectories of a prompt are together, and returns a

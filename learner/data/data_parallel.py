@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from learner.data.batches import DIGESTS, StepBatch
 from learner.data.packing import MicroBatch, empty_micro_batch
-from learner.distributed.exact_sums import Rows, Sums, exact_sums, joined
+from learner.distributed.exact_sums import Rows, SumsOverRanks, exact_sums, joined
 from learner.distributed.process_group import device
 
 WORDS = range(0, 128, 32)
@@ -27,7 +27,7 @@ def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) 
     return [*micro_batches, *(empty_micro_batch() for _ in range(missing))]
 
 
-def sums_over_ranks(group: dist.ProcessGroup) -> Sums:
+def sums_over_ranks(group: dist.ProcessGroup) -> SumsOverRanks:
     """Return what adds up rows of numbers over the ranks of `group`, to the same bits however many there
     are."""
 

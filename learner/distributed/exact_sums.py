@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Rows = Mapping[str, Sequence[Sequence[float]]]
 """Rows of K numbers by name, such as those of a policy; each rank has its own rows, and its own names."""
-Sums = Callable[[Rows], dict[str, NDArray[np.float64]]]
+SumsOverRanks = Callable[[Rows], dict[str, NDArray[np.float64]]]
 """Adds up the rows of each name over all ranks, [K]. Every rank calls it equally often in a step, also with
 no rows."""
 

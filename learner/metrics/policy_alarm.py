@@ -20,7 +20,6 @@ class PolicyAlarm:
     be wrong. A step that trains on no token of its own version measures no mismatch."""
 
     def __init__(self, config: DiagnosticsConfig) -> None:
-        """Begin without an alarm."""
         self._config = config
         self._probes: dict[str, tuple[float, int]] = {}
         """When an actor was heard last, and how many of its engines are wrong, by its name."""

@@ -19,7 +19,6 @@ class SelectionBias:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing sampled."""
         self._told: dict[str, SampledCounts] = {}
         """The latest counters of each actor, which begin at its start."""
         self._sampled = NOTHING

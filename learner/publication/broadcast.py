@@ -25,7 +25,7 @@ from bus.errors import BusError
 from bus.process.child_process import module_command
 from bus.requests import Done
 from bus.weight_requests import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
-from learner.publication.shared_copy import Bucket, Memory, SharedCopy
+from learner.publication.shared_copy import Memory, SharedCopy, WeightBucket
 from storage.weights.blob_http import own_address
 from storage.weights.tensors import Weights
 
@@ -238,7 +238,7 @@ class _Group:
     """Version that was sent last."""
     living: "asyncio.Task[None]" = field(init=False)
 
-    def offered(self, buckets: Sequence[Bucket]) -> OfferedBucket:
+    def offered(self, buckets: Sequence[WeightBucket]) -> OfferedBucket:
         assert self.copy is not None, "set before"
         return OfferedBucket(
             group=self.name,

@@ -25,7 +25,7 @@ _numbers = count()
 
 
 @dataclass
-class Bucket:
+class WeightBucket:
     """Tensors that are sent together; they lie together."""
 
     begin: int
@@ -82,12 +82,12 @@ class SharedCopy:
         for _ in in_order(threads, self._put, self._pieces(weights)):
             pass
 
-    def taken_together(self) -> Iterator[list[Bucket]]:
+    def taken_together(self) -> Iterator[list[WeightBucket]]:
         """Yield buckets that an engine takes at once: no more than the largest, for which it has room.
 
         Each request is some 4 ms in which it stands still."""
         largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
-        together: list[Bucket] = []
+        together: list[WeightBucket] = []
         for bucket in self.buckets:
             if together and bucket.end - together[0].begin > largest:
                 yield together
@@ -126,13 +126,13 @@ class SharedCopy:
         self.memory.bytes[offset : offset + len(raw)] = raw
 
 
-def laid_out(weights: Weights) -> list[Bucket]:
+def laid_out(weights: Weights) -> list[WeightBucket]:
     """Return tensors together as far as they are small, in order; a larger one is alone."""
-    buckets: list[Bucket] = []
+    buckets: list[WeightBucket] = []
     for name, tensor in weights.tensors.items():
         size_bytes = -(-tensor.words.nbytes // ALIGNED) * ALIGNED
         if not buckets or buckets[-1].size_bytes + size_bytes > BUCKET_BYTES:
             end = buckets[-1].end if buckets else 0
-            buckets.append(Bucket(end, end))
+            buckets.append(WeightBucket(end, end))
         buckets[-1].add(name, TORCH_DTYPES[tensor.dtype], tensor.shape, size_bytes)
     return buckets

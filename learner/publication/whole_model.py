@@ -14,7 +14,7 @@ from learner.model_directories.model_directory import HFWeights, load_whole_conf
 from storage.weights.text_model import own_name
 
 _EMBEDDING = "embed_tokens.weight"
-Stream = Callable[[], Iterator[tuple[str, Tensor]]]
+TensorStream = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class _Renamed:
     """Yields weights of the text model under the names of files; equal where it yields equal ones."""
 
     whole: WholeModel
-    text: Stream
+    text: TensorStream
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         return ((self.whole.name(own), tensor) for own, tensor in self.text())

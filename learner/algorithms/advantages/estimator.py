@@ -23,7 +23,7 @@ from learner.algorithms.advantages.rloo import rloo_advantages
 from learner.algorithms.advantages.turns import discounted_return_advantages, turn_credit_advantages
 from learner.algorithms.plugin import asked_for, chosen_function
 from learner.config.advantage import AdvantageConfig
-from learner.distributed.exact_sums import Sums, exact_sums
+from learner.distributed.exact_sums import SumsOverRanks, exact_sums
 
 Advantage = float | NDArray[np.floating]
 """A trajectory's advantage: one for all its tokens, or [L]."""
@@ -52,7 +52,7 @@ ESTIMATORS: dict[str, Estimator] = {
 class Offered:
     """Says what an estimator gets beside the groups, if it has a parameter of that name."""
 
-    sums: Sums = exact_sums
+    sums: SumsOverRanks = exact_sums
     """Adds up rows of numbers over all data-parallel ranks (learner/distributed/exact_sums.py)."""
     token_penalties: Sequence[Sequence[Advantage]] | None = None
     """What is taken from the reward of each token of each trajectory, one number or [L]; None takes nothing.

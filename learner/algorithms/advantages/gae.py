@@ -18,6 +18,7 @@ from learner.config.critic import CriticConfig
 from learner.data.packing import Sample
 
 Penalties = Sequence[Sequence[float | NDArray[np.floating]]]
+"""What is taken from the reward of each token, of each trajectory: one number or [L]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,11 +10,11 @@ from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.grpo import relative_rewards
 from learner.algorithms.advantages.peers import relative_to_peers
 from learner.algorithms.advantages.whitening import whitened
-from learner.distributed.exact_sums import Sums
+from learner.distributed.exact_sums import SumsOverRanks
 
 
 def gdpo_advantages(
-    groups: Groups, *, rewards: Mapping[str, float], std_floor: float, sums: Sums
+    groups: Groups, *, rewards: Mapping[str, float], std_floor: float, sums: SumsOverRanks
 ) -> list[list[float | np.ndarray]]:
     """Normalise each reward in the group, add them by weight, and whiten the sum over the step.
 

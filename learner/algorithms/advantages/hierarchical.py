@@ -5,7 +5,7 @@ from functools import partial
 
 from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.grpo import relative_rewards
-from learner.algorithms.advantages.peers import Peers, rewards_relative_to_peers, rollouts_of_agent
+from learner.algorithms.advantages.peers import PeerKeys, rewards_relative_to_peers, rollouts_of_agent
 
 
 def hierarchical_advantages(
@@ -31,7 +31,7 @@ def hierarchical_advantages(
     ]
 
 
-def _peers(group: Sequence[Trajectory], within_episode: frozenset[str]) -> Peers:
+def _peers(group: Sequence[Trajectory], within_episode: frozenset[str]) -> PeerKeys:
     by_id = {trajectory.trajectory_id: trajectory for trajectory in group}
 
     def peers(trajectory: Trajectory) -> tuple[Hashable, Hashable]:

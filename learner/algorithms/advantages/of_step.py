@@ -21,12 +21,12 @@ from learner.algorithms.advantages.reward_shaping import (
 from learner.algorithms.advantages.whitening import whitened
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample
-from learner.distributed.exact_sums import Sums
+from learner.distributed.exact_sums import SumsOverRanks
 
 
 def advantages_of_step(
     groups: Groups, samples: Sequence[Sample], learner: LearnerConfig, *,
-    sums: Sums, baselines: Mapping[str, float],
+    sums: SumsOverRanks, baselines: Mapping[str, float],
 ) -> tuple[Sequence[Sequence[Advantage]], dict[str, float]]:  # fmt: skip
     """Return the advantage of each trajectory, and the baselines for the next step. Every rank calls this.
 

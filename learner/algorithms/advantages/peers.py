@@ -10,7 +10,7 @@ Value = Callable[[Trajectory], float | None]
 """What is compared of a trajectory, such as its reward; None where it has no such thing."""
 Relative = Callable[[np.ndarray], np.ndarray]
 """Turns values of peers, [G], into their advantages, [G]."""
-Peers = Callable[[Trajectory], tuple[Hashable, Hashable]]
+PeerKeys = Callable[[Trajectory], tuple[Hashable, Hashable]]
 """Says which trajectories are compared with each other, and which of those count once, with their mean."""
 
 
@@ -24,7 +24,7 @@ def rollouts_of_agent(trajectory: Trajectory) -> tuple[Hashable, Hashable]:
 
 
 def relative_to_peers(
-    group: Sequence[Trajectory], value: Value, relative: Relative, peers: Peers = rollouts_of_agent
+    group: Sequence[Trajectory], value: Value, relative: Relative, peers: PeerKeys = rollouts_of_agent
 ) -> list[float | None]:
     """Return the advantage of each trajectory of a prompt by `relative`, which sees the values of peers.
 
@@ -46,7 +46,7 @@ def relative_to_peers(
 
 
 def rewards_relative_to_peers(
-    group: Sequence[Trajectory], relative: Relative, peers: Peers = rollouts_of_agent
+    group: Sequence[Trajectory], relative: Relative, peers: PeerKeys = rollouts_of_agent
 ) -> list[float]:
     """Return the advantages of the outcomes' rewards; 0 for what is not trained."""
     return [found or 0.0 for found in relative_to_peers(group, lambda t: t.reward, relative, peers)]

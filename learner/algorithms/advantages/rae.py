@@ -5,11 +5,16 @@ from math import fsum
 from bus.agent_rewards import episode_rewards
 from bus.errors import ConfigError
 from bus.trajectory import Groups, Trajectory
-from learner.distributed.exact_sums import Sums
+from learner.distributed.exact_sums import SumsOverRanks
 
 
 def rae_advantages(
-    groups: Groups, *, decay: float, metadata_key: str | None, sums: Sums, baselines: dict[str, float]
+    groups: Groups,
+    *,
+    decay: float,
+    metadata_key: str | None,
+    sums: SumsOverRanks,
+    baselines: dict[str, float],
 ) -> list[list[float]]:
     """Subtract the agent's baseline, an exponential moving average of its rewards, and move that on.
 

@@ -1,21 +1,18 @@
 """Returns without a model of the value, normalised over the whole step."""
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
 from bus.trajectory import Groups, Trajectory
+from learner.algorithms.advantages.gae import Penalties
 from learner.algorithms.advantages.peers import rewards_relative_to_peers
 from learner.algorithms.advantages.whitening import trained_tokens, whitened
-from learner.distributed.exact_sums import Sums
-
-Penalties = Sequence[Sequence[float | np.ndarray]]
-"""What is taken from the reward of each token, of each trajectory: one number or [L]."""
+from learner.distributed.exact_sums import SumsOverRanks
 
 
 def reinforce_pp_advantages(
-    groups: Groups, *, discount_per_token: float, sums: Sums, token_penalties: Penalties
+    groups: Groups, *, discount_per_token: float, sums: SumsOverRanks, token_penalties: Penalties
 ) -> list[list[float | np.ndarray]]:
     """Return the reward less the KL penalties still to come, whitened over the trained tokens of the step.
 
@@ -37,7 +34,7 @@ def reinforce_pp_advantages(
 
 
 def reinforce_pp_baseline_advantages(
-    groups: Groups, *, sums: Sums, token_penalties: Penalties
+    groups: Groups, *, sums: SumsOverRanks, token_penalties: Penalties
 ) -> list[list[float | np.ndarray]]:
     """Subtract the mean reward of the group, agent by agent, and whiten over the trained tokens of the step.
 

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from bus.trajectory import Groups, Trajectory
-from learner.distributed.exact_sums import Rows, Sums
+from learner.distributed.exact_sums import Rows, SumsOverRanks
 
 Advantages = Sequence[Sequence[float | np.ndarray]]
 VARIANCE_FLOOR = 1e-8
@@ -23,7 +23,7 @@ def trained_tokens(trajectory: Trajectory) -> np.ndarray:
 
 
 def whitened(
-    groups: Groups, advantages: Advantages, sums: Sums, *, over: Literal["tokens", "trajectories"]
+    groups: Groups, advantages: Advantages, sums: SumsOverRanks, *, over: Literal["tokens", "trajectories"]
 ) -> list[list[float | np.ndarray]]:
     """Subtract the mean and divide by the deviation over all ranks, for each trained policy by itself.
 
@@ -56,7 +56,7 @@ Pairs = Sequence[tuple[Trajectory, np.ndarray]]
 
 
 def _moments(
-    pairs: Pairs, sums: Sums, over: Literal["tokens", "trajectories"]
+    pairs: Pairs, sums: SumsOverRanks, over: Literal["tokens", "trajectories"]
 ) -> dict[str, tuple[float, float]]:
     """Return mean and variance of each policy's advantages; the mean first, so that large ones cancel."""
     first = sums(_rows(pairs, over, {}))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from learner.algorithms.tokens import LARGEST_DISTANCE, LARGEST_LOG_RATIO
 
-Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
+KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LARGEST = 10.0
 """Bound in nats on `low_var_kl`."""
 
@@ -14,7 +14,7 @@ def kl_estimates(
     logprobs: Tensor,
     reference_logprobs: Tensor,
     *,
-    estimator: Estimator,
+    estimator: KlEstimator,
     importance_ratio: Tensor | None = None,
 ) -> Tensor:
     """Estimate KL(current || reference) at each token (joschu.net/blog/kl-approx.html), [N] nats.

@@ -40,8 +40,8 @@ DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "teacher_kl", "proxim
 """Sums that `token_losses` has for an objective that wants these policies: estimates of KL(current || other),
 but KL(proximal || current); `teacher_kl` is computed over the teacher's likeliest tokens, in the direction
 that is configured."""
-Sums = dict[str, Tensor]
-LOSSES: dict[str, Callable[..., tuple[Tensor, Sums]]] = {
+LoggedSums = dict[str, Tensor]
+LOSSES: dict[str, Callable[..., tuple[Tensor, LoggedSums]]] = {
     "aipo": aipo_loss,
     "cispo": cispo_loss,
     "clip_cov": clip_cov_loss,
@@ -58,7 +58,7 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, Sums]]] = {
 }
 """Losses by the `type` of the configuration. Each takes tokens and its settings, and returns the losses of
 the tokens [N] and what to log: sums [], or which tokens are counted [N]."""
-CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Sums]]] = {
+CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, LoggedSums]]] = {
     "sequence_tis": sequence_tis,
     "token_tis": token_tis,
 }
@@ -172,13 +172,13 @@ class Objective:
         return not self.loss.facts.by_sequence
 
     @cached_property
-    def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, Sums]]:
+    def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, LoggedSums]]:
         """Return the loss with its settings; looked up once, since every chunk of every micro-batch calls
         it."""
         return chosen_function("loss", self.loss, LOSSES, without=BEFORE_THE_LOSS)
 
     @cached_property
-    def correction_function(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Sums]]:
+    def correction_function(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, LoggedSums]]:
         """Return the correction with its settings, which is not "none"; looked up once."""
         return chosen_function("correction", self.correction, CORRECTIONS)
 
@@ -197,7 +197,7 @@ class Objective:
         )
 
 
-def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums]:
+def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, LoggedSums]:
     """Compute the loss that `objective` names of each token, with all its terms, times what its aggregation
     weighs the token by and the importance weight of its group.
 
@@ -235,7 +235,7 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     return losses, _summed(sums, tokens.streams["advantages"])
 
 
-def _summed(found: Sums, advantages: Tensor) -> Sums:
+def _summed(found: LoggedSums, advantages: Tensor) -> LoggedSums:
     """Add up what is counted by token, in all and by the sign of its advantage."""
     sums = {}
     for name, values in found.items():
@@ -267,7 +267,9 @@ def _assumed(objective: Objective, tokens: LossTokens) -> Tensor:
     return tokens.streams["proximal_logprobs"] if objective.is_decoupled else tokens.logprobs.detach()
 
 
-def _correction(objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> tuple[Tensor, Tensor, Sums]:
+def _correction(
+    objective: Objective, tokens: LossTokens, log_ratio: Tensor
+) -> tuple[Tensor, Tensor, LoggedSums]:
     """Weigh tokens by the policy that the loss takes them to come from over the one that sampled them."""
     correction = objective.correction
     if isinstance(correction, NoCorrection):
@@ -286,7 +288,7 @@ def _kept_by(rejection: UsedRejection, objective: Objective, tokens: LossTokens,
     if rejection.type in REJECTIONS_BY_TOKEN:
         return function(*values, tokens.sequence)
 
-    def judged(*arguments: Tensor) -> tuple[Tensor, Tensor, Sums]:
+    def judged(*arguments: Tensor) -> tuple[Tensor, Tensor, LoggedSums]:
         kept = function(*arguments)
         return kept, kept, {}
 
@@ -303,7 +305,7 @@ def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:
     )
 
 
-def _teacher_kl(tokens: LossTokens) -> tuple[Tensor, Sums]:
+def _teacher_kl(tokens: LossTokens) -> tuple[Tensor, LoggedSums]:
     """Return each token's weighed divergence from its teacher over the teacher's likeliest tokens, [N]."""
     total = divergence = torch.zeros_like(tokens.logprobs)
     if tokens.top_logprobs is not None and tokens.teacher_top_logprobs is not None:
@@ -315,7 +317,7 @@ def _teacher_kl(tokens: LossTokens) -> tuple[Tensor, Sums]:
     return total, {"teacher_kl": divergence.sum()}
 
 
-def _penalised(objective: Objective, tokens: LossTokens) -> tuple[LossTokens, Sums]:
+def _penalised(objective: Objective, tokens: LossTokens) -> tuple[LossTokens, LoggedSums]:
     """Take from the advantages what the policy is penalised for; sum up its distance to other policies."""
     advantages, streams, sums = tokens.streams["advantages"], tokens.streams, {}
     logprobs = tokens.logprobs.detach()

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from bus.errors import ConfigError
 from learner.backends.shared.packed_attention import (
     Attend,
-    Bucket,
+    LengthBucket,
     bucket_by_length,
     bucketed_attention,
     causal_attention,
@@ -41,7 +41,7 @@ class PackedSequences:
     """int32 [sequences + 1], where each begins, and T."""
     longest: int
     """Tokens of the longest one."""
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[LengthBucket, ...]
     """Sequences by length."""
     slots: Tensor
     """int64 [T], place of each token in the padded buckets laid end to end."""

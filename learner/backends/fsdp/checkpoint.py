@@ -2,7 +2,7 @@
 
 torch's own `save` and `async_save` copy and write in one go, or with collectives on a thread of their own.
 Here the state is copied, a thread of the caller writes the copies, and the collectives are those of `stage`
-and `Staged.finalize`.
+and `StagedShards.finalize`.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class _CopiesPlanner(DefaultSavePlanner):
 
 
 @dataclass
-class Staged:
+class StagedShards:
     """Copies of a rank's part of a checkpoint, which are not written yet."""
 
     plan: SavePlan
@@ -89,7 +89,7 @@ class Staged:
             self.writer.finish(self.metadata, results)
 
 
-def stage(entries: Entries, directory: Path, buffers: CopyBuffers) -> Staged:
+def stage(entries: Entries, directory: Path, buffers: CopyBuffers) -> StagedShards:
     """Copy what this rank has of `entries`, to be written there. Every rank calls this."""
     copies = buffers.copied([local(tensor) for tensor in entries.values()])
     planner = _CopiesPlanner(dict(zip(entries, copies, strict=True)))
@@ -102,7 +102,7 @@ def stage(entries: Entries, directory: Path, buffers: CopyBuffers) -> Staged:
     # Every rank makes the plan of all, which is the same on each: nothing has to be sent back.
     plans, metadata = planner.create_global_plan(plans)
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[dist.get_rank()])
-    return Staged(plan, planner, writer, metadata, directory, [])
+    return StagedShards(plan, planner, writer, metadata, directory, [])
 
 
 def load(entries: Entries, directory: Path) -> None:

@@ -155,7 +155,7 @@ def _add_adapter(layer: torch.nn.Linear, name: str, config: LoraConfig) -> None:
         layer.register_forward_hook(scale_rows)  # behind the other
 
 
-class Adapter(NamedTuple):
+class LayerAdapter(NamedTuple):
     """What a weight, or rows of it, have, sharded like all parameters."""
 
     of: Adapted
@@ -187,17 +187,17 @@ class ModelAdapters:
         self.config = config
         self._base = base
         self._norms = BaseNorms(base, dtype)
-        self._adapters: list[Adapter] = []
+        self._adapters: list[LayerAdapter] = []
         self.tensors: dict[str, Tensor] = {}
         """What is trained of all layers, A and B by peft's names."""
         for each in adapted:
             a, b = (tensors.pop(f"{each.parameters}{letter}{each.end}") for letter in "AB")
             change = tensors.pop(f"{each.layers[0]}.{CHANGE}", None)
-            self._adapters.append(Adapter(each, a, b, change))
+            self._adapters.append(LayerAdapter(each, a, b, change))
             self.tensors |= zip(adapter_names(each.name), (a, b), strict=True)
             if change is not None:
                 self.tensors[f"{PREFIX}{each.name}.{CHANGE}"] = change
-        self._of_weight: dict[str, list[Adapter]] = {}
+        self._of_weight: dict[str, list[LayerAdapter]] = {}
         for adapter in self._adapters:
             self._of_weight.setdefault(adapter.of.weight, []).append(adapter)
 

@@ -341,7 +341,7 @@ class FsdpTrainer:
             "policies": [*sorted(self.frozen.own)],
         }
 
-    def stage_checkpoint(self, directory: Path) -> checkpoint.Staged:
+    def stage_checkpoint(self, directory: Path) -> checkpoint.StagedShards:
         """Copy weights, optimizer, random generators and own frozen policies, to be written there. Of a model
         with adapters these alone are copied."""
         self._settle()

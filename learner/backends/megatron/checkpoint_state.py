@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.checkpoint_writer import Staged, install_in_process_writer, stage
+from learner.backends.megatron.checkpoint_writer import StagedWrites, install_in_process_writer, stage
 from learner.backends.megatron.conversion.base import HEAD, is_adapter
 from learner.backends.megatron.core.megatron_core import (
     CheckpointingException,
@@ -51,10 +51,10 @@ for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead"
     warnings.filterwarnings("ignore", message=_message)
 
 
-def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers | None) -> Staged:
+def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers | None) -> StagedWrites:
     """Copy the state of `trainer` to the host, into `buffers` what is on a GPU. Every rank calls this.
 
-    Without `buffers` all of it lies on the host, and is copied late (`Staged.late`)."""
+    Without `buffers` all of it lies on the host, and is copied late (`StagedWrites.late`)."""
     install_in_process_writer()
     trainer.settle_parameters()
     request = dist_checkpointing.save(

@@ -63,7 +63,7 @@ def install_in_process_writer() -> None:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedWrites:
     """A rank's part of a checkpoint, which is not written yet."""
 
     writes: Callable[[], None]
@@ -83,12 +83,12 @@ class Staged:
             finalizer()
 
 
-def stage(request: Any, buffers: CopyBuffers | None) -> Staged:
+def stage(request: Any, buffers: CopyBuffers | None) -> StagedWrites:
     """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written.
 
     Without `buffers` it lies on the host, and is copied late."""
     if request.async_fn is None:
-        return Staged(lambda: None, [], request.finalize_fns)
+        return StagedWrites(lambda: None, [], request.finalize_fns)
     rank, buckets, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
     files = [Path(file) for file, *_ in buckets]
     tensors = [tensor for _, _, (_, parts) in buckets for _, tensor in parts]
@@ -103,4 +103,4 @@ def stage(request: Any, buffers: CopyBuffers | None) -> Staged:
         request.async_fn(rank, contents, results)
         contents.clear()  # copies outside the buffers are as large as what was copied
 
-    return Staged(writes, files, request.finalize_fns, late if buffers is None else None)
+    return StagedWrites(writes, files, request.finalize_fns, late if buffers is None else None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bus.errors import ConfigError
+from learner.algorithms.losses.objective import LoggedSums
 from learner.algorithms.losses.value import value_loss
 from learner.backends.contract.backend import CriticSource, CriticUpdate
 from learner.backends.megatron.core.ddp import data_parallel
@@ -21,7 +22,6 @@ from learner.backends.megatron.update_step import accumulate_gradients, update_i
 from learner.backends.megatron.weights.weights import load_hf_weights
 from learner.backends.update.decision import not_finite_in_a_row
 from learner.backends.update.learning_rate import learning_rate
-from learner.backends.update.loss_step import Sums
 from learner.config.critic import CriticConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
@@ -147,7 +147,7 @@ def forward_step(
 
 def _loss_step(
     config: CriticConfig, batch: MicroBatch, output: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Sums]:
+) -> tuple[Tensor, Tensor, LoggedSums]:
     [values] = output
     targets, old = batch.of_trained("value_targets"), batch.of_trained("values")
     learned = ~torch.isnan(targets)  # of a turn only its first token

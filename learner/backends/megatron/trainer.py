@@ -22,7 +22,7 @@ from learner.backends.megatron.checkpoint_state import (
     stage_state,
     training_state,
 )
-from learner.backends.megatron.checkpoint_writer import Staged
+from learner.backends.megatron.checkpoint_writer import StagedWrites
 from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.core.ddp import data_parallel
 from learner.backends.megatron.core.device_memory import release_gradients
@@ -331,7 +331,7 @@ class Trainer:
         """Return where training stands, and what of it must be the same to go on from there."""
         return training_state(self)
 
-    def stage_checkpoint(self, directory: Path) -> Staged:
+    def stage_checkpoint(self, directory: Path) -> StagedWrites:
         """Copy weights, optimizer, random generators, own frozen policies and critic, to be written there.
 
         On a CPU what is not written when the next update comes is copied then. A critic and a head have

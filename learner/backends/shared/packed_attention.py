@@ -19,7 +19,7 @@ PACK_DEPENDENT_ROPES = {"longrope"}
 before the model's context is full."""
 
 
-class Bucket(NamedTuple):
+class LengthBucket(NamedTuple):
     """Sequences of similar length, attended to in one call."""
 
     sequences: int
@@ -36,10 +36,10 @@ def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor]:
+def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[LengthBucket, ...], Tensor]:
     """Group sequences of similar length; return the groups and the int64 [T] padded slot of each token."""
     by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    buckets: list[Bucket] = []
+    buckets: list[LengthBucket] = []
     first_slot = [0] * len(lengths)
     end = 0
     while by_length:
@@ -48,7 +48,7 @@ def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor
         by_length = by_length[len(similar) :]
         for row, sequence in enumerate(similar):
             first_slot[sequence] = end + row * longest
-        buckets.append(Bucket(len(similar), longest))
+        buckets.append(LengthBucket(len(similar), longest))
         end += len(similar) * longest
     slots = torch.cat([torch.arange(slot, slot + n) for slot, n in zip(first_slot, lengths, strict=True)])
     return tuple(buckets), slots
@@ -80,7 +80,12 @@ def of_one_width(*heads: Tensor) -> list[Tensor]:
 
 
 def bucketed_attention(
-    query: Tensor, key: Tensor, value: Tensor, buckets: Sequence[Bucket], slots: Tensor | None, attend: Attend
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    buckets: Sequence[LengthBucket],
+    slots: Tensor | None,
+    attend: Attend,
 ) -> Tensor:
     """Attend within each sequence, with one call of `attend` for each bucket.
 
@@ -103,7 +108,10 @@ def bucketed_attention(
 
 
 def within_sequences(
-    mix: Callable[..., Tensor], packed: Sequence[Tensor], buckets: Sequence[Bucket], slots: Tensor | None
+    mix: Callable[..., Tensor],
+    packed: Sequence[Tensor],
+    buckets: Sequence[LengthBucket],
+    slots: Tensor | None,
 ) -> Tensor:
     """Mix the tokens of each sequence, and none with those of another.
 
@@ -121,7 +129,7 @@ def within_sequences(
     return flat[0] if slots is None else torch.cat(flat).index_select(0, slots)
 
 
-def laid_out(packed: Tensor, buckets: Sequence[Bucket], slots: Tensor | None) -> list[Tensor]:
+def laid_out(packed: Tensor, buckets: Sequence[LengthBucket], slots: Tensor | None) -> list[Tensor]:
     """Lay [T, ...] out as one [sequences, length, ...] per bucket, with zeros behind shorter sequences."""
     sizes = [bucket.sequences * bucket.length for bucket in buckets]
     if slots is not None:

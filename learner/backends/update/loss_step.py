@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.algorithms.diagnostics import counted, off_policy_diagnostics, off_policy_sums
-from learner.algorithms.losses.objective import DISTANCES, Objective, token_losses
+from learner.algorithms.losses.objective import DISTANCES, LoggedSums, Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.backends.output.output_layer import TokenLoss
 from learner.config.loss import SFTLoss
 from learner.data.packing import MicroBatch
-
-Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class MicroBatchLoss:
     def _of_rows(self, logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
         return token_losses(self.objective, self.known.with_logprobs(logprobs, entropy, rows))[0].sum()
 
-    def of_output(self, output: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sums]:
+    def of_output(self, output: Sequence[Tensor]) -> tuple[Tensor, Tensor, LoggedSums]:
         """Return the sum of the losses, the number of trained tokens, and sums to log, from what the model
         returned (learner/backends/output/policy_output.py)."""
         objective = self.objective
@@ -63,7 +61,7 @@ class MicroBatchLoss:
         return loss_sum, count, sums
 
 
-def added_up(per_micro_batch: Sequence[Sums]) -> tuple[list[str], Tensor]:
+def added_up(per_micro_batch: Sequence[LoggedSums]) -> tuple[list[str], Tensor]:
     """Add up over the micro-batches of this rank, in float64: names and sums."""
     names = list(per_micro_batch[0])
     stacked = torch.stack([torch.stack([sums[name].double() for name in names]) for sums in per_micro_batch])

@@ -8,7 +8,7 @@ import torch
 
 from bus.errors import ConfigError, StorageError
 from learner.backends.megatron.checkpoint_state import SHARDING
-from learner.backends.megatron.checkpoint_writer import Staged
+from learner.backends.megatron.checkpoint_writer import StagedWrites
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.trainable import TrainableWeights
@@ -56,13 +56,13 @@ def untrained(tmp_path_factory) -> Path:
 def held_writer(monkeypatch):
     """Checkpoints are not written before this event is set."""
     release = threading.Event()
-    write = Staged.write
+    write = StagedWrites.write
 
     def held(staged):
         assert release.wait(60), "the test never released the writer"
         return write(staged)
 
-    monkeypatch.setattr(Staged, "write", held)
+    monkeypatch.setattr(StagedWrites, "write", held)
     return release
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
 from bus.errors import FencedError, StorageError
-from learner.backends.megatron.checkpoint_writer import Staged
+from learner.backends.megatron.checkpoint_writer import StagedWrites
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint import commit
 from learner.config.learner import CheckpointConfig, LearnerConfig
@@ -189,13 +189,13 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
 async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    write, released = Staged.write, threading.Event()
+    write, released = StagedWrites.write, threading.Event()
 
-    def hang(staged: Staged) -> object:
+    def hang(staged: StagedWrites) -> object:
         assert released.wait(60)
         return write(staged)
 
-    monkeypatch.setattr(Staged, "write", hang)
+    monkeypatch.setattr(StagedWrites, "write", hang)
     for module in (checkpointing, commit):
         monkeypatch.setattr(module, "WRITING_TIMEOUT_S", 0.5)
     with learning(bus, tmp_path, asyncio.Event(), save_every=1) as (learner, trainer, _):

@@ -71,7 +71,7 @@ class JoinedRows(Stack):
 
 
 @dataclass(frozen=True)
-class Place:
+class StackPlace:
     """Where a member lies in its stack."""
 
     stack: Stack
@@ -88,7 +88,7 @@ class Place:
         return self.stack.read(state, self.expert, self.column)
 
 
-Places = Mapping[str, Place]
+Places = Mapping[str, StackPlace]
 
 
 def stacks_of(hf_config: PretrainedConfig) -> tuple[Stack, ...]:
@@ -121,10 +121,10 @@ def _stacks_of_experts(family: Family, shape: Shape) -> Iterator[Stack]:
     )
 
 
-def places_in(stacks: Iterable[Stack]) -> dict[str, Place]:
+def places_in(stacks: Iterable[Stack]) -> dict[str, StackPlace]:
     """Return where each member lies, by its name in rules."""
     return {
-        member: Place(stack, expert, column)
+        member: StackPlace(stack, expert, column)
         for stack in stacks
         for expert, of_expert in enumerate(stack.members)
         for column, member in enumerate(of_expert)

@@ -44,7 +44,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorAddress:
     """Says where a tensor of the model lies: a whole one in the files, or one of a stack."""
 
     key: str
@@ -52,13 +52,13 @@ class Place:
     """Index along the first dimension of the stack."""
 
 
-def place_of(megatron: str) -> Place:
+def place_of(megatron: str) -> TensorAddress:
     """Find a parameter of the model in the files, where the experts of a layer are one tensor."""
     if norm := LAYER_NORM.fullmatch(megatron):
-        return Place(norm[1] + FUSED_NORMS.get(norm[2], norm[2]))
+        return TensorAddress(norm[1] + FUSED_NORMS.get(norm[2], norm[2]))
     if expert := re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", megatron):
-        return Place(f"{expert[1]}experts.{expert[3]}", int(expert[2]))
-    return Place(megatron)
+        return TensorAddress(f"{expert[1]}experts.{expert[3]}", int(expert[2]))
+    return TensorAddress(megatron)
 
 
 class MegatronWeights(LazyWeights):
@@ -112,7 +112,7 @@ class MegatronWeights(LazyWeights):
             size = (self._shape.vocab, *size[1:])
         return Spec(size, stored.properties.dtype)
 
-    def _stored(self, place: Place) -> TensorStorageMetadata:
+    def _stored(self, place: TensorAddress) -> TensorStorageMetadata:
         stored = self._metadata.state_dict_metadata[place.key]
         if not isinstance(stored, TensorStorageMetadata):
             raise StorageError(f"checkpoint {self._directory}: {place.key} is no tensor")
@@ -200,7 +200,9 @@ def write_tensors(directory: Path, specs: Mapping[str, Spec], make: Callable[[st
     FileSystemWriter(directory).finish(Metadata({**stored}), [written])
 
 
-def _size_and_chunk(place: Place, spec: Spec, stacked: int) -> tuple[torch.Size, ChunkStorageMetadata]:
+def _size_and_chunk(
+    place: TensorAddress, spec: Spec, stacked: int
+) -> tuple[torch.Size, ChunkStorageMetadata]:
     """Return the size of the whole tensor in the files, and where this one lies in it."""
     inner = torch.Size(spec.shape)
     none = torch.Size([0] * len(inner))

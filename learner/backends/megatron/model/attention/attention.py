@@ -55,7 +55,7 @@ from learner.backends.megatron.model.attention.windows import (
     refuse_shared_window,
 )
 from learner.backends.shared.packed_attention import (
-    Bucket,
+    LengthBucket,
     bucketed_attention,
     causal_attention,
     causal_varlen_attention,
@@ -72,7 +72,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     rotations: tuple[tuple[Tensor, ...], ...] = ()
     """Cosine and sine of the rotary angle of each token, twice [T, 1, d], for `split_heads`; layers have one
     of these."""
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[LengthBucket, ...] = ()
     """Sequences by length, longest first; empty if the attention kernel takes any lengths."""
     slots: Tensor | None = None
     """int64 [T], place of each token in the padded buckets laid end to end; `None` means the same place."""

@@ -22,7 +22,7 @@ from learner.backends.megatron.model.attention.context_attention import chunks_o
 from learner.backends.megatron.model.attention.key_sets import KeySets, key_sets
 from learner.host_memory.transfer import to_device
 
-Rows = Tensor | slice
+RowIndex = Tensor | slice
 """Numbers of tokens: int64, or a slice where they follow each other."""
 
 
@@ -31,9 +31,9 @@ class Block:
     """Sets of keys in which no query and no key comes twice."""
 
     sets: KeySets
-    queries: Rows
+    queries: RowIndex
     """This rank's tokens that are queries, run by run."""
-    keys: Rows
+    keys: RowIndex
     """Keys by their place among those that arrive in this step, run by run."""
 
     def to(self, device: torch.device) -> "Block":
@@ -52,7 +52,7 @@ class RingStep:
     """Number of its keys that come."""
     target: int
     """The rank that gets keys of this one in the same step."""
-    sent: Rows
+    sent: RowIndex
     """Which of this rank's keys it gets."""
     leaving: int
     """Number of these."""
@@ -209,11 +209,11 @@ def _numbers(run: range, *, backwards: bool) -> Tensor:
     return numbers.flip(0) if backwards else numbers
 
 
-def _rows(numbers: Tensor) -> Rows:
+def _rows(numbers: Tensor) -> RowIndex:
     if len(numbers) and bool((numbers.diff() == 1).all()):
         return slice(int(numbers[0]), int(numbers[-1]) + 1)
     return numbers
 
 
-def _moved(rows: Rows, device: torch.device) -> Rows:
+def _moved(rows: RowIndex, device: torch.device) -> RowIndex:
     return rows if isinstance(rows, slice) else to_device(rows, device)

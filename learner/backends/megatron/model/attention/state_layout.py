@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.backends.megatron.core.megatron_core import tensor_parallel
 from learner.backends.megatron.model.attention.context_attention import ContextRanks, gathered_places
-from learner.backends.shared.packed_attention import Bucket, bucket_by_length
+from learner.backends.shared.packed_attention import LengthBucket, bucket_by_length
 from learner.data.packing import MicroBatch
 from learner.host_memory.transfer import to_device
 
@@ -30,7 +30,7 @@ class StateLayout:
     """Number of this rank's tokens that are of these sequences; they lie end to end."""
     is_cut: bool
     """Says whether context ranks share the tokens."""
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[LengthBucket, ...]
     """The sequences by length, longest first."""
     slots: Tensor | None
     """int64, place in the padded buckets laid end to end of each token, of those that are cut of the tokens
@@ -46,10 +46,12 @@ def state_layouts(batch: MicroBatch, context: ContextRanks, device: torch.device
     return tuple(_layout(lengths, ranks, device) for lengths, ranks in kinds if lengths)
 
 
-def buckets_of(lengths: Sequence[int], device: torch.device) -> tuple[tuple[Bucket, ...], Tensor | None]:
+def buckets_of(
+    lengths: Sequence[int], device: torch.device
+) -> tuple[tuple[LengthBucket, ...], Tensor | None]:
     """Return buckets of sequences that lie end to end, and the slots of their tokens."""
     if len(set(lengths)) == 1:
-        return (Bucket(len(lengths), lengths[0]),), None
+        return (LengthBucket(len(lengths), lengths[0]),), None
     buckets, slots = bucket_by_length(lengths)
     return buckets, to_device(slots, device)
 
