@@ -32,10 +32,10 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, PolicyManifest
-from bus.server import NatsServer
+from bus.server.nats_server import NatsServer
 from learner.distributed.process_group import device
+from learner.host_memory.host_tensors import host_tensors
 from learner.publication.broadcast import Broadcaster
-from learner.publication.host_copy import host_tensors
 from storage.weights.adapter_names import adapter_names
 from storage.weights.tensors import Weights
 
