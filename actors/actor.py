@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from actors.config import ActorsConfig
 from actors.counters import report_end, report_metrics
 from actors.engine_report import EngineReport
 from actors.engine_start import Startable
@@ -20,6 +19,7 @@ from actors.further_policies.further_policy import FurtherPolicy
 from actors.further_policies.shared_servers import SharedServers
 from actors.opponents.opponents import Opponents
 from actors.run_end import stop_when_done
+from actors.settings.actors import ActorsConfig
 from actors.weights.follow import PolicyFollower
 from actors.weights.probe import ProbeCheck
 from actors.worker import Worker

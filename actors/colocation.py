@@ -9,7 +9,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from actors.engines.config import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig, SglangEngineConfig
 from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.device_messages import BEAT_S, HOLD_KEY, Beats, DeviceHold, DeviceUser, user_key

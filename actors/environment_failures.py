@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from actors.environments.base import Environment, Episode, FailedEpisode, Task
 from actors.environments.choice import DEFAULT, EnvironmentChoice, chosen_environment
-from actors.group_config import FailureLimitsConfig
 from actors.rewards.base import BudgetSpentError, InvalidRewardError
-from bus.actor_counters import FAILED_EPISODES, failed_by
+from bus.actor_counters import FAILED_EPISODES
+from bus.actor_counters import failed_by
+from actors.settings.groups import FailureLimitsConfig
 from bus.codec import Json
 from bus.errors import ConfigError, SluiceError, in_short
 from bus.trajectory import End

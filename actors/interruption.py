@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 import structlog
 
 from actors.group import Group
-from actors.group_config import InterruptionConfig
 from actors.leases import PolicyLeases
 from actors.policy.rollout_turns import RolloutTurns, TurnsByRollout
+from actors.settings.groups import InterruptionConfig
 from actors.turn_messages import turn_message, turns_by_rollout
 from bus.errors import HandBackError
 from bus.waiting import cancelled

@@ -14,11 +14,9 @@ from transformers import AutoTokenizer
 from actors.account import ActorAccount
 from actors.actor import Actor, Engines
 from actors.colocation import DeviceSharing, able_to_release
-from actors.config import ActorsConfig, SamplingConfig
 from actors.engine_start import started
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds, refuse_unfit_model
-from actors.engines.config import EngineConfig, refuse_inexact
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, config_of_joining
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
@@ -44,6 +42,8 @@ from actors.policy.policy import Policy
 from actors.policy.sampling_masks import told_by
 from actors.policy.version_masking import Masking
 from actors.rewards.group_filters import GroupFilter, load_filter
+from actors.settings.actors import ActorsConfig, SamplingConfig
+from actors.settings.engines import EngineConfig, refuse_inexact
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
 from actors.worker import Worker

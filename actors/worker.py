@@ -26,7 +26,6 @@ from actors.episode_metrics import EpisodeMetrics
 from actors.further_policies.leases import FurtherLeases, held_leases
 from actors.further_policies.participation import Participation
 from actors.group import Group
-from actors.group_config import RetriesConfig
 from actors.interruption import Interruption
 from actors.lease_admission import LeaseRoom
 from actors.leases import PolicyLeases
@@ -35,6 +34,7 @@ from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.sampled_counts import sampled_counts
+from actors.settings.groups import RetriesConfig
 from actors.tools.base import ToolError
 from actors.weights.follow import PolicyFollower
 from bus.actor_counters import SampledCounts

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from actors.config import ActorsConfig, SamplingConfig
+from actors.settings.actors import ActorsConfig, SamplingConfig
 from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run

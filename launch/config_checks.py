@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from actors.config import PluginEnvironmentConfig
-from actors.engines.config import SglangEngineConfig, refuse_quantised, refuse_running
-from actors.environments.agent_config import AgentConfig
-from actors.environments.clients_config import ClientsConfig
-from actors.environments.length_config import LengthProfileConfig
 from actors.policy.sampling_masks import refuse_untold_masks
-from actors.rewards.config import RewardConfig
+from actors.settings.actors import PluginEnvironmentConfig
+from actors.settings.agents import AgentConfig
+from actors.settings.clients import ClientsConfig
+from actors.settings.engines import SglangEngineConfig, refuse_quantised, refuse_running
+from actors.settings.length_profile import LengthProfileConfig
+from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from launch.evaluation_checks import check_evaluations
 from launch.numerics_checks import check_numerics

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from actors.engines.config import EngineConfig, inexact
 from actors.engines.on_policy import on_policy, unlike_learner
+from actors.settings.engines import EngineConfig, inexact
 from bus.errors import ConfigError
 from storage.numerics_limits import MOST_TOKENS
 

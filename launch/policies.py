@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, JsonValue, field_validator
 
-from actors.config import ActorsConfig, EnvironmentConfig
-from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.gpu_plan import gpu_plan, gpus_used
-from actors.environments.debate_config import DebateConfig
-from actors.environments.games.config import GameConfig, TextArenaGame
-from actors.environments.panel_config import PanelConfig
 from actors.further_policies.agents import policy_of
-from actors.opponents.config import TAKEN, refuse_misnamed
+from actors.settings.actors import ActorsConfig, EnvironmentConfig
+from actors.settings.debate import DebateConfig
+from actors.settings.engines import EngineConfig, SglangEngineConfig
+from actors.settings.games import GameConfig, TextArenaGame
+from actors.settings.opponents import TAKEN, refuse_misnamed
+from actors.settings.panel import PanelConfig
 from bus.config import BusConfig, Config
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run

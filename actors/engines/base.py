@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_check
 
 import numpy as np
 
-from actors.config import SamplingConfig
+from actors.settings.actors import SamplingConfig
 from bus.errors import EngineError
 from bus.images import PlacedImage
 from bus.kept_sets import KeptSets

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.engines.base import Engine
-from actors.engines.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.dynamic_angles import refuse_dynamic_angles
 from actors.engines.served_adapters import ServedAdapters
+from actors.settings.engines import EmbeddedEngineConfig, EngineConfig
 from bus.errors import ConfigError
 from storage.images.reader import ImageReader
 

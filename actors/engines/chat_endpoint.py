@@ -13,7 +13,7 @@ from bus.trajectory import FinishReason
 if TYPE_CHECKING:
     import torch
 
-    from actors.evaluation.config import ChatEndpointConfig
+    from actors.settings.evaluation import ChatEndpointConfig
 
 OWN_FIELDS = frozenset({"reasoning_content"})
 """Fields of messages that an endpoint need not know: some refuse what they do not."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.config import ActorsConfig
-from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.sglang.gpu_count import base_gpu_id, gpus_of_engine
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EngineConfig, SglangEngineConfig
 
 
 @dataclass(frozen=True)

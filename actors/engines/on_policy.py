@@ -5,7 +5,7 @@ replaces fused functions by those of torch, with a float32 residual stream."""
 
 from collections.abc import Iterator, Mapping
 
-from actors.engines.config import EngineConfig, SglangEngineConfig, SglangSetting
+from actors.settings.engines import EngineConfig, SglangEngineConfig, SglangSetting
 from bus.errors import ConfigError
 
 SERVER: Mapping[str, SglangSetting] = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
-from actors.engines.config import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 from bus.messages import AdaptedBase
 

@@ -8,7 +8,6 @@ from typing import Self
 
 import structlog
 
-from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
     check_program,
     needed_files,
@@ -21,12 +20,13 @@ from actors.environments.session_episode import posted_episode, scored_episode, 
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
-from actors.group_config import InterruptionConfig
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
 from actors.rewards.base import RewardError
 from actors.rewards.call_times import CallTimes
+from actors.settings.agents import AgentConfig
+from actors.settings.groups import InterruptionConfig
 from bus.errors import HandBackError
 from bus.waiting import cancelled, ended_before
 

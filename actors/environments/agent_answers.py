@@ -1,10 +1,26 @@
 """What environments of several agents that answer one task have in common."""
 
+from collections.abc import Iterable
+
 from actors.environments.answer_scoring import answer_to
 from actors.environments.base import Task
 from actors.policy.messages import Completion
 from actors.rewards.base import RewardError, Scored
 from actors.rewards.scoring import RewardChoice, Scorer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def lettered(answers: Iterable[tuple[int, str]]) -> str:
+    """Return numbered answers after the letters of their numbers, as `a 12 b 21`."""
+    return " ".join(f"{LETTERS[number]} {answer}" for number, answer in answers)
+
+
+def number_of_letter(text: str, count: int) -> int | None:
+    """Return the number of the answer whose letter was written, of so many; None for any other text."""
+    letter = text.strip()
+    number = LETTERS.find(letter) if len(letter) == 1 else -1
+    return number if 0 <= number < count else None
 
 
 def names_of(role: str, count: int) -> list[str]:

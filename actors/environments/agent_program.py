@@ -9,8 +9,8 @@ from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from actors.environments.agent_config import POSTED, AgentConfig
 from actors.programs.confinement import PRIVATE as COVERED
+from actors.settings.agents import POSTED, AgentConfig
 from bus.errors import ConfigError
 from bus.process.plugins import refuse_of_record
 

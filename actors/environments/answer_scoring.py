@@ -9,8 +9,8 @@ from actors.environments.base import Episode, FailedEpisode, Task
 from actors.policy.policy import Policy
 from actors.rewards.base import Answer, RewardError, Scored
 from actors.rewards.call_times import CallTimes
-from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.settings.rewards import RewardConfig
 from bus.codec import Json
 from bus.trajectory import End, FinishReason
 

@@ -4,27 +4,27 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from actors.config import ActorsConfig, EnvironmentConfig, PluginEnvironmentConfig
 from actors.environments.agent import AgentEnvironment
-from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Closable, Environment, HandsBackAtStop
 from actors.environments.choice import DEFAULT, EnvironmentChoice
 from actors.environments.clients import ClientsEnvironment
-from actors.environments.clients_config import ClientsConfig
 from actors.environments.debate import Debate
-from actors.environments.debate_config import DebateConfig
-from actors.environments.games.config import GameConfig
 from actors.environments.games.environment import GameEnvironment
-from actors.environments.length_config import LengthProfileConfig
 from actors.environments.length_profile import LengthProfile
 from actors.environments.long_lived_agent import LongLivedAgent
 from actors.environments.panel import Panel
-from actors.environments.panel_config import PanelConfig
 from actors.environments.plugin import plugin_environment
 from actors.environments.single_turn import SingleTurn
 from actors.environments.tools import ToolChat
-from actors.environments.tools_config import ToolsConfig
-from actors.group_config import InterruptionConfig
+from actors.settings.actors import ActorsConfig, EnvironmentConfig, PluginEnvironmentConfig
+from actors.settings.agents import AgentConfig
+from actors.settings.clients import ClientsConfig
+from actors.settings.debate import DebateConfig
+from actors.settings.games import GameConfig
+from actors.settings.groups import InterruptionConfig
+from actors.settings.length_profile import LengthProfileConfig
+from actors.settings.panel import PanelConfig
+from actors.settings.tool_chat import ToolsConfig
 
 
 def build_environment(

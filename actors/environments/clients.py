@@ -14,7 +14,6 @@ from aiohttp import web
 
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
-from actors.environments.clients_config import ClientsConfig
 from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.refusal import RefusedError, invalid
@@ -25,6 +24,7 @@ from actors.gateway.task_requests import described, failure_of, task_request
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.rewards.call_times import CallTimes
+from actors.settings.clients import ClientsConfig
 from bus.codec import Json
 from bus.errors import HandBackError
 from bus.waiting import cancelled, set_within, unless

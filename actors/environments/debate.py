@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from actors.environments.agent_answers import names_of, reward_now
-from actors.environments.answer_letters import lettered, number_of_letter
+from actors.environments.agent_answers import lettered, names_of, number_of_letter, reward_now
 from actors.environments.base import ChatMessage, Episode, EpisodeError, Task
-from actors.environments.debate_config import SELF, VOTE, DebateConfig
 from actors.environments.prompt_tools import refuse_tools
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import RewardChoice, Scorer
+from actors.settings.debate import SELF, VOTE, DebateConfig
 from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
 from bus.streams.publish import together

@@ -9,8 +9,8 @@ from statistics import NormalDist
 from typing import Self
 
 from actors.environments.base import Episode, Task
-from actors.environments.length_config import LengthProfileConfig, LogNormalLengths, RecordedLengths
 from actors.policy.policy import Policy
+from actors.settings.length_profile import LengthProfileConfig, LogNormalLengths, RecordedLengths
 
 
 class LengthProfile:

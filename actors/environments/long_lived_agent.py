@@ -11,7 +11,6 @@ from typing import Self
 
 import structlog
 
-from actors.environments.agent_config import AgentConfig
 from actors.environments.agent_program import (
     check_program,
     needed_files,
@@ -21,13 +20,14 @@ from actors.environments.agent_program import (
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, FailedEpisode, Task
 from actors.environments.clients import ClientsEnvironment
-from actors.environments.clients_config import ClientsConfig
 from actors.environments.session_episode import scoring_of
 from actors.gateway.task_offers import Taker
-from actors.group_config import InterruptionConfig
 from actors.policy.policy import Policy
 from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
 from actors.rewards.call_times import CallTimes
+from actors.settings.agents import AgentConfig
+from actors.settings.clients import ClientsConfig
+from actors.settings.groups import InterruptionConfig
 from bus.waiting import cancelled
 
 log = structlog.get_logger()

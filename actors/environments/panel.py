@@ -3,16 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from actors.environments.agent_answers import names_of, reward_now
-from actors.environments.answer_letters import lettered, number_of_letter
+from actors.environments.agent_answers import lettered, names_of, number_of_letter, reward_now
 from actors.environments.base import ChatMessage, Episode, Task
-from actors.environments.panel_config import PanelConfig
 from actors.environments.prompt_tools import refuse_tools
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import RewardChoice, Scorer
 from bus.streams.publish import together
+from actors.settings.panel import PanelConfig
 
 SELECTOR = "selector"
 

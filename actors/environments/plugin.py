@@ -6,7 +6,6 @@ from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
-from actors.config import PluginEnvironmentConfig
 from actors.environments.base import (
     Closable,
     Environment,
@@ -18,6 +17,7 @@ from actors.environments.base import (
     Task,
 )
 from actors.policy.policy import Policy
+from actors.settings.actors import PluginEnvironmentConfig
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
 from bus.process.plugins import load_function
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from actors.config import ActorsConfig
 from actors.environments.choice import DEFAULT, chosen_environment, refused_environment
 from actors.environments.prompt_tools import refused_tools
-from actors.rewards.config import RewardConfig
 from actors.rewards.prompt_choices import refused_reward
+from actors.settings.actors import ActorsConfig
+from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from bus.messages import Prompt
 

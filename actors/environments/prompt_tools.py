@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Sequence
 
-from actors.config import EnvironmentConfig
 from actors.environments.base import EpisodeError, Task
-from actors.environments.debate_config import DebateConfig
-from actors.environments.games.config import GameConfig
-from actors.environments.panel_config import PanelConfig
-from actors.environments.tools_config import ToolsConfig
-from actors.tools.config import McpConfig, PluginToolConfig
+from actors.settings.actors import EnvironmentConfig
+from actors.settings.debate import DebateConfig
+from actors.settings.games import GameConfig
+from actors.settings.panel import PanelConfig
+from actors.settings.tool_chat import ToolsConfig
+from actors.settings.tools import McpConfig, PluginToolConfig
 
 READS_NONE = 'or leave them unread by data.keys.tools = ""'
 """Remedy where tools of prompts cannot be used."""

@@ -4,14 +4,14 @@ from bisect import bisect
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from actors.config import ActorsConfig
-from actors.environments.agent_config import POSTED
 from actors.environments.choice import DEFAULT, chosen_environment
 from actors.rewards.base import RewardError
-from actors.rewards.config import RewardConfig
 from actors.rewards.prompt_choices import answer_of_nobody, chosen_reward
 from actors.rewards.registry import REWARDS
 from actors.rewards.sample_call import SampleCall
+from actors.settings.actors import ActorsConfig
+from actors.settings.agents import POSTED
+from actors.settings.rewards import RewardConfig
 from bus.messages import Prompt
 
 TEXT = "42"

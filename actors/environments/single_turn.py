@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Self
 
-from actors.config import SingleTurnConfig
 from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.environments.base import Episode, FailedEpisode, Task
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.settings.actors import SingleTurnConfig
 
 
 class SingleTurn:

@@ -19,10 +19,10 @@ from actors.environments.call_styles import (
     tagged_results,
 )
 from actors.environments.prompt_tools import names_of, refused_names
-from actors.environments.tools_config import ToolsConfig
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
+from actors.settings.tool_chat import ToolsConfig
 from actors.tools.base import Arguments, Tool, ToolError, ToolResult, function_schema
 from actors.tools.build import build_tools
 from actors.tools.output import shortened

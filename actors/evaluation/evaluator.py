@@ -14,9 +14,9 @@ from actors.environments.base import Environment, Episode, Task, raised_by_envir
 from actors.evaluation.engines import EvaluationEngines
 from actors.evaluation.pass_at_k import pass_all, pass_at
 from actors.further_policies.engines import FurtherEngines
-from actors.group_config import InterruptionConfig
 from actors.policy.chat_format import Tokenizer
 from actors.policy.policy import Policy
+from actors.settings.groups import InterruptionConfig
 from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError

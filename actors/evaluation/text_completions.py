@@ -6,9 +6,9 @@ from itertools import count
 from actors.engines.base import ChatReply, Sampling
 from actors.engines.chat_endpoint import ChatEndpoint, Question, finish_reason, sampled_by
 from actors.environments.base import JSON, ChatMessage
-from actors.evaluation.config import ChatEndpointConfig
 from actors.policy.chat_format import ChatFormat, Tokenizer
 from actors.policy.chat_messages import checked_messages
+from actors.settings.evaluation import ChatEndpointConfig
 from bus.errors import RequestRefusedError
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.account import ActorAccount
-from actors.config import ActorsConfig
 from actors.counters import report_metrics
 from actors.engine_report import EngineReport
 from actors.engines.build import engine_builds, refuse_unfit_model
-from actors.engines.config import EngineConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
@@ -27,6 +25,8 @@ from actors.further_policies.leases import FurtherLeases
 from actors.further_policies.shared_servers import SharedServers
 from actors.leases import PolicyLeases
 from actors.opponents.opponents import refuse_other_tokenizer
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EngineConfig
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
 from bus.codec import Json

@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from actors.engines.base import Engine
-from actors.engines.config import EngineConfig
 from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.first_policy import first_policy
+from actors.settings.engines import EngineConfig
 from bus.errors import ConfigError, EngineError
 from bus.messages import AdaptedBase
 from bus.policy_names import DEFAULT_POLICY

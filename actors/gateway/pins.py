@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from actors.engines.base import Sampling
-from actors.gateway.config import Pin
+from actors.settings.gateway import Pin
 
 
 def pinned(

@@ -14,7 +14,6 @@ import structlog
 from aiohttp import web
 
 from actors.environments.base import DEFAULT_AGENT, JSON
-from actors.gateway.config import GatewayConfig
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
@@ -27,6 +26,7 @@ from actors.gateway.session import DIFFERENCES_LOG_PERIOD_S, Session
 from actors.gateway.tool_hooks import load_hook
 from actors.log_throttle import LogThrottle
 from actors.policy.policy import Policy
+from actors.settings.gateway import GatewayConfig
 from bus.errors import BusError, ConfigError
 
 log = structlog.get_logger()

@@ -11,7 +11,6 @@ from dataclasses import replace
 import structlog
 
 from actors.environments.base import EpisodeError
-from actors.gateway.config import GatewayConfig
 from actors.gateway.exchange import Ask, Finish, Reply
 from actors.gateway.pins import pinned
 from actors.gateway.posted_reward import PostedReward
@@ -21,6 +20,7 @@ from actors.gateway.tool_hooks import ToolHook, passed
 from actors.log_throttle import LogThrottle
 from actors.policy.messages import Completion, MessagesError
 from actors.policy.policy import Policy
+from actors.settings.gateway import GatewayConfig
 from bus.errors import EngineError, HandBackError, RequestRefusedError, SluiceError
 from bus.trajectory import End
 from bus.waiting import set_within

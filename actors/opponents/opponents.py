@@ -8,13 +8,13 @@ from typing import Self
 
 from transformers import AutoTokenizer
 
-from actors.config import ActorsConfig
 from actors.engines.build import build_engine, refuse_other_angles
-from actors.engines.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
-from actors.opponents.config import OpponentConfig
 from actors.opponents.weights import PublishedWeights, state_of_files
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EmbeddedEngineConfig, EngineConfig
+from actors.settings.opponents import OpponentConfig
 from bus.errors import ConfigError
 from bus.messages import PolicyManifest
 from bus.process.plugins import refuse_of_record

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from actors.engines.base import Engine
-from actors.opponents.config import OpponentConfig
+from actors.settings.opponents import OpponentConfig
 from actors.weights.follow import fetch_state
 from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import PolicyManifest

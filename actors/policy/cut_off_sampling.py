@@ -4,7 +4,7 @@ from math import log as ln
 
 import structlog
 
-from actors.config import SamplingConfig
+from actors.settings.actors import SamplingConfig
 
 log = structlog.get_logger()
 

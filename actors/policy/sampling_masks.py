@@ -1,7 +1,7 @@
 """Servers that tell which tokens sampling kept (`sampling.keep_masks`). Loads nothing but settings."""
 
-from actors.config import SamplingConfig
-from actors.engines.config import MASK_TOKENS, EngineConfig, SglangEngineConfig, tells_kept
+from actors.settings.actors import SamplingConfig
+from actors.settings.engines import MASK_TOKENS, EngineConfig, SglangEngineConfig, tells_kept
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError
 

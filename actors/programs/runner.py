@@ -24,10 +24,10 @@ from typing import Any
 
 import structlog
 
-from actors.programs.config import IsolationConfig
 from actors.programs.hidden import hidden_paths
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
+from actors.settings.programs import IsolationConfig
 from actors.tools.sandbox.sealed_file import sealed_file
 from actors.tools.sandbox.server_process import ServerProcess
 from bus.errors import ConfigError, SluiceError

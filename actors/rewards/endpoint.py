@@ -14,7 +14,7 @@ import structlog
 from actors.environments.base import JSON
 from actors.log_throttle import LogThrottle
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
-from actors.rewards.config import EndpointConfig
+from actors.settings.rewards import EndpointConfig
 from bus.errors import ConfigError
 from bus.process.plugins import refuse_of_record
 

@@ -7,7 +7,7 @@ from typing import overload
 
 import structlog
 
-from actors.group_config import GroupLimitsConfig
+from actors.settings.groups import GroupLimitsConfig
 from bus.agent_rewards import AgentReward, are_equal, episode_rewards
 from bus.process.plugins import load_function
 

@@ -8,9 +8,9 @@ import structlog
 
 from actors.environments.base import JSON
 from actors.rewards.base import Answer, AnswerFaultError, RewardError, Scored
-from actors.rewards.config import RewardConfig
 from actors.rewards.endpoint import Endpoint, RefusedError
 from actors.rewards.message_text import readable, text_of
+from actors.settings.rewards import RewardConfig
 
 log = structlog.get_logger()
 SHOWN = 200

@@ -5,9 +5,9 @@ import re
 from actors.rewards import math_equality
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import Answer, RewardError, label_of, without_working
-from actors.rewards.config import RewardConfig
 from actors.rewards.final_text import END_OF_REASONING, last_boxed
 from actors.rewards.verifier_processes import VerifierProcesses
+from actors.settings.rewards import RewardConfig
 
 LONGEST = 2000
 """Characters of an expression that is compared; a longer one equals nothing."""

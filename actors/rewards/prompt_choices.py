@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from actors.environments.base import Task
 from actors.rewards.base import Answer, RewardError
 from actors.rewards.code.given_tests import BadTestsError, read_tests
-from actors.rewards.config import RewardConfig
 from actors.rewards.math_answer import wanted_expression
 from actors.rewards.reasoning_gym import entry_of
 from actors.rewards.registry import REWARDS
 from actors.rewards.scoring import CHOICE, refused_choice
+from actors.settings.rewards import RewardConfig
 from bus.messages import Prompt
 
 READERS: Mapping[str, Callable[[Answer], object]] = {

@@ -5,9 +5,9 @@ import asyncio
 from actors.rewards import reasoning_gym_verifier
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import Answer, RewardError
-from actors.rewards.config import RewardConfig
 from actors.rewards.message_text import text_of
 from actors.rewards.verifier_processes import VerifierProcesses
+from actors.settings.rewards import RewardConfig
 from storage.prompts.reasoning_gym_tasks import Entry, EntryError, asked_entry, refuse_missing_package
 
 

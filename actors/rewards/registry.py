@@ -5,7 +5,6 @@ from typing import cast
 
 from actors.rewards.base import GroupReward, Reward
 from actors.rewards.code.reward import CodeTests
-from actors.rewards.config import RewardConfig
 from actors.rewards.dapo import dapo
 from actors.rewards.gpqa import gpqa
 from actors.rewards.instructions.reward import instructions
@@ -16,6 +15,7 @@ from actors.rewards.reasoning_gym import ReasoningGym
 from actors.rewards.remote import Remote
 from actors.rewards.word_overlap import exact_match, f1
 from bus.process.plugins import load_function
+from actors.settings.rewards import RewardConfig
 
 REWARDS: Mapping[str, Reward] = {
     "contains": contains,

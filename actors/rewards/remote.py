@@ -5,8 +5,8 @@ from numbers import Real
 
 from actors.environments.base import JSON
 from actors.rewards.base import LATER, Answer, InvalidRewardError, Result, Scored
-from actors.rewards.config import RewardConfig
 from actors.rewards.endpoint import Endpoint
+from actors.settings.rewards import RewardConfig
 
 ACCEPTED = 202
 """Status that says: the reward comes later."""

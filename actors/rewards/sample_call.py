@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import structlog
 
 from actors.rewards.base import Answer, RewardError
-from actors.rewards.config import RewardConfig
 from actors.rewards.endpoint import TransientError
 from actors.rewards.scoring import GroupScorer, Scorer
+from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError, SluiceError
 
 log = structlog.get_logger()

@@ -17,9 +17,9 @@ from actors.rewards.base import (
 )
 from actors.rewards.call_times import CallTimes
 from actors.rewards.calls import BoundedCalls
-from actors.rewards.config import RewardConfig
 from actors.rewards.registry import CONFIGURED, REWARDS, load_group_reward, load_reward
 from actors.rewards.results import checked
+from actors.settings.rewards import RewardConfig
 
 CHOICE = "reward"
 """Field of a prompt's metadata that names the reward of its answers."""

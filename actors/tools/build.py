@@ -6,9 +6,7 @@ from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
-from actors.tools.base import Tool
-from actors.tools.calculator import Calculator
-from actors.tools.config import (
+from actors.settings.tools import (
     CalculatorConfig,
     McpConfig,
     PluginToolConfig,
@@ -16,6 +14,8 @@ from actors.tools.config import (
     SearchConfig,
     ToolConfig,
 )
+from actors.tools.base import Tool
+from actors.tools.calculator import Calculator
 from actors.tools.python import PythonTool
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError

@@ -18,9 +18,9 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent, Tool
 
 from actors.environments.base import JSON
-from actors.own_python import with_own_python
+from actors.settings.programs import with_own_python
+from actors.settings.tools import McpConfig
 from actors.tools.base import Arguments, ToolError, ToolResult
-from actors.tools.config import McpConfig
 from bus.errors import ConfigError
 
 END_TIMEOUT_S = 10.0

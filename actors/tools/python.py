@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Self
 
 from actors.environments.base import JSON
+from actors.settings.tools import PythonToolConfig
 from actors.tools.base import Arguments, ToolResult
-from actors.tools.config import PythonToolConfig
 from actors.tools.sandbox.configured import configured_sandbox
 from actors.tools.sandbox.sandbox import Ran, Sandbox
 

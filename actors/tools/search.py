@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from actors.environments.base import JSON
+from actors.settings.tools import SearchConfig
 from actors.tools.base import Arguments, ToolResult
-from actors.tools.config import SearchConfig
 from actors.tools.output import shortened
 from bus.errors import ConfigError
 from storage.prompts.generators import task_passages

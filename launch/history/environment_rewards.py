@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from actors.config import ActorsConfig, EnvironmentConfig, SingleTurnConfig
-from actors.environments.agent_config import POSTED
 from actors.environments.choice import DEFAULT, chosen_environment
-from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.settings.actors import ActorsConfig, EnvironmentConfig, SingleTurnConfig
+from actors.settings.agents import POSTED
+from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from bus.trajectory import Trajectory

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.gpu_count import gpus_of_engine
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.plan.alternatives import alternatives

@@ -2,8 +2,8 @@
 
 import subprocess
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.settings import interpreter, server_environment
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.config import RunConfig
 

@@ -1,6 +1,6 @@
 """Who may take tasks from `launch gateway`: those who have credentials of the run, where there are any."""
 
-from actors.environments.clients_config import ClientsConfig
+from actors.settings.clients import ClientsConfig
 from bus.errors import ConfigError
 from bus.security.credentials import load_credentials
 from bus.server.nats_server import is_loopback

@@ -6,7 +6,7 @@ reaches it can write that record."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.errors import ConfigError

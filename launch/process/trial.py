@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.base import Sampling
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.environments.base import AgentTrajectory, Environment, Episode, RunsOnDemand, Task
 from actors.environments.build import built_environment
 from actors.policy.chat_format import Tokenizer
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
+from actors.settings.engines import EmbeddedEngineConfig
 from bus.codec import Json
 from bus.errors import ConfigError
 from launch.config import RunConfig

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_revision import pinned

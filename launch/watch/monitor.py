@@ -11,9 +11,9 @@ import nats.errors
 import structlog
 from nats.aio.subscription import Subscription
 
-from actors.config import ActorsConfig, EnvironmentConfig, SingleTurnConfig
-from actors.environments.length_config import LengthProfileConfig
-from actors.environments.panel_config import PanelConfig
+from actors.settings.actors import ActorsConfig, EnvironmentConfig, SingleTurnConfig
+from actors.settings.length_profile import LengthProfileConfig
+from actors.settings.panel import PanelConfig
 from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import BusError

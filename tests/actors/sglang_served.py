@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server import group_members
+from actors.settings.engines import SglangEngineConfig
 from tests.actors.tiny import request
 
 PROMPT = [3, 4, 5, 6, 7]

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from actors.colocation import able_to_release
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request
 

@@ -6,9 +6,6 @@ import sys
 
 import pytest
 
-from actors.config import SamplingConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, subject_of
 from actors.engines.fleet.engine_claims import EngineClaims, role_of
 from actors.engines.fleet.fleet import Fleet
@@ -18,6 +15,10 @@ from actors.further_policies.shared_servers import SharedServers
 from actors.policy.sampling_masks import told_by
 from bus.connection import roles
 from bus.connection.roles import pids_of
+from actors.settings.actors import SamplingConfig
+from actors.settings.engines import EmbeddedEngineConfig
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status
 from bus.requests import Done, EngineChange

@@ -7,9 +7,9 @@ from actors.environment_failures import EnvironmentFailures
 from actors.environments.base import EpisodeError, FailedEpisode, Task
 from actors.environments.choice import EnvironmentChoice
 from actors.environments.single_turn import SingleTurn
-from actors.group_config import FailureLimitsConfig
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.rewards.scoring import Scorer
+from actors.settings.groups import FailureLimitsConfig
 from bus.errors import ConfigError
 
 ONE = SingleTurn(Scorer("exact", timeout_s=1))

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import ActorsConfig, SamplingConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.on_policy import on_policy
 from actors.environments.base import Environment
 from actors.evaluation.dedicated import own_servers
-from actors.opponents.config import OpponentConfig
 from actors.opponents.opponents import opponent_engine
 from actors.service import ActorSettings, run_actors
+from actors.settings.actors import ActorsConfig, SamplingConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
+from actors.settings.opponents import OpponentConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 

@@ -16,11 +16,11 @@ from actors.environments.plugin import PluginEnvironment
 from actors.environments.single_turn import SingleTurn
 from actors.episode_ends import EpisodeEnds
 from actors.group import Group
-from actors.group_config import GroupLimitsConfig, RetriesConfig
 from actors.policy.strand import Call
 from actors.rewards.base import LATER, BudgetSpentError, RewardError, Scored
 from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring import GroupScorer, Scorer
+from actors.settings.groups import GroupLimitsConfig, RetriesConfig
 from bus.codec import encode
 from bus.errors import ConfigError, EngineError
 from bus.policy_names import DEFAULT_POLICY

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode
-from actors.group_config import InterruptionConfig
+from actors.settings.groups import InterruptionConfig
 from actors.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus

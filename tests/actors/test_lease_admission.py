@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import GenerationRequest, KvTokens, Sampling
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from actors.lease_admission import LeaseAdmission
 from actors.policy.context_tokens import ContextTokens
+from actors.settings.fleet import FleetConfig
 from tests.actors.virtual_time import run_virtually
 
 CAPACITY = 4_000

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.config import ActorsConfig
 from actors.engines.base import NOTHING, Sampling
 from actors.engines.expert_routing import Routing
 from actors.engines.fleet.pending_request import PendingRequest
@@ -17,6 +16,7 @@ from actors.engines.sglang.settings import server_settings
 from actors.environments.base import Episode
 from actors.group import Group
 from actors.policy.policy import Policy
+from actors.settings.actors import ActorsConfig
 from bus.codec import decode, encode
 from bus.errors import ConfigError, EngineError, SchemaError
 from bus.trajectory import Trajectory, TrajectoryBatch

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from actors.config import SingleTurnConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.plugin import PluginEnvironment
@@ -14,6 +13,7 @@ from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring import Scorer
+from actors.settings.actors import SingleTurnConfig
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode

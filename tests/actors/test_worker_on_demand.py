@@ -6,17 +6,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from actors.config import ActorsConfig
 from actors.engines.base import KvTokens, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.clients import ClientsEnvironment
-from actors.environments.clients_config import ClientsConfig
 from actors.environments.single_turn import SingleTurn
 from actors.gateway.task_offers import Taker
 from actors.lease_admission import LeaseAdmission, LeaseRoom
 from actors.policy.context_tokens import ContextTokens
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.settings.actors import ActorsConfig
+from actors.settings.clients import ClientsConfig
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode

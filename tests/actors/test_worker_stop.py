@@ -9,9 +9,9 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
-from actors.environments.agent_config import AgentConfig
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.settings.agents import AgentConfig
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode

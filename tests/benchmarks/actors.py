@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from actors.config import SingleTurnConfig
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.settings import interpreter
@@ -26,6 +24,8 @@ from actors.environments.single_turn import SingleTurn
 from actors.policy.messages import Tool
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.settings.actors import SingleTurnConfig
+from actors.settings.engines import SglangEngineConfig
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode

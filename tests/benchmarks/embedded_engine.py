@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.sglang.settings import interpreter
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from benchmarks.actors import ActorLoad, bench_actor
 from bus.errors import ConfigError
 

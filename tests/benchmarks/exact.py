@@ -16,8 +16,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.settings.engines import EmbeddedEngineConfig
 from benchmarks.embedded_engine import Workload as Prompts
 from benchmarks.embedded_engine import chat_workload, demo_workload
 from benchmarks.learner import OPTIMIZER, OVER_TOKENS

@@ -17,9 +17,9 @@ import uvloop
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import ChatMessage
-from actors.gateway.config import GatewayConfig
 from actors.gateway.server import Gateway
 from actors.policy.policy import Policy
+from actors.settings.gateway import GatewayConfig
 from benchmarks.gateway_client import QUESTION, TURNS
 from bus.errors import EngineError
 from bus.process.child_process import module_command

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.config import SglangEngineConfig
 from actors.engines.on_policy import on_policy
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from benchmarks.random_models import random_model
 from bus.codec import Json
 from bus.errors import ConfigError

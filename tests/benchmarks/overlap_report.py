@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from actors.engines.config import EmbeddedEngineConfig
+from actors.settings.engines import EmbeddedEngineConfig
 from benchmarks.overlap_record import Heard, Turn
 from bus.codec import Json
 from bus.errors import SluiceError

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from benchmarks.model_shapes import SHAPES
 from bus.errors import ConfigError
 from learner.distributed.process_group import device

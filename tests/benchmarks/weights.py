@@ -22,10 +22,10 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 
 from actors.engines.base import Engine, GenerationRequest, Sampling
 from actors.engines.build import build_engine
-from actors.engines.config import EngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.engines.sglang.settings import interpreter
+from actors.settings.engines import EngineConfig
 from actors.weights.follow import PolicyFollower
 from actors.weights.received import Receiver
 from benchmarks.learner_workloads import Workload, weights

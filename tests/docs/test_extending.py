@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import PluginEnvironmentConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
@@ -22,6 +21,7 @@ from actors.environments.build import build_environment
 from actors.policy.policy import Policy
 from actors.rewards.base import Answer
 from actors.rewards.group_filters import load_filter
+from actors.settings.actors import PluginEnvironmentConfig
 from actors.tools.base import ToolError, ToolResult
 from actors.tools.build import build_tools
 from bus.config import BusConfig

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, Field
 
-from actors.config import EnvironmentConfig
 from actors.environments.base import (
     Closable,
     Environment,
@@ -18,6 +17,7 @@ from actors.environments.base import (
 from actors.environments.build import build_environment
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
+from actors.settings.actors import EnvironmentConfig
 from bus.errors import EngineError
 
 FAILURES = (EpisodeError, RewardError, EngineError)

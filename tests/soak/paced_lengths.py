@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from actors.environments.base import Episode, Task
-from actors.environments.length_config import LengthProfileConfig, RecordedLengths
 from actors.environments.length_profile import LengthProfile
 from actors.policy.policy import Policy
+from actors.settings.length_profile import LengthProfileConfig, RecordedLengths
 
 LONGEST = 40
 LENGTHS = RecordedLengths(upper=(LONGEST,), counts=(1.0,))

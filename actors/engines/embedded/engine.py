@@ -21,10 +21,10 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.decoder import BatchedDecoder, Finished
 from actors.engines.embedded.exact_attention import EXACT
 from actors.engines.embedded.prepared_weights import prepare_weights
+from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage
 from bus.process.host_limits import cpu_threads

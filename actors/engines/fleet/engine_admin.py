@@ -9,13 +9,13 @@ from pathlib import Path
 import structlog
 
 from actors.engines.base import Engine
-from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.served_adapters import ServedAdapters
 from actors.further_policies.shared_servers import SharedServers
+from actors.settings.engines import EngineConfig, SglangEngineConfig
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import EngineError

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from actors.engines.config import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig, SglangEngineConfig
 from bus.connection import Bus
 from bus.connection.roles import hold_role
 from bus.errors import ConfigError

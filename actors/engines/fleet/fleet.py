@@ -13,12 +13,12 @@ import structlog
 from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, KvTokens
 from actors.engines.fleet.cache_room import total_of
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_life import Scored
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.member import Build, Member
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.fleet.prefix_affinity import Affinity
+from actors.settings.fleet import FleetConfig
 from bus.codec import Json
 from bus.errors import EngineError, EngineLostError, RequestRefusedError
 from bus.images import PlacedImage

@@ -10,7 +10,6 @@ import structlog
 
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
 from actors.engines.fleet.cache_room import CacheRoom
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.device_share import DeviceShare
 from actors.engines.fleet.engine_life import EngineLife, Scored
 from actors.engines.fleet.host_weights import HostWeights
@@ -18,6 +17,7 @@ from actors.engines.fleet.occupancy import Occupancy
 from actors.engines.fleet.partial_generation import left_of, sound
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.fleet.restart_limit import RestartLimit
+from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
 from bus.images import PlacedImage
 from bus.waiting import bounded, first, retrieve_exception, set_within, unless

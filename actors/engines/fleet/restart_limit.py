@@ -1,6 +1,6 @@
 """How often a failed engine of a fleet is built again, and after which pauses."""
 
-from actors.engines.fleet.config import FleetConfig
+from actors.settings.fleet import FleetConfig
 
 
 class RestartLimit:

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.adapters import Adapters, split
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
 from actors.engines.sglang.tensor_files import State
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError
 
 T = TypeVar("T")

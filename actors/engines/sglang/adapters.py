@@ -15,7 +15,6 @@ from itertools import count
 import torch
 from xxhash import xxh3_64
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.served_adapters import AdapterRoom, ServedAdapters
 from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.client import LOAD_ADAPTER, Json, SglangClient
@@ -25,6 +24,7 @@ from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import device_of
 from actors.engines.sglang.tensor_files import State, on_host, pickled, raw
 from actors.engines.sglang.weights import HeldWeights
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from bus.waiting import left_s
 from storage.weights.adapter_names import PREFIX, WEIGHT, adapter_names

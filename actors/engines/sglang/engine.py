@@ -18,7 +18,6 @@ from actors.engines.base import (
     InterruptedGenerationError,
     KvTokens,
 )
-from actors.engines.config import SglangEngineConfig
 from actors.engines.expert_routing import Routing
 from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.adapter_updates import AdapterUpdates
@@ -38,6 +37,7 @@ from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
 from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.weights import HeldWeights
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage
 from bus.process.work_progress import long_work

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from actors.engines.config import SglangEngineConfig, SglangSetting, by_name
+from actors.settings.engines import SglangEngineConfig, SglangSetting, by_name
 from bus.errors import ConfigError
 
 Settings = Mapping[str, SglangSetting]

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.client import SglangClient
 from actors.engines.sglang.server import Server
+from actors.settings.engines import SglangEngineConfig
 from bus.waiting import unless
 
 DYING_S = 1.0

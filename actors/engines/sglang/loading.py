@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from actors.engines.announced_version import Published
-from actors.engines.config import SglangEngineConfig, refuse_quantised
 from actors.engines.sglang.broadcast_group import LearnerGroup, Offer
 from actors.engines.sglang.changes import takes_changes
 from actors.engines.sglang.client import SglangClient, TooSlowError, UnreachableError
@@ -15,6 +14,7 @@ from actors.engines.sglang.gpu_count import replicas
 from actors.engines.sglang.server_facts import ServerFacts, drafts, own_draft
 from actors.engines.sglang.tensor_files import State
 from actors.engines.sglang.weights import HeldWeights, buckets
+from actors.settings.engines import SglangEngineConfig, refuse_quantised
 from bus.errors import BusError, ConfigError, EngineError, StorageError, WeightsKeptError
 from bus.waiting import bounded, left_s
 

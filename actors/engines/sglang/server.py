@@ -16,10 +16,10 @@ from typing import Protocol, Self
 import psutil
 import structlog
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.launcher import UNKNOWN_SETTING
 from actors.engines.sglang.settings import interpreter, server_environment, server_settings
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
 from bus.process.host_limits import MemoryKills
 from bus.server.nats_server import free_port

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import structlog
 
-from actors.engines.config import MASK_TOKENS, SglangEngineConfig, tells_kept
+from actors.settings.engines import MASK_TOKENS, SglangEngineConfig, tells_kept
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError
 from storage.images.reader import FAMILIES

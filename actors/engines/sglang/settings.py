@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from actors.engines.config import NOT_QUANTISED, SglangEngineConfig, SglangSetting
 from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.engines.sglang.in_server import sluice_changes
+from actors.settings.engines import NOT_QUANTISED, SglangEngineConfig, SglangSetting
 from bus.errors import ConfigError
 from storage.weights.model_files import is_quantised_model
 from storage.weights.output_head import has_other_head

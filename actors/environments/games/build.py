@@ -3,16 +3,9 @@
 from functools import partial
 
 from actors.environments.games.base import Start
-from actors.environments.games.config import (
-    AnyGame,
-    GuessNumber,
-    GymnasiumGame,
-    Nim,
-    PluginGame,
-    TextArenaGame,
-)
 from actors.environments.games.guess_number import GuessNumberPlay
 from actors.environments.games.nim import NimPlay
+from actors.settings.games import AnyGame, GuessNumber, GymnasiumGame, Nim, PluginGame, TextArenaGame
 from bus.errors import ConfigError
 from bus.process.plugins import load_function
 

@@ -10,9 +10,9 @@ from typing import ParamSpec, Self, TypeVar
 from actors.environments.base import ChatMessage, Episode, EpisodeError, Task
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
 from actors.environments.games.build import game_start
-from actors.environments.games.config import SCRIPTED, SELF, GameConfig
 from actors.environments.prompt_tools import refuse_tools
 from actors.policy.policy import Policy
+from actors.settings.games import SCRIPTED, SELF, GameConfig
 from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End

@@ -9,8 +9,8 @@ import gymnasium
 
 from actors.environments.base import Task
 from actors.environments.games.base import Start
-from actors.environments.games.config import GymnasiumGame
 from actors.environments.games.seeds import seed_of
+from actors.settings.games import GymnasiumGame
 from bus.errors import ConfigError
 
 

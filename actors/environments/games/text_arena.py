@@ -8,8 +8,8 @@ import textarena
 
 from actors.environments.base import Task
 from actors.environments.games.base import Start
-from actors.environments.games.config import TextArenaGame
 from actors.environments.games.seeds import seed_of
+from actors.settings.games import TextArenaGame
 from bus.errors import ConfigError
 
 _RESETTING = threading.Lock()

@@ -10,7 +10,7 @@ from actors.rewards.answer_faults import HostFaultError, verified
 from actors.rewards.base import Answer, RewardError
 from actors.rewards.code.given_tests import BadTestsError, CallTest, GivenTests, InputTest, read_tests
 from actors.rewards.code.program_text import program_in, same_output
-from actors.rewards.config import RewardConfig
+from actors.settings.rewards import RewardConfig
 from actors.tools.base import ToolError
 from actors.tools.sandbox.configured import configured_sandbox
 from actors.tools.sandbox.sandbox import Ran

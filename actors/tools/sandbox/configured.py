@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from actors.tools.config import SandboxConfig
+from actors.settings.tools import SandboxConfig
 from actors.tools.sandbox.limits import Limits
 from actors.tools.sandbox.sandbox import Sandbox
 from bus.process.plugins import refuse_of_record

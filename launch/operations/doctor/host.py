@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.environments.clients_config import ClientsConfig
+from actors.settings.clients import ClientsConfig
 from bus.errors import ConfigError
 from bus.server.nats_server import free_port, refuse_taken_port
 from launch.config import PARTS, RunConfig

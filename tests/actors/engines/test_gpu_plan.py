@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from actors.config import ActorsConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.gpu_plan import GpuPlan, gpu_plan, gpus_used
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 
 

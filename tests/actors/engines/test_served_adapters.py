@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.served_adapters import ServedAdapters, served_adapters
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 from bus.messages import AdaptedBase, BlobRef
 

@@ -12,13 +12,13 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
-from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.gateway.posted_reward import PostedReward
 from actors.policy.policy import Policy
 from actors.programs.runner import ProgramRunner
 from actors.rewards.base import RewardError
+from actors.settings.agents import AgentConfig
 from actors.worker import end_after
 from bus.errors import ConfigError, EngineError, HandBackError
 from bus.process import plugins

@@ -12,9 +12,9 @@ from actors.engines.scripted import ScriptedEngine
 from actors.environments import clients
 from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.clients import ClientsEnvironment
-from actors.environments.clients_config import ClientsConfig
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
+from actors.settings.clients import ClientsConfig
 from actors.worker import end_after
 from bus.errors import HandBackError
 from tests.actors.gateway.served import TOKENIZER, encoded, script

@@ -5,14 +5,14 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from actors.config import ActorsConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, EpisodeError, Task
 from actors.environments.build import build_environment
-from actors.environments.debate_config import DebateConfig
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
+from actors.settings.actors import ActorsConfig
+from actors.settings.debate import DebateConfig
 from bus.errors import ConfigError, RequestRefusedError
 from launch.config import resolve
 from learner.initial.scratch_model import character_tokenizer

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.config import ActorsConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
 from actors.environments.build import built_environment
 from actors.environments.choice import EnvironmentChoice
 from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.settings.actors import ActorsConfig
+from actors.settings.agents import AgentConfig
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.errors import ConfigError

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-from actors.config import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, Episode, EpisodeError, Task
@@ -15,6 +14,7 @@ from actors.environments.single_turn import SingleTurn
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring import Scorer
+from actors.settings.actors import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
 from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError
 
 

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from actors.config import ActorsConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, EpisodeError, Task
 from actors.environments.build import build_environment
-from actors.environments.games.config import GameConfig, GymnasiumGame, Nim, PluginGame, TextArenaGame
 from actors.environments.games.guess_number import GuessNumberPlay
 from actors.environments.games.nim import NimPlay
 from actors.policy.policy import Policy
+from actors.settings.actors import ActorsConfig
+from actors.settings.games import GameConfig, GymnasiumGame, Nim, PluginGame, TextArenaGame
 from bus.errors import ConfigError
 from launch.config import resolve
 from learner.initial.scratch_model import character_tokenizer

@@ -11,9 +11,9 @@ from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.sglang.request_bodies import request_body
 from actors.environments.base import Environment, Task
 from actors.environments.build import build_environment
-from actors.environments.length_config import LengthProfileConfig, LogNormalLengths, RecordedLengths
 from actors.environments.length_profile import LengthProfile, length_at
 from actors.policy.policy import Policy
+from actors.settings.length_profile import LengthProfileConfig, LogNormalLengths, RecordedLengths
 
 SHARES = [(n + 0.5) / 1000 for n in range(1000)]
 

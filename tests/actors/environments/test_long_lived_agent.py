@@ -12,11 +12,11 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments import clients, long_lived_agent
-from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.environments.long_lived_agent import LongLivedAgent
 from actors.policy.policy import Policy
+from actors.settings.agents import AgentConfig
 from actors.worker import end_after
 from bus.errors import ConfigError, HandBackError
 from tests.actors.gateway.served import TOKENIZER, script, until

@@ -9,10 +9,10 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, Task
 from actors.environments.build import build_environment
-from actors.environments.panel_config import PanelConfig
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from learner.initial.scratch_model import character_tokenizer
+from actors.settings.panel import PanelConfig
 from storage.prompts.agent_demonstrations import panel_demonstration
 
 TASK = Task(task_id="p", prompt="sort 31", label="13")

@@ -13,13 +13,13 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
-from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.policy.policy import Policy
 from actors.programs import hidden
 from actors.programs.runner import ProgramRunner
 from actors.rewards.base import RewardError
+from actors.settings.agents import AgentConfig
 from bus.errors import ConfigError
 from tests.actors.environments.test_agent import running
 from tests.actors.environments.ways_to_be_paid import OF_HTTP, OF_SHELL, POST

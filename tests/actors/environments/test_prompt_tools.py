@@ -2,11 +2,11 @@
 
 import pytest
 
-from actors.config import ActorsConfig
 from actors.environments.base import EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.policy.policy import Policy
+from actors.settings.actors import ActorsConfig
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from tests.actors.environments.test_tool_chat import (

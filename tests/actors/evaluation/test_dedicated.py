@@ -10,13 +10,15 @@ import torch
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from actors.config import ActorsConfig, SamplingConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
 from actors.service import ActorSettings, run_actors
+from actors.settings.actors import ActorsConfig
+from actors.settings.actors import SamplingConfig
+from actors.settings.engines import EmbeddedEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.codec import encode
 from bus.errors import ConfigError, EngineLostError
 from bus.streams.blob_store import put_blob

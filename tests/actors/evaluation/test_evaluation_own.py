@@ -4,10 +4,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from actors.config import ActorsConfig, EvaluatorConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.evaluation.engines import OwnEngine
+from actors.settings.actors import ActorsConfig
+from actors.settings.actors import EvaluatorConfig
+from actors.settings.engines import EmbeddedEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError
 from bus.streams.blob_store import delete_blob
 from storage.weights.blob_sources import Blobs

@@ -6,15 +6,15 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from actors.config import ActorsConfig
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
 from actors.environments.build import build_environment
-from actors.environments.tools_config import ToolsConfig
-from actors.evaluation.config import ChatEndpointConfig
 from actors.evaluation.engines import OwnEngine
 from actors.evaluation.text_completions import chat_endpoints
 from actors.policy.policy import Policy
+from actors.settings.actors import ActorsConfig
+from actors.settings.evaluation import ChatEndpointConfig
+from actors.settings.tool_chat import ToolsConfig
 from bus.errors import EngineError, RequestRefusedError
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.test_evaluation_sets import ask

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.config import ActorsConfig
 from actors.engines.base import Sampling
 from actors.engines.build import engine_builds
-from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.further_policies.engines import FurtherEngines
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
 from actors.policy.policy import Policy
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import SglangEngineConfig
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.config import BusConfig

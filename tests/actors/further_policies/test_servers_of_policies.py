@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import ActorsConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EmbeddedEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus

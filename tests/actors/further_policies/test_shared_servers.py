@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors.config import ActorsConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.served_adapters import AdapterRoom
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
 from actors.further_policies.shared_servers import SharedServers, shared_servers
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.weights.adapter_bases import base_weights
 from bus.codec import encode
 from bus.config import BusConfig

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.gateway.config import GatewayConfig
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.policy.policy import Policy
+from actors.settings.gateway import GatewayConfig
 
 END = "<|im_end|>"
 SPECIALS = ("<|pad|>", END, "<|im_start|>", "<|unk|>")

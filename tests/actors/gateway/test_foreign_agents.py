@@ -15,9 +15,9 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
-from actors.environments.agent_config import AgentConfig
 from actors.environments.base import AgentTrajectory, Task
 from actors.policy.policy import Policy
+from actors.settings.agents import AgentConfig
 from tests.actors.gateway.served import TOKENIZER, encoded, script
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,9 +8,9 @@ import aiohttp
 import pytest
 
 from actors.environments.session_episode import posted_episode
-from actors.gateway.config import GatewayConfig
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
+from actors.settings.gateway import GatewayConfig
 from bus.errors import ConfigError, EngineError
 from tests.actors.gateway.served import chat_body, served, until
 

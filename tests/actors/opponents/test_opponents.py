@@ -10,18 +10,18 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from actors.config import ActorsConfig
 from actors.engines.base import Sampling
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
 from actors.environments.build import build_environment
-from actors.environments.games.config import GameConfig, Nim
 from actors.opponents import opponents as opponents_module
-from actors.opponents.config import OpponentConfig
 from actors.opponents.opponents import Opponents, opponent_engine
 from actors.opponents.weights import PublishedWeights, manifest_at
 from actors.policy.policy import Policy
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
+from actors.settings.games import GameConfig, Nim
+from actors.settings.opponents import OpponentConfig
 from bus.errors import ConfigError
 from learner.config.publication import PublicationConfig
 from learner.host_memory.host_tensors import host_tensors

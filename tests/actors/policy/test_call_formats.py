@@ -10,9 +10,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from actors.config import ActorsConfig
 from actors.policy.chat_format import ChatFormat
 from actors.policy.tool_calls import CALL_FORMATS
+from actors.settings.actors import ActorsConfig
 from bus.errors import ConfigError
 from storage.chats.stop_tokens import stop_tokens
 from tests.published_chats import CHATS, Chat, tokenizer_of, tokenizer_of_chat

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from actors.config import SamplingConfig
 from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
+from actors.settings.actors import SamplingConfig
 
 
 def said(**settings: float) -> list[str]:

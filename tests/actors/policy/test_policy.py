@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.config import SamplingConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import EpisodeError, Fork
 from actors.policy.policy import Policy
+from actors.settings.actors import SamplingConfig
 from bus.trajectory import Turn
 
 END = 1

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.base import Generation, Sampling
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode
 from actors.group import Group
 from actors.policy.policy import Policy
+from actors.settings.engines import EmbeddedEngineConfig
 from tests.actors.policy.families import FAMILIES, Family
 from tests.actors.policy.test_conversations import UNSHRUNK, answers, retold, sampled
 from tests.factories import make_lease

@@ -2,13 +2,13 @@
 
 import pytest
 
-from actors.config import ActorsConfig, SamplingConfig
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_admin import config_of_joining
 from actors.evaluation.dedicated import own_servers
-from actors.opponents.config import OpponentConfig
 from actors.opponents.opponents import opponent_engine
 from actors.policy.sampling_masks import refuse_untold_masks, told_by
+from actors.settings.actors import ActorsConfig, SamplingConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
+from actors.settings.opponents import OpponentConfig
 from bus.errors import ConfigError
 
 CUT = SamplingConfig(top_p=0.9, keep_masks=True)

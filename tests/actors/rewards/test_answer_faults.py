@@ -8,9 +8,9 @@ from actors.environments.base import Task
 from actors.gateway.task_requests import described
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
-from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import Scorer
 from actors.rewards.verifier_processes import VerifierProcesses
+from actors.settings.rewards import RewardConfig
 from tests.actors.rewards import failing_verifiers
 from tests.actors.rewards.answers import answer
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from actors.config import ActorsConfig, SingleTurnConfig
 from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.rewards.base import LATER, InvalidRewardError, RewardError, Scored
-from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.settings.actors import ActorsConfig, SingleTurnConfig
+from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from tests.actors.rewards.answers import answer

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from actors.group_config import GroupLimitsConfig
 from actors.rewards.group_filters import FILTERS, AgentRewards, EpisodeSize, load_filter, reason_to_drop
+from actors.settings.groups import GroupLimitsConfig
 from bus.agent_rewards import AgentReward
 from bus.errors import ConfigError
 

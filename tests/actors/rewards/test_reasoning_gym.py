@@ -9,8 +9,8 @@ import pytest
 
 from actors.rewards import registry
 from actors.rewards.base import RewardError, Scored
-from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import Scorer
+from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from storage.config import PromptKeys
 from storage.prompts import generators, reasoning_gym_tasks

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from actors.rewards.base import Scored
-from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import Scorer
+from actors.settings.rewards import RewardConfig
 from tests.actors.rewards.test_reasoning_gym import row_answer, written_elsewhere
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]

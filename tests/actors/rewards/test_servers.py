@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from actors.rewards import endpoint
 from actors.rewards.base import LATER, BudgetSpentError, InvalidRewardError, RewardError, Scored
-from actors.rewards.config import JudgeConfig, RemoteRewardConfig, RewardConfig
 from actors.rewards.scoring import Scorer
+from actors.settings.rewards import JudgeConfig, RemoteRewardConfig, RewardConfig
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy
 from bus.server.nats_server import free_port

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.settings.tools import McpConfig
 from actors.tools import mcp
 from actors.tools.base import ToolError, ToolResult
 from actors.tools.build import build_tools
-from actors.tools.config import McpConfig
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 from pydantic import BaseModel
 
-from actors.environments.tools_config import ToolsConfig
+from actors.settings.tool_chat import ToolsConfig
+from actors.settings.tools import PluginToolConfig, PythonToolConfig, SearchConfig
 from actors.tools.base import ToolResult, function_schema
 from actors.tools.build import build_tools
 from actors.tools.calculator import Calculator
-from actors.tools.config import PluginToolConfig, PythonToolConfig, SearchConfig
 from actors.tools.output import decoded, shortened
 from actors.tools.python import PythonTool
 from actors.tools.sandbox.limits import Limits

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from actors.engines.announced_version import Published
-from actors.engines.config import SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from actors.weights.follow import PolicyFollower
 from bus.errors import BusError, ConfigError, EngineError, WeightsKeptError
 from bus.messages import BlobRef, PolicyManifest, SnapshotWanted

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
+from actors.settings.fleet import FleetConfig
 from actors.weights.latest_version import Newest
 from bus.messages import BlobRef, DeltaRef, PolicyManifest
 from storage.weights.tensors import HostTensor, Weights

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.settings.engines import EmbeddedEngineConfig
 from actors.weights.received import Receiver
 from actors.weights.torch_tensors import torch_tensors
 from bus.messages import PolicyManifest

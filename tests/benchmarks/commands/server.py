@@ -1,6 +1,6 @@
 """The SGLang server that a benchmark starts."""
 
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.config import ActorsProcess, flags, validate
 

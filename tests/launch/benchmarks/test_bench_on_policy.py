@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from benchmarks import on_policy
 from benchmarks.on_policy import BATCHES, Load, bench_on_policy, differences, settings_of, usual
 from bus.errors import ConfigError

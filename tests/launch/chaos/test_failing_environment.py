@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from actors.config import PluginEnvironmentConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
 from actors.environments.plugin import plugin_environment
 from actors.policy.policy import Policy
+from actors.settings.actors import PluginEnvironmentConfig
 from soak.failing_environment import FAILURES
 from tests.actors.test_worker import TOKENIZER, answer_with
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.config import ActorsConfig
 from actors.policy.chat_format import ChatFormat
 from actors.rewards.rescoring import Rescored, answer_of, rescore
 from actors.rewards.scoring import Scorer
+from actors.settings.actors import ActorsConfig
 from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt
 from bus.trajectory import Trajectory

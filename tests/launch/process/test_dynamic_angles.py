@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import ActorsConfig
 from actors.engines.build import build_engine, refuse_unfit_model
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.evaluation.dedicated import beside_rollouts
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 from launch.config import resolve
 from launch.process.model_directory import refuse_other_angles

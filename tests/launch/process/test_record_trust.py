@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.engines.config import SglangEngineConfig
 from actors.environments.build import build_environment
+from actors.settings.engines import SglangEngineConfig
 from bus.config import AllowConfig, BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError

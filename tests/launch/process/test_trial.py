@@ -12,7 +12,7 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Task
 from actors.environments.tools import ToolChat
-from actors.environments.tools_config import ToolsConfig
+from actors.settings.tool_chat import ToolsConfig
 from bus.errors import ConfigError
 from launch.config import resolve
 from launch.process.trial import Trial, WatchedPolicy, show, try_model

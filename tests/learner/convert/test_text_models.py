@@ -9,9 +9,9 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.embedded.prepared_weights import prepare_weights
+from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.model.model import build_model

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
+from actors.settings.engines import EmbeddedEngineConfig
+from actors.settings.fleet import FleetConfig
 from actors.weights.probe import ProbeCheck
 from bus.codec import decode, encode
 from bus.errors import SchemaError

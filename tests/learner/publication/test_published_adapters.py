@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.served_adapters import KNOWN, ServedAdapters, served_adapters
+from actors.settings.engines import SglangEngineConfig
 from actors.weights import follow as following_policy
 from actors.weights.adapters import merged_weights
 from actors.weights.follow import PolicyFollower, fetch_state

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.engines.base import Generation
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig

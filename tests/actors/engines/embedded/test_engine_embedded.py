@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import EngineError
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 from tests.learner.tiny import tiny_config

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import ConfigError
 from tests.actors.shown import asked, recomputed
 from tests.pictures import TINY, image_part, picture

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import EngineError
 from tests.actors.engines.embedded.test_engine_embedded import halted_at
 from tests.actors.engines.fleet.test_fleet import Yard, is_right, virtual
@@ -91,8 +91,8 @@ async def test_engines_that_join_or_fail_meanwhile_start_when_the_device_is_back
 
 
 async def test_a_fleet_may_start_while_others_have_the_device(state):  # noqa: F811
-    from actors.engines.fleet.config import FleetConfig
     from actors.engines.fleet.fleet import Fleet
+    from actors.settings.fleet import FleetConfig
 
     async def build():
         assert not fleet.released

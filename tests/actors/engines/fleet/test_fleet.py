@@ -5,11 +5,11 @@ from functools import wraps
 
 import pytest
 
-from actors.config import ActorsConfig
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.config import SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError
 from tests.actors.paced_engine import PacedEngine, chain
 from tests.actors.virtual_time import run_virtually

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from actors.engines.base import InterruptedGenerationError
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
+from actors.settings.engines import EmbeddedEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.errors import EngineError
 from tests.actors.engines.embedded.test_engine_embedded import halted_at
 from tests.actors.tiny import other_model, recomputed, request, tiny_model

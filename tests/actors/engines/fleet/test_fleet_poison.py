@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import GenerationRequest, InterruptedGenerationError, Sampling
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
+from actors.settings.fleet import FleetConfig
 from bus.errors import EngineError
 from tests.actors.paced_engine import VOCAB, PacedEngine, chain
 from tests.actors.virtual_time import run_virtually

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from actors.config import ActorsConfig
-from actors.engines.config import SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
+from actors.settings.actors import ActorsConfig
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError
 from tests.actors.engines.fleet.test_fleet import Yard, is_right, virtual
 

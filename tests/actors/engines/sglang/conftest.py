@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from tests.actors.sglang_stand_in import StandIn
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.engines.base import InterruptedGenerationError
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from tests.actors.adapters import adapter_of, served, with_adapter
 from tests.actors.engines.sglang.test_episodes_sglang import MOST_NATS
 from tests.actors.engines.sglang.test_sglang_ranks import EACH_ON_A_CORE

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from tests.actors.cuda import NEAR, PROMPT, SERVER
 from tests.actors.tiny import recomputed, request

@@ -11,10 +11,10 @@ import pytest_asyncio
 import torch
 
 from actors.engines.announced_version import Published
-from actors.engines.config import SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import EngineError

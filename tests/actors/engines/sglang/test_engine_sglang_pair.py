@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 
 from actors.engines.base import InterruptedGenerationError
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import pair_client as sglang_pair_client
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server import group_members
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError
 from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND, noted, started
 from tests.actors.tiny import recomputed, request

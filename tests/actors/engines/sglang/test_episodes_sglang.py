@@ -15,19 +15,19 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from actors.config import ActorsConfig
 from actors.engines.base import Engine, Generation, GenerationRequest, Sampling
-from actors.engines.config import SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine
 from actors.environments.base import AgentTrajectory, Task
 from actors.environments.build import build_environment
-from actors.environments.debate_config import DebateConfig
-from actors.environments.tools_config import ToolsConfig
 from actors.evaluation.dedicated import beside_rollouts, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
 from actors.policy.policy import Policy
+from actors.settings.actors import ActorsConfig
+from actors.settings.debate import DebateConfig
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
+from actors.settings.tool_chat import ToolsConfig
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError

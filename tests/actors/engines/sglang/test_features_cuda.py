@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from tests.actors.adapters import adapter_of, served, with_adapter
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy

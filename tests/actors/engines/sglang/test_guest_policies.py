@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_life import EngineLife
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.guest import GuestEngine
 from actors.further_policies import shared_servers
 from actors.further_policies.shared_servers import SharedServers
+from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, served
 from tests.actors.engines.sglang.test_sglang_adapters import (

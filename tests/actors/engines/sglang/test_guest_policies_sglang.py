@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.guest import GuestEngine
+from actors.settings.engines import SglangEngineConfig
 from tests.actors.adapters import adapter_of, served, with_adapter
 from tests.actors.engines.sglang.test_episodes_sglang import MOST_NATS
 from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, in_flight, started

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from learner.config.model import ScratchModel, ScratchVision
 from tests.actors.cuda import NEAR, SERVER

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest, Sampling
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.fleet.engine_life import Scored
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.weights.probe import ProbeCheck
 from bus.errors import RequestRefusedError
 from bus.messages import BlobRef, PolicyManifest, Probe

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import ActorsConfig, SamplingConfig
-from actors.engines.config import SglangEngineConfig
 from actors.engines.on_policy import on_policy
 from actors.engines.sglang import kernel_versions
 from actors.engines.sglang.kernel_versions import learners_kernels
 from actors.environments.base import Environment
 from actors.service import ActorSettings, run_actors
+from actors.settings.actors import ActorsConfig, SamplingConfig
+from actors.settings.engines import SglangEngineConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import BlobRef, PolicyManifest

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request
 

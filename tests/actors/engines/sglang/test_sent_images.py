@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from actors.engines.build import refuse_unfit_model
-from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.sglang import sent_images
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.sent_images import SentImages, as_json
 from actors.engines.sglang.server_facts import ServerFacts
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.errors import ConfigError, RequestRefusedError
 from storage.images.encoded import decoded
 from storage.images.reader import ImageReader

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from actors.engines.base import InterruptedGenerationError
-from actors.engines.config import SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang import requests_in_progress
 from actors.engines.sglang.adapters import serving, with_fused_layers
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, SCALE, served
 from tests.actors.engines.sglang.test_sglang_attached import TIMEOUT_S, has_failed

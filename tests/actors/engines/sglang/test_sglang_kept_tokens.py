@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.config import SamplingConfig
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.sglang.answers import Streamed, read_answer
 from actors.engines.sglang.request_bodies import request_body
 from actors.policy.sampling_masks import told_by
+from actors.settings.actors import SamplingConfig
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError, EngineError
 from tests.actors.engines.sglang.test_sglang_parts import answer

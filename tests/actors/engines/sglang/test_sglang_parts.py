@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import settings as sglang_settings
 from actors.engines.sglang import weights as sglang_weights
 from actors.engines.sglang.answers import read_answer, read_prompt_logprobs
@@ -21,6 +20,7 @@ from actors.engines.sglang.launcher import _flags
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import server_environment, server_settings
 from actors.engines.sglang.weights import HeldWeights, buckets
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.loading import Loading
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY, interpreter, server_settings
 from actors.engines.sglang.weights import HeldWeights
+from actors.settings.engines import SglangEngineConfig
 from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, SECOND, group_of, noted
 from tests.actors.tiny import recomputed, request
 

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.engines.config import SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server import OwnServer, group_members
+from actors.settings.engines import SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_served import (
     CONFIG,
@@ -189,7 +189,7 @@ def routed_by(model, prompt, generation) -> np.ndarray:
 ACTOR = """
 import asyncio, sys
 from pathlib import Path
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 
 async def main():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from actors.engines.base import InterruptedGenerationError
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.answers import Streamed, read_events
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.settings import server_settings
+from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError
 from tests.actors.engines.sglang.test_sglang_attached import STATE, TIMEOUT_S
 from tests.actors.sglang_stand_in import StandIn

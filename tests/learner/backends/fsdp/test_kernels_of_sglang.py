@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.settings import interpreter
+from actors.settings.engines import SglangEngineConfig
 
 SCRIPT = Path(__file__).with_name("run_kernels_of_sglang.py")
 ROUNDING = {"log_softmax": 2e-6, "prefill": 2e-3, "decode": 2e-3}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.settings.engines import EmbeddedEngineConfig
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, micro_batch_of, pack

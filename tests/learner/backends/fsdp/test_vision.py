@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import ConfigError
 from learner.backends.factory import build_backend
 from learner.backends.fsdp import vision

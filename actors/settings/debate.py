@@ -4,8 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.environments.answer_letters import refuse_template
-from actors.rewards.config import RewardConfig
+from actors.settings.panel import refuse_template
+from actors.settings.rewards import RewardConfig
 
 VOTE, SELF = "vote", "self"
 """Judges that are no opponents: the rule, and the policy itself."""

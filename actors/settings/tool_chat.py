@@ -4,8 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.rewards.config import RewardConfig
-from actors.tools.config import McpConfig, PluginToolConfig, ToolConfig
+from actors.settings.rewards import RewardConfig
+from actors.settings.tools import McpConfig, PluginToolConfig, ToolConfig
 
 
 class ToolsConfig(RewardConfig):

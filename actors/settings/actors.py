@@ -5,19 +5,19 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from actors.engines.config import EmbeddedEngineConfig, EngineConfig, SglangEngineConfig
-from actors.engines.fleet.config import FleetConfig
-from actors.environments.agent_config import AgentConfig
-from actors.environments.clients_config import ClientsConfig
-from actors.environments.debate_config import DebateConfig
-from actors.environments.games.config import GameConfig
-from actors.environments.length_config import LengthProfileConfig
-from actors.environments.panel_config import PanelConfig
-from actors.environments.tools_config import ToolsConfig
-from actors.evaluation.config import EvaluationEngine, EvaluatorConfig
-from actors.group_config import FailureLimitsConfig, GroupLimitsConfig, InterruptionConfig, RetriesConfig
-from actors.opponents.config import OpponentConfig, refuse_misnamed
-from actors.rewards.config import RewardConfig
+from actors.settings.agents import AgentConfig
+from actors.settings.clients import ClientsConfig
+from actors.settings.debate import DebateConfig
+from actors.settings.engines import EmbeddedEngineConfig, EngineConfig, SglangEngineConfig
+from actors.settings.evaluation import EvaluationEngine, EvaluatorConfig
+from actors.settings.fleet import FleetConfig
+from actors.settings.games import GameConfig
+from actors.settings.groups import FailureLimitsConfig, GroupLimitsConfig, InterruptionConfig, RetriesConfig
+from actors.settings.length_profile import LengthProfileConfig
+from actors.settings.opponents import OpponentConfig, refuse_misnamed
+from actors.settings.panel import PanelConfig
+from actors.settings.rewards import RewardConfig
+from actors.settings.tool_chat import ToolsConfig
 from bus.config import MOST_KEPT, Config
 from storage.weights.transport_config import RelayConfig
 

@@ -5,10 +5,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from actors.gateway.config import GatewayConfig
-from actors.own_python import with_own_python
-from actors.programs.config import IsolationConfig
-from actors.rewards.config import RewardConfig
+from actors.settings.gateway import GatewayConfig
+from actors.settings.programs import IsolationConfig, with_own_python
+from actors.settings.rewards import RewardConfig
 
 POSTED = "posted"
 """Name of the reward that a program posts."""

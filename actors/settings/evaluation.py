@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from actors.rewards.config import EndpointConfig
+from actors.settings.rewards import EndpointConfig
 from bus.config import Config
 
 EvaluationEngine = Literal["own", "rollout", "none"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.tools.config import SandboxConfig
+from actors.settings.tools import SandboxConfig
 from bus.config import Config
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -4,9 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.environments.agent_config import refuse_unusable_rewards
-from actors.gateway.config import GatewayConfig
-from actors.rewards.config import RewardConfig
+from actors.settings.agents import refuse_unusable_rewards
+from actors.settings.gateway import GatewayConfig
+from actors.settings.rewards import RewardConfig
 
 
 class ClientsConfig(RewardConfig):

@@ -1,11 +1,11 @@
 """Settings of the environment of solvers, rewriters and a selector. Loads without torch."""
 
+from string import Formatter
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.environments.answer_letters import refuse_template
-from actors.rewards.config import RewardConfig
+from actors.settings.rewards import RewardConfig
 
 DRAFTS = "{prompt} drafts {answers}"
 CHOICES = "{prompt} which {answers}"
@@ -53,3 +53,16 @@ class PanelConfig(RewardConfig):
                 "group_reward is not for type=panel, whose agents have rewards of their own: leave it out"
             )
         return self
+
+
+def refuse_template(name: str, template: str, *, allowed: frozenset[str]) -> None:
+    """Raise ValueError for a template that cannot be filled in, lacks `{answers}` or has other fields."""
+    try:
+        found = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
+    except ValueError as error:
+        raise ValueError(f"{name}={template!r} cannot be filled in: {error}") from error
+    if "answers" not in found or found - allowed:
+        others = "".join(f", and may contain {{{field}}}" for field in sorted(allowed - {"answers"}))
+        raise ValueError(
+            f"{name}={template!r} must contain {{answers}}{others}; other braces are written twice"
+        )

@@ -1,12 +1,17 @@
-"""Settings of how an agent's program is kept from the actor, the host and other episodes. Loads without
-torch."""
+"""Settings of programs that an actor starts: their command lines, and how they are kept from the actor, the
+host and other episodes. Loads without torch."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from bus.config import Config
+
+OWN_PYTHON = "{python}"
+"""The word of a command that stands for the Python that runs Sluice."""
 
 
 class IsolationConfig(Config):
@@ -46,3 +51,8 @@ class IsolationConfig(Config):
 
     file_mb: int = Field(4096, ge=1)
     """Largest file that a program may write, in MiB, and the size of its /tmp, which is kept in memory."""
+
+
+def with_own_python(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with that Python in the place of `{python}`."""
+    return [sys.executable if word == OWN_PYTHON else word for word in words]
