@@ -6,8 +6,10 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.environments.base import Environment, Episode, FailedEpisode, Task
+from actors.environments.base import Environment
 from actors.environments.choice import DEFAULT, EnvironmentChoice, chosen_environment
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.task import Task
 from actors.rewards.base import BudgetSpentError, InvalidRewardError
 from bus.actor_counters import FAILED_EPISODES
 from bus.actor_counters import failed_by

@@ -8,7 +8,7 @@ from numbers import Real
 
 import structlog
 
-from actors.environments.base import Episode, FailedEpisode
+from actors.episodes.episode import Episode, FailedEpisode
 from bus.codec import Json
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 
-from actors.environments.base import AgentTrajectory, Episode, FailedEpisode
+from actors.episodes.episode import AgentTrajectory, Episode, FailedEpisode
 from actors.further_policies.held_lease import HeldLease
 from actors.policy.rollout_turns import SampledTurn
 from actors.rewards.group_filters import EpisodeSize

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from actors.environments.base import AgentTrajectory
 from bus.actor_counters import SampledCounts
+from actors.episodes.episode import AgentTrajectory
 
 
 def sampled_counts(trajectories: Iterable[AgentTrajectory]) -> SampledCounts:

@@ -11,18 +11,12 @@ import structlog
 
 from actors.account import ActorAccount
 from actors.environment_failures import EnvironmentFailures
-from actors.environments.base import (
-    Environment,
-    Episode,
-    EpisodeError,
-    FailedEpisode,
-    RunsOnDemand,
-    ScoresGroups,
-    Task,
-    raised_by_environment,
-)
+from actors.environments.base import Environment, RunsOnDemand, ScoresGroups
 from actors.episode_ends import EpisodeEnds
 from actors.episode_metrics import EpisodeMetrics
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.errors import EpisodeError, ToolError, raised_by_environment
+from actors.episodes.task import Task
 from actors.further_policies.leases import FurtherLeases, held_leases
 from actors.further_policies.participation import Participation
 from actors.group import Group
@@ -35,7 +29,6 @@ from actors.rewards.base import RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.sampled_counts import sampled_counts
 from actors.settings.groups import RetriesConfig
-from actors.tools.base import ToolError
 from actors.weights.follow import PolicyFollower
 from bus.actor_counters import SampledCounts
 from bus.connection import Bus

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from actors.engines.base import ChatReply, Generation, GenerationRequest, Sampling
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage
 from actors.rewards.base import RewardError
 from actors.rewards.endpoint import Endpoint
 from bus.errors import EngineError, RequestRefusedError

@@ -15,8 +15,10 @@ from actors.environments.agent_program import (
     program_variables,
 )
 from actors.environments.answer_scoring import AnswerScoring
-from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
 from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session

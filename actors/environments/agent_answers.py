@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from actors.environments.answer_scoring import answer_to
-from actors.environments.base import Task
+from actors.episodes.task import Task
 from actors.policy.messages import Completion
 from actors.rewards.base import RewardError, Scored
 from actors.rewards.scoring import RewardChoice, Scorer

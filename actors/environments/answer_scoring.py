@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Self
 
-from actors.environments.base import Episode, FailedEpisode, Task
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.task import Answer, Task
 from actors.policy.policy import Policy
-from actors.rewards.base import Answer, RewardError, Scored
+from actors.rewards.base import RewardError, Scored
 from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from actors.settings.rewards import RewardConfig

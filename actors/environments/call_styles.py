@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage
 from actors.policy.messages import Completion, ToolCallError
 from actors.tools.base import Arguments, Tool, ToolResult
 from bus.errors import ConfigError

@@ -4,15 +4,10 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from actors.environments.base import (
-    CallsRewards,
-    Environment,
-    Episode,
-    EpisodeError,
-    FailedEpisode,
-    ScoresGroups,
-    Task,
-)
+from actors.environments.base import CallsRewards, Environment, ScoresGroups
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from actors.environments.agent_answers import lettered, names_of, number_of_letter, reward_now
-from actors.environments.base import ChatMessage, Episode, EpisodeError, Task
 from actors.environments.prompt_tools import refuse_tools
+from actors.episodes.episode import Episode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes

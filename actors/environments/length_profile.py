@@ -8,7 +8,8 @@ from math import ceil, exp
 from statistics import NormalDist
 from typing import Self
 
-from actors.environments.base import Episode, Task
+from actors.episodes.episode import Episode
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.length_profile import LengthProfileConfig, LogNormalLengths, RecordedLengths
 

@@ -18,9 +18,10 @@ from actors.environments.agent_program import (
     program_variables,
 )
 from actors.environments.answer_scoring import AnswerScoring
-from actors.environments.base import Episode, FailedEpisode, Task
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.session_episode import scoring_of
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.task import Task
 from actors.gateway.task_offers import Taker
 from actors.policy.policy import Policy
 from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner

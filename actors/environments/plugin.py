@@ -6,16 +6,10 @@ from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
-from actors.environments.base import (
-    Closable,
-    Environment,
-    Episode,
-    EpisodeError,
-    FailedEpisode,
-    HandsBackAtStop,
-    ScoresGroups,
-    Task,
-)
+from actors.environments.base import Closable, Environment, HandsBackAtStop, ScoresGroups
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import PluginEnvironmentConfig
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError

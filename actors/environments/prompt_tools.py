@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from actors.environments.base import EpisodeError, Task
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.settings.actors import EnvironmentConfig
 from actors.settings.debate import DebateConfig
 from actors.settings.games import GameConfig

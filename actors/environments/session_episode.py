@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from actors.environments.answer_scoring import AnswerScoring, answer_to
-from actors.environments.base import Episode, Task
+from actors.episodes.episode import Episode
+from actors.episodes.task import Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.session import Session
 from actors.policy.messages import Completion

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Self
 
 from actors.environments.answer_scoring import AnswerScoring, answer_to
-from actors.environments.base import Episode, FailedEpisode, Task
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer

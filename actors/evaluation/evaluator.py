@@ -10,7 +10,10 @@ from types import MappingProxyType
 import structlog
 
 from actors.engines.base import Engine, Sampling
-from actors.environments.base import Environment, Episode, Task, raised_by_environment
+from actors.environments.base import Environment
+from actors.episodes.episode import Episode
+from actors.episodes.errors import raised_by_environment
+from actors.episodes.task import Task
 from actors.evaluation.engines import EvaluationEngines
 from actors.evaluation.pass_at_k import pass_all, pass_at
 from actors.further_policies.engines import FurtherEngines

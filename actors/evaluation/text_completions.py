@@ -5,7 +5,7 @@ from itertools import count
 
 from actors.engines.base import ChatReply, Sampling
 from actors.engines.chat_endpoint import ChatEndpoint, Question, finish_reason, sampled_by
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage
 from actors.policy.chat_format import ChatFormat, Tokenizer
 from actors.policy.chat_messages import checked_messages
 from actors.settings.evaluation import ChatEndpointConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from actors.environments.base import ChatMessage
+from actors.episodes.task import ChatMessage
 from actors.policy.messages import Tool, ToolCall
 
 Finish = Literal["stop", "length", "tool_calls"]

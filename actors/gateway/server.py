@@ -13,7 +13,8 @@ from typing import TypeAlias
 import structlog
 from aiohttp import web
 
-from actors.environments.base import DEFAULT_AGENT, JSON
+from actors.episodes.episode import DEFAULT_AGENT
+from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT

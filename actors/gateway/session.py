@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import structlog
 
-from actors.environments.base import EpisodeError
+from actors.episodes.errors import EpisodeError
 from actors.gateway.exchange import Ask, Finish, Reply
 from actors.gateway.pins import pinned
 from actors.gateway.posted_reward import PostedReward

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 
-from actors.environments.base import Task
+from actors.episodes.task import Task
 from actors.gateway.refusal import RefusedError
 from actors.gateway.session import Session
 from bus.waiting import set_within

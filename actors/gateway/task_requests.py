@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from actors.environments.base import JSON, Task
+from actors.episodes.task import JSON, Task
 from actors.gateway.dialects.base import Body, parsed
 from actors.gateway.refusal import invalid
 from actors.gateway.task_offers import OwnTask

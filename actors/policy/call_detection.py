@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.policy.answers import AnswerReader
 from actors.policy.tool_calls import CALL_FORMATS, format_shown
 from bus.errors import ConfigError

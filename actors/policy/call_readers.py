@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.policy.literals import Reader, gemma_value, members, python_value
 from actors.policy.reading import (
     DECODER,

@@ -10,7 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import numpy as np
 import structlog
 
-from actors.environments.base import ChatMessage
+from actors.episodes.task import ChatMessage
 from actors.policy.answers import Answer, AnswerReader
 from actors.policy.call_detection import CallsFound, calls_found
 from actors.policy.chat_messages import (

@@ -6,7 +6,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeAlias
 
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage
 from actors.policy.messages import MessagesError, Tool, tool_name
 from actors.policy.shown_images import DIGESTS, ShownImages
 from storage.chats.template import as_object

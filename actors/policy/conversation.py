@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from actors.environments.base import ChatMessage
+from actors.episodes.task import ChatMessage
 from actors.policy.chat_messages import Fingerprint, checked_messages, own_fingerprint
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.policy.reading import NoCallError, past, skip
 
 GEMMA_QUOTE = '<|"|>'

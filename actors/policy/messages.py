@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage
 from bus.errors import SluiceError
 from bus.trajectory import FinishReason
 

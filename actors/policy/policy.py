@@ -13,7 +13,9 @@ import numpy as np
 
 from actors.engines.base import AnswersChats, Engine, Generation, GenerationRequest, Sampling
 from actors.engines.pieces import joined, next_piece
-from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage, EpisodeError
+from actors.episodes.episode import DEFAULT_AGENT, AgentTrajectory
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import ChatMessage
 from actors.further_policies.agents import policy_of
 from actors.further_policies.engines import FurtherEngines
 from actors.policy.answers import Answer

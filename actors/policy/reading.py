@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.policy.messages import Tool
 
 Parameters: TypeAlias = Mapping[str, Mapping[str, JSON]]

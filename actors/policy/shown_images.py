@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.policy.messages import MessagesError
 from bus.images import PlacedImage
 from storage.images.chat import NO_VISION, ImageChat

@@ -8,7 +8,7 @@ from itertools import takewhile
 import numpy as np
 
 from actors.engines.base import Generation, Sampling
-from actors.environments.base import AgentTrajectory, Fork
+from actors.episodes.episode import AgentTrajectory, Fork
 from actors.policy.conversation import Conversation
 from bus.errors import EngineError
 from bus.images import PlacedImage

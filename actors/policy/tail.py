@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage
 from actors.policy.messages import MessagesError, Tool
 
 Render: TypeAlias = Callable[[Sequence[ChatMessage], Sequence[Tool]], str]

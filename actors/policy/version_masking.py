@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.environments.base import AgentTrajectory
+from actors.episodes.episode import AgentTrajectory
 from bus.codec import Json
 
 

@@ -5,29 +5,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import Answer
 from bus.errors import SluiceError
-from bus.trajectory import FinishReason
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A finished answer, ready to be scored."""
-
-    task_id: str
-    messages: Sequence[ChatMessage]
-    """The prompt as a chat."""
-    text: str
-    """Text of the answer, without special tokens."""
-    finish_reason: FinishReason
-    label: str | None = None
-    """Expected answer of the task."""
-    metadata: Mapping[str, JSON] = field(default_factory=dict)
-    """Further fields of the task."""
-    token_count: int = 0
-    """Number of sampled tokens, special ones included."""
-    reward: float | None = None
-    """Reward that the answer has alone, where a group reward gives the final one; else None."""
+__all__ = [
+    "LATER", "Answer", "AnswerFaultError", "BudgetSpentError", "GroupReward", "InvalidRewardError", "Late",
+    "Later", "Result", "Reward", "RewardError", "Scored", "label_of", "without_working",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 import re
 from decimal import Decimal, InvalidOperation
 
-from actors.rewards.base import Answer, RewardError, Scored, label_of, without_working
+from actors.episodes.task import Answer
+from actors.rewards.base import RewardError, Scored, label_of, without_working
 
 LAST_CHARACTERS = 300
 """Characters at the end of a text in which its answer is looked for."""

@@ -11,7 +11,7 @@ import aiohttp
 import stamina
 import structlog
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.log_throttle import LogThrottle
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.settings.rewards import EndpointConfig

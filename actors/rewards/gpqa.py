@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 
-from actors.rewards.base import Answer, RewardError, label_of
+from actors.episodes.task import Answer
+from actors.rewards.base import RewardError, label_of
 from actors.rewards.final_text import last_boxed, without_reasoning
 
 LETTERS = ascii_uppercase[:10]

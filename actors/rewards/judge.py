@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import structlog
 
-from actors.environments.base import JSON
-from actors.rewards.base import Answer, AnswerFaultError, RewardError, Scored
+from actors.episodes.task import JSON, Answer
+from actors.rewards.base import AnswerFaultError, RewardError, Scored
 from actors.rewards.endpoint import Endpoint, RefusedError
 from actors.rewards.message_text import readable, text_of
 from actors.settings.rewards import RewardConfig

@@ -3,7 +3,8 @@
 import re
 from decimal import Decimal, InvalidOperation
 
-from actors.rewards.base import Answer, RewardError, label_of, without_working
+from actors.episodes.task import Answer
+from actors.rewards.base import RewardError, label_of, without_working
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 

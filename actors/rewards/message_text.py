@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from actors.environments.base import JSON, ChatMessage
+from actors.episodes.task import JSON, ChatMessage
 
 
 def text_of(content: JSON) -> str:

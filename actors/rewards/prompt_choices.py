@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from actors.environments.base import Task
-from actors.rewards.base import Answer, RewardError
+from actors.episodes.task import Answer, Task
+from actors.rewards.base import RewardError
 from actors.rewards.code.given_tests import BadTestsError, read_tests
 from actors.rewards.math_answer import wanted_expression
 from actors.rewards.reasoning_gym import entry_of

@@ -2,9 +2,10 @@
 
 import asyncio
 
+from actors.episodes.task import Answer
 from actors.rewards import reasoning_gym_verifier
 from actors.rewards.answer_faults import verified
-from actors.rewards.base import Answer, RewardError
+from actors.rewards.base import RewardError
 from actors.rewards.message_text import text_of
 from actors.rewards.verifier_processes import VerifierProcesses
 from actors.settings.rewards import RewardConfig

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from numbers import Real
 
-from actors.environments.base import JSON
-from actors.rewards.base import LATER, Answer, InvalidRewardError, Result, Scored
+from actors.episodes.task import JSON, Answer
+from actors.rewards.base import LATER, InvalidRewardError, Result, Scored
 from actors.rewards.endpoint import Endpoint
 from actors.settings.rewards import RewardConfig
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.environments.base import Task
+from actors.episodes.task import Answer, Task
 from actors.policy.chat_format import ChatFormat
-from actors.rewards.base import Answer, RewardError, Scored
+from actors.rewards.base import RewardError, Scored
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from bus.errors import ConfigError
 from bus.messages import Prompt

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from actors.rewards.base import Answer, RewardError
+from actors.episodes.task import Answer
+from actors.rewards.base import RewardError
 from actors.rewards.endpoint import TransientError
 from actors.rewards.scoring import GroupScorer, Scorer
 from actors.settings.rewards import RewardConfig

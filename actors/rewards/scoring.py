@@ -5,16 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from actors.environments.base import Closable
-from actors.rewards.base import (
-    LATER,
-    Answer,
-    GroupReward,
-    InvalidRewardError,
-    Late,
-    Reward,
-    RewardError,
-    Scored,
-)
+from actors.episodes.task import Answer
+from actors.rewards.base import LATER, GroupReward, InvalidRewardError, Late, Reward, RewardError, Scored
 from actors.rewards.call_times import CallTimes
 from actors.rewards.calls import BoundedCalls
 from actors.rewards.registry import CONFIGURED, REWARDS, load_group_reward, load_reward

@@ -4,7 +4,8 @@ import re
 import string
 from collections import Counter
 
-from actors.rewards.base import Answer, RewardError, label_of
+from actors.episodes.task import Answer
+from actors.rewards.base import RewardError, label_of
 from actors.rewards.final_text import without_reasoning
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.environments.base import JSON
-from bus.errors import SluiceError
+from actors.episodes.errors import ToolError
+from actors.episodes.task import JSON
+
+__all__ = ["Arguments", "Tool", "ToolError", "ToolResult", "function_schema"]
 
 Arguments = Mapping[str, JSON]
 """Arguments of a call, by name, as its JSON had them."""
@@ -18,10 +20,6 @@ class ToolResult:
     text: str
     failed: bool = False
     """True where the call was wrong, such as a division by zero: the model reads why, and it is counted."""
-
-
-class ToolError(SluiceError):
-    """What a tool depends on failed, through no fault of the model: this rollout has no reward."""
 
 
 class Tool(Protocol):

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.tools.base import Arguments, ToolResult
 
 Number: TypeAlias = int | float

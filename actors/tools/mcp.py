@@ -17,10 +17,11 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent, Tool
 
-from actors.environments.base import JSON
+from actors.episodes.errors import ToolError
+from actors.episodes.task import JSON
 from actors.settings.programs import with_own_python
 from actors.settings.tools import McpConfig
-from actors.tools.base import Arguments, ToolError, ToolResult
+from actors.tools.base import Arguments, ToolResult
 from bus.errors import ConfigError
 
 END_TIMEOUT_S = 10.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Self
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.settings.tools import PythonToolConfig
 from actors.tools.base import Arguments, ToolResult
 from actors.tools.sandbox.configured import configured_sandbox

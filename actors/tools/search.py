@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.settings.tools import SearchConfig
 from actors.tools.base import Arguments, ToolResult
 from actors.tools.output import shortened

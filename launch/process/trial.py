@@ -16,8 +16,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.base import Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.environments.base import AgentTrajectory, Environment, Episode, RunsOnDemand, Task
+from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.build import built_environment
+from actors.episodes.episode import AgentTrajectory, Episode
+from actors.episodes.task import Task
 from actors.policy.chat_format import Tokenizer
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy

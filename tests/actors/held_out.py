@@ -7,7 +7,7 @@ from dataclasses import replace
 from safetensors.torch import save
 
 from actors.engines.base import Sampling
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.evaluation.evaluator import Evaluator
 from actors.further_policies.engines import FurtherEngines
 from actors.weights.follow import PolicyFollower

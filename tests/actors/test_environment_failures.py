@@ -4,9 +4,11 @@ import pytest
 
 from actors import environment_failures
 from actors.environment_failures import EnvironmentFailures
-from actors.environments.base import EpisodeError, FailedEpisode, Task
 from actors.environments.choice import EnvironmentChoice
 from actors.environments.single_turn import SingleTurn
+from actors.episodes.episode import FailedEpisode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.rewards.scoring import Scorer
 from actors.settings.groups import FailureLimitsConfig

@@ -6,9 +6,9 @@ from structlog.testing import capture_logs
 
 from actors import episode_metrics
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode, FailedEpisode
 from actors.environments.single_turn import SingleTurn
 from actors.episode_metrics import EpisodeMetrics
+from actors.episodes.episode import Episode, FailedEpisode
 from actors.rewards.scoring import Scorer
 from tests.actors.test_worker import GROUPS, Actor, answer_with
 from tests.factories import make_lease

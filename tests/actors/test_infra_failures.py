@@ -11,10 +11,10 @@ import pytest
 from scipy import stats
 
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode, FailedEpisode
 from actors.environments.plugin import PluginEnvironment
 from actors.environments.single_turn import SingleTurn
 from actors.episode_ends import EpisodeEnds
+from actors.episodes.episode import Episode, FailedEpisode
 from actors.group import Group
 from actors.policy.strand import Call
 from actors.rewards.base import LATER, BudgetSpentError, RewardError, Scored

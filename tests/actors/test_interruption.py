@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.settings.groups import InterruptionConfig
 from actors.worker import Worker
 from bus.codec import encode

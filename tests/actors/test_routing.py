@@ -13,7 +13,7 @@ from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.settings import server_settings
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.group import Group
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig

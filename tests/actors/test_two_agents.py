@@ -7,7 +7,7 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower

@@ -19,8 +19,8 @@ from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.settings import interpreter
-from actors.environments.base import ChatMessage
 from actors.environments.single_turn import SingleTurn
+from actors.episodes.task import ChatMessage
 from actors.policy.messages import Tool
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter

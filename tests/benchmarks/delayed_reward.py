@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from actors.environments.base import ChatMessage, Episode, Task
+from actors.episodes.episode import Episode
+from actors.episodes.task import ChatMessage, Task
 from actors.policy.policy import Policy
 from bus.codec import Json
 from bus.config import Config

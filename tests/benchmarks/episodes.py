@@ -19,7 +19,8 @@ import uvloop
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import ChatMessage, Episode, Task
+from actors.episodes.episode import Episode
+from actors.episodes.task import ChatMessage, Task
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower

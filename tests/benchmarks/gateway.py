@@ -16,7 +16,7 @@ import uvloop
 
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import ChatMessage
+from actors.episodes.task import ChatMessage
 from actors.gateway.server import Gateway
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig

@@ -16,13 +16,13 @@ import torch
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
 from actors.environments.build import build_environment
+from actors.episodes.errors import ToolError
+from actors.episodes.task import Answer, Task
 from actors.policy.policy import Policy
-from actors.rewards.base import Answer
 from actors.rewards.group_filters import load_filter
 from actors.settings.actors import PluginEnvironmentConfig
-from actors.tools.base import ToolError, ToolResult
+from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
 from bus.config import BusConfig
 from bus.connection import Bus

@@ -1,6 +1,6 @@
 """A reward for long answers: random weights give answers of every length, so there is something to learn."""
 
-from actors.rewards.base import Answer
+from actors.episodes.task import Answer
 
 LONGEST = 40
 

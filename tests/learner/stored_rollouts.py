@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.embedded.decoder import BatchedDecoder
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.group import Group
 from actors.policy.strand import Call, Strand
 from bus.codec import decode, encode

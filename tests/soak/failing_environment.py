@@ -5,16 +5,11 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, Field
 
-from actors.environments.base import (
-    Closable,
-    Environment,
-    Episode,
-    EpisodeError,
-    FailedEpisode,
-    ScoresGroups,
-    Task,
-)
+from actors.environments.base import Closable, Environment, ScoresGroups
 from actors.environments.build import build_environment
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.settings.actors import EnvironmentConfig

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
-from actors.environments.base import Episode, Task
 from actors.environments.length_profile import LengthProfile
+from actors.episodes.episode import Episode
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.length_profile import LengthProfileConfig, RecordedLengths
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from actors.environments.base import Task
+from actors.episodes.task import Task
 
 
 class Game(Protocol):

@@ -7,10 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import ParamSpec, Self, TypeVar
 
-from actors.environments.base import ChatMessage, Episode, EpisodeError, Task
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
 from actors.environments.games.build import game_start
 from actors.environments.prompt_tools import refuse_tools
+from actors.episodes.episode import Episode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import ChatMessage, Task
 from actors.policy.policy import Policy
 from actors.settings.games import SCRIPTED, SELF, GameConfig
 from bus.errors import RequestRefusedError

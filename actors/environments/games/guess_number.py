@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from actors.environments.base import EpisodeError, Task
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 
 
 class GuessNumberPlay:

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from actors.environments.base import EpisodeError, Task
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 
 START = re.compile(r"(\d{1,4}) (\d{1,4})\s*$")
 

@@ -2,7 +2,7 @@
 
 from hashlib import blake2b
 
-from actors.environments.base import Task
+from actors.episodes.task import Task
 
 SEED = "seed"
 """Field of a prompt's metadata that names its seed."""

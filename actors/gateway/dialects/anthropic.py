@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from actors.environments.base import ChatMessage
+from actors.episodes.task import ChatMessage
 from actors.gateway.dialects.base import (
     MOST_STOPS,
     Body,

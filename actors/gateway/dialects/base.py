@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 from actors.gateway.exchange import Ask, Reply
 from actors.gateway.refusal import RefusedError, invalid
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.environments.base import JSON
+from actors.episodes.task import JSON
 
 FIELD = "tests"
 """Field of a prompt's metadata that holds its tests; without it they are the label, as JSON."""

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from actors.episodes.errors import ToolError
+from actors.episodes.task import Answer
 from actors.rewards.answer_faults import HostFaultError, verified
-from actors.rewards.base import Answer, RewardError
+from actors.rewards.base import RewardError
 from actors.rewards.code.given_tests import BadTestsError, CallTest, GivenTests, InputTest, read_tests
 from actors.rewards.code.program_text import program_in, same_output
 from actors.settings.rewards import RewardConfig
-from actors.tools.base import ToolError
 from actors.tools.sandbox.configured import configured_sandbox
 from actors.tools.sandbox.sandbox import Ran
 

@@ -4,8 +4,8 @@
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 
-from actors.environments.base import JSON
-from actors.rewards.base import Answer, RewardError, Scored
+from actors.episodes.task import JSON, Answer
+from actors.rewards.base import RewardError, Scored
 from actors.rewards.final_text import without_reasoning
 from actors.rewards.instructions import form, words
 

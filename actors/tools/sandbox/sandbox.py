@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import BinaryIO, Literal, NamedTuple, cast
 
-from actors.tools.base import ToolError
+from actors.episodes.errors import ToolError
 from actors.tools.output import decoded
 from actors.tools.sandbox.limits import Limits
 from actors.tools.sandbox.sealed_file import sealed_file

@@ -10,8 +10,10 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments import clients
-from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.clients import ClientsEnvironment
+from actors.episodes.episode import Episode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.settings.clients import ClientsConfig

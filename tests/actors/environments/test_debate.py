@@ -7,8 +7,10 @@ from pydantic import ValidationError
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Environment, EpisodeError, Task
+from actors.environments.base import Environment
 from actors.environments.build import build_environment
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.settings.actors import ActorsConfig

@@ -8,10 +8,12 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
 from actors.environments.build import built_environment
 from actors.environments.choice import EnvironmentChoice
 from actors.environments.prompt_choices import refuse_unknown_choices
+from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.settings.actors import ActorsConfig

@@ -8,9 +8,12 @@ import pytest
 
 from actors.engines.base import Engine, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Environment, Episode, EpisodeError, Task
+from actors.environments.base import Environment
 from actors.environments.build import build_environment, built_environment
 from actors.environments.single_turn import SingleTurn
+from actors.episodes.episode import Episode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring import Scorer

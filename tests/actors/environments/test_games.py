@@ -9,10 +9,12 @@ from pydantic import ValidationError
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Environment, EpisodeError, Task
+from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.environments.games.guess_number import GuessNumberPlay
 from actors.environments.games.nim import NimPlay
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.games import GameConfig, GymnasiumGame, Nim, PluginGame, TextArenaGame

@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.sglang.request_bodies import request_body
-from actors.environments.base import Environment, Task
+from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.environments.length_profile import LengthProfile, length_at
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.length_profile import LengthProfileConfig, LogNormalLengths, RecordedLengths
 

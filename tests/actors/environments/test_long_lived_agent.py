@@ -12,9 +12,11 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments import clients, long_lived_agent
-from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.environments.long_lived_agent import LongLivedAgent
+from actors.episodes.episode import Episode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
 from actors.worker import end_after

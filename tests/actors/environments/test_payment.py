@@ -13,8 +13,10 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
-from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
+from actors.episodes.episode import Episode
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.programs import hidden
 from actors.programs.runner import ProgramRunner

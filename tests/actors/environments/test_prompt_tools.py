@@ -2,9 +2,10 @@
 
 import pytest
 
-from actors.environments.base import EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.environments.prompt_choices import refuse_unknown_choices
+from actors.episodes.errors import EpisodeError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from bus.errors import ConfigError

@@ -13,16 +13,17 @@ from transformers import PreTrainedTokenizerFast
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.answer_scoring import AnswerScoring
-from actors.environments.base import EpisodeError, Task
 from actors.environments.build import build_environment, check_environment
 from actors.environments.tools import ToolChat
+from actors.episodes.errors import EpisodeError, ToolError
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring import Scorer
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import AgentConfig
 from actors.settings.tool_chat import ToolsConfig
-from actors.tools.base import ToolError, ToolResult
+from actors.tools.base import ToolResult
 from actors.tools.calculator import Calculator
 from actors.worker import end_after
 from bus.errors import ConfigError, RequestRefusedError

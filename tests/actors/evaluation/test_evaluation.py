@@ -7,7 +7,7 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.evaluation import engines as evaluation_engines
 from actors.evaluation.engines import RolloutEngines
 from bus.errors import EngineError, EngineLostError, HandBackError

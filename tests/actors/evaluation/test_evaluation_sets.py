@@ -3,7 +3,7 @@
 import pytest
 
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.evaluation.engines import OwnEngine, RolloutEngines
 from bus.codec import decode, encode
 from bus.errors import SchemaError

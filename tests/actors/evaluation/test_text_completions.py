@@ -7,8 +7,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
 from actors.environments.build import build_environment
+from actors.episodes.task import Task
 from actors.evaluation.engines import OwnEngine
 from actors.evaluation.text_completions import chat_endpoints
 from actors.policy.policy import Policy

@@ -8,7 +8,8 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode, EpisodeError
+from actors.episodes.episode import Episode
+from actors.episodes.errors import EpisodeError
 from actors.further_policies import participation
 from actors.further_policies.agents import policy_of
 from actors.further_policies.engines import FurtherEngines

@@ -15,7 +15,8 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
-from actors.environments.base import AgentTrajectory, Task
+from actors.episodes.episode import AgentTrajectory
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
 from tests.actors.gateway.served import TOKENIZER, encoded, script

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
 from actors.environments.build import build_environment
+from actors.episodes.task import Task
 from actors.opponents import opponents as opponents_module
 from actors.opponents.opponents import Opponents, opponent_engine
 from actors.opponents.weights import PublishedWeights, manifest_at

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Fork
+from actors.episodes.episode import Fork
 from actors.policy import chat_messages
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from actors import group
 from actors.engines.base import ChatReply, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from storage.images.chat import ImageChat

@@ -7,7 +7,7 @@ import pytest
 
 from actors.engines.base import Generation, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import AgentTrajectory, Episode
+from actors.episodes.episode import AgentTrajectory, Episode
 from actors.group import Group
 from actors.policy.policy import Policy
 from actors.policy.version_masking import Masking, without_older_kv, without_older_versions

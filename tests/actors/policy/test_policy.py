@@ -8,7 +8,8 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import EpisodeError, Fork
+from actors.episodes.episode import Fork
+from actors.episodes.errors import EpisodeError
 from actors.policy.policy import Policy
 from actors.settings.actors import SamplingConfig
 from bus.trajectory import Turn

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from actors.engines.base import Generation, Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode
+from actors.episodes.episode import Episode
 from actors.group import Group
 from actors.policy.policy import Policy
 from actors.settings.engines import EmbeddedEngineConfig

@@ -1,6 +1,6 @@
 """Answers to score."""
 
-from actors.rewards.base import Answer
+from actors.episodes.task import Answer
 
 
 def answer(text: str = "", label: str | None = "42", **more) -> Answer:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from actors.environments.base import Task
+from actors.episodes.task import Task
 from actors.gateway.task_requests import described
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rewards.base import Answer, RewardError
+from actors.episodes.task import Answer
+from actors.rewards.base import RewardError
 from actors.rewards.registry import REWARDS, load_reward
 from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError

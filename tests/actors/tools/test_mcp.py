@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.episodes.errors import ToolError
 from actors.settings.tools import McpConfig
 from actors.tools import mcp
-from actors.tools.base import ToolError, ToolResult
+from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from actors.tools.base import ToolError
+from actors.episodes.errors import ToolError
 from actors.tools.sandbox import sandbox as actor_side
 from actors.tools.sandbox.limits import Limits
 from actors.tools.sandbox.sandbox import Sandbox

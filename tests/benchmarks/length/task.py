@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from actors.rewards.base import Answer, label_of
+from actors.episodes.task import Answer
+from actors.rewards.base import label_of
 from bus.codec import Json
 from storage.disk.atomic_files import make_directory, write_file
 

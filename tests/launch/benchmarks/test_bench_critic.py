@@ -7,7 +7,7 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from benchmarks.critic import OBJECTIVES, Plan, configuration, figures_of, report, table
 from benchmarks.delayed_reward import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.rewards.base import Answer
+from actors.episodes.task import Answer
 from benchmarks.length import bench as bench_of_length
 from benchmarks.length.bench import measure_cells, write_report
 from benchmarks.length.cell_run import base_settings, digest, settings_of

@@ -4,8 +4,8 @@ from collections import Counter
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
 from actors.environments.plugin import plugin_environment
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import PluginEnvironmentConfig
 from soak.failing_environment import FAILURES

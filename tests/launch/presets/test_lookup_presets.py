@@ -8,8 +8,8 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
 from actors.environments.build import build_environment
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from bus.errors import ConfigError
 from launch.config import preset, resolve

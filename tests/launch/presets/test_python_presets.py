@@ -7,8 +7,8 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
 from actors.environments.build import build_environment
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from launch.config import preset, resolve
 from learner.initial.scratch_model import character_tokenizer

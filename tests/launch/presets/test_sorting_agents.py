@@ -7,7 +7,9 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Environment, Episode, Task
+from actors.environments.base import Environment
+from actors.episodes.episode import Episode
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from launch.config import preset, resolve
 from soak.failing_environment import FAILURES, FailingEnvironment

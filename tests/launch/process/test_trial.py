@@ -10,8 +10,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Task
 from actors.environments.tools import ToolChat
+from actors.episodes.task import Task
 from actors.settings.tool_chat import ToolsConfig
 from bus.errors import ConfigError
 from launch.config import resolve

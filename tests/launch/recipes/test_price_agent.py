@@ -8,8 +8,9 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Environment, Task
+from actors.environments.base import Environment
 from actors.environments.build import built_environment
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from launch.config import resolve
 from launch.recipes.agent import prompts

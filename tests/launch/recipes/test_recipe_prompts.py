@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import pytest
 
-from actors.rewards.base import Answer, Scored
+from actors.episodes.task import Answer
+from actors.rewards.base import Scored
 from actors.rewards.registry import REWARDS
 from actors.tools.calculator import evaluated
 from launch.config import resolve

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from actors.engines.base import Engine, Generation, GenerationRequest, Sampling
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine
-from actors.environments.base import AgentTrajectory, Task
 from actors.environments.build import build_environment
+from actors.episodes.episode import AgentTrajectory
+from actors.episodes.task import Task
 from actors.evaluation.dedicated import beside_rollouts, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
 from actors.policy.policy import Policy
