@@ -4,25 +4,25 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from actors.counters import report_end, report_metrics
-from actors.engine_report import EngineReport
 from actors.engine_start import Startable
 from actors.engines.fleet.engine_admin import EngineAdmin
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
-from actors.environment_report import environment_report, idle_text
+from actors.engines.fleet.shared_servers import SharedServers
 from actors.environments.base import Environment
 from actors.evaluation.engines import OwnEngine
 from actors.evaluation.evaluator import Evaluator
-from actors.first_policy import actor_name
-from actors.further_policies.further_policy import FurtherPolicy
-from actors.further_policies.shared_servers import SharedServers
-from actors.opponents.opponents import Opponents
+from actors.metrics.counters import report_end, report_metrics
+from actors.metrics.engine_report import EngineReport
+from actors.metrics.environment_report import environment_report, idle_text
+from actors.other_policies.further_policy import FurtherPolicy
+from actors.other_policies.opponents import Opponents
+from actors.rollouts.worker import Worker
 from actors.run_end import stop_when_done
 from actors.settings.actors import ActorsConfig
+from actors.weights.first_policy import actor_name
 from actors.weights.follow import PolicyFollower
 from actors.weights.probe import ProbeCheck
-from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.status import report_status

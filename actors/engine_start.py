@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 from actors.engines.fleet.fleet import Fleet
 from actors.evaluation.engines import OwnEngine
-from actors.first_policy import actor_name
-from actors.further_policies.further_policy import FurtherPolicy
-from actors.opponents.opponents import Opponents
+from actors.other_policies.further_policy import FurtherPolicy
+from actors.other_policies.opponents import Opponents
+from actors.weights.first_policy import actor_name
 from bus.connection import Bus
 from bus.connection.status import report_status
 

@@ -11,42 +11,42 @@ from pathlib import Path
 import structlog
 from transformers import AutoTokenizer
 
-from actors.account import ActorAccount
 from actors.actor import Actor, Engines
-from actors.colocation import DeviceSharing, able_to_release
 from actors.engine_start import started
 from actors.engines.base import Engine, Sampling
-from actors.engines.build import engine_builds, refuse_unfit_model
+from actors.engines.fleet.build import engine_builds, refuse_unfit_model
+from actors.engines.fleet.colocation import DeviceSharing, able_to_release
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, config_of_joining
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
-from actors.engines.gpu_plan import gpu_plan
+from actors.engines.fleet.gpu_plan import gpu_plan
+from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.sglang.kernel_versions import learners_kernels
-from actors.environment_failures import EnvironmentFailures
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
-from actors.evaluation.actor import EvaluatingActor
+from actors.evaluating_actor import EvaluatingActor
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, refuse_unfit_servers
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.evaluation.evaluator import Evaluator
 from actors.evaluation.text_completions import chat_endpoints
-from actors.first_policy import actor_name, first_policy
-from actors.further_policies.engines import FurtherEngines
-from actors.further_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener
-from actors.further_policies.shared_servers import SharedServers, shared_servers
-from actors.lease_admission import LeaseAdmission
-from actors.opponents.opponents import Opponents
+from actors.other_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener, shared_servers
+from actors.other_policies.opponents import Opponents
 from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
+from actors.policy.further_engines import FurtherEngines
 from actors.policy.policy import Policy
 from actors.policy.sampling_masks import told_by
 from actors.policy.version_masking import Masking
 from actors.rewards.group_filters import GroupFilter, load_filter
+from actors.rollouts.account import ActorAccount
+from actors.rollouts.environment_failures import EnvironmentFailures
+from actors.rollouts.lease_admission import LeaseAdmission
+from actors.rollouts.worker import Worker
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EngineConfig, refuse_inexact
+from actors.weights.first_policy import actor_name, first_policy
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
-from actors.worker import Worker
 from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.connection.reporting_rate import follow_pace

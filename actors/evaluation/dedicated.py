@@ -7,10 +7,10 @@ from pathlib import Path
 import structlog
 
 from actors.engines.base import Engine
-from actors.engines.build import engine_builds, evaluation_engine, refuse_other_angles
+from actors.engines.fleet.build import engine_builds, evaluation_engine, refuse_other_angles
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.fleet.fleet import Fleet
-from actors.engines.gpu_plan import gpu_plan
+from actors.engines.fleet.gpu_plan import gpu_plan
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EngineConfig, SglangEngineConfig
 from actors.weights.follow import fetch_state

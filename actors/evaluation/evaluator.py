@@ -16,8 +16,8 @@ from actors.episodes.errors import raised_by_environment
 from actors.episodes.task import Task
 from actors.evaluation.engines import EvaluationEngines
 from actors.evaluation.pass_at_k import pass_all, pass_at
-from actors.further_policies.engines import FurtherEngines
 from actors.policy.chat_format import Tokenizer
+from actors.policy.further_engines import FurtherEngines
 from actors.policy.policy import Policy
 from actors.settings.groups import InterruptionConfig
 from bus.codec import decode, encode

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from actors.engines.base import ChatReply, Sampling
-from actors.engines.chat_endpoint import ChatEndpoint, Question, finish_reason, sampled_by
 from actors.episodes.task import JSON, ChatMessage
+from actors.evaluation.chat_endpoint import ChatEndpoint, Question, finish_reason, sampled_by
 from actors.policy.chat_format import ChatFormat, Tokenizer
 from actors.policy.chat_messages import checked_messages
 from actors.settings.evaluation import ChatEndpointConfig

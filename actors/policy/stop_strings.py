@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from actors.engines.base import Generation, GenerationRequest
-from actors.engines.pieces import joined, next_piece
+from actors.engines.continued_generation import joined, next_piece
 from bus.errors import RequestRefusedError
 
 FIRST_PIECE = 64

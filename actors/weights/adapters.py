@@ -1,11 +1,14 @@
 """Makes weights for engines of frozen ones and their low-rank adapters (arXiv:2106.09685), with lengths of
 rows of their own (arXiv:2402.09353) or without: whole ones, which any engine takes, or both side by side."""
 
+import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,7 +16,9 @@ from xxhash import xxh3_128_digest
 
 from actors.weights.torch_tensors import torch_tensor
 from bus.errors import StorageError
+from bus.messages import BlobRef
 from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
+from storage.weights.blob_sources import BlobSource
 from storage.weights.tensors import HostTensor, NewWords, Weights, in_order
 
 SMALLEST_NORM = 1e-30
@@ -96,3 +101,29 @@ def _merged(scale: float, like: NewWords, one: _Adapted) -> HostTensor:
     result = HostTensor(one.weight.dtype, one.weight.shape, like(one.weight.words))
     torch_tensor(result).copy_(whole)
     return result
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The base that was fetched last from one source."""
+
+    digest: str
+    weights: Weights
+
+
+_bases: WeakKeyDictionary[BlobSource, _Base] = WeakKeyDictionary()
+"""A process has a source for each policy: rollouts, evaluations and opponents share the base, which is as
+large as the model, and so do policies whose bases have the same bytes."""
+_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+
+async def base_weights(
+    source: BlobSource, ref: BlobRef, fetch: Callable[[BlobRef], Awaitable[Weights]]
+) -> Weights:
+    """Return the weights behind `ref`, which `fetch` brings unless some source brought the same bytes last.
+
+    Raises what `fetch` raises; then the next call fetches again."""
+    async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):  # two fetch it once
+        held = next((base for base in _bases.values() if base.digest == ref.digest), None)
+        _bases[source] = held or _Base(ref.digest, await fetch(ref))
+        return _bases[source].weights

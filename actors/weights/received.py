@@ -10,8 +10,7 @@ import structlog
 
 from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.changes import note
-from actors.weights.adapter_bases import base_weights
-from actors.weights.adapters import beside, merged_weights
+from actors.weights.adapters import base_weights, beside, merged_weights
 from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import AdaptedBase, BlobRef, DeltaRef, PolicyManifest
 from bus.process.process_tuning import return_freed_memory

@@ -45,8 +45,8 @@ from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import generate_task
 
 if TYPE_CHECKING:
-    from actors.further_policies.further_policy import FurtherSettings
     from learner.config.process_settings import LearnerSettings
+    from actors.other_policies.further_policy import FurtherSettings
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)
@@ -347,7 +347,7 @@ async def _further_policies(
     bus: Bus, config: RunConfig, overrides: dict[str, Any], stop: asyncio.Event, opened: AsyncExitStack
 ) -> "dict[str, FurtherSettings]":
     """Return what an actor needs to know of each further policy, with a connection as long as `opened`."""
-    from actors.further_policies.further_policy import FurtherSettings
+    from actors.other_policies.further_policy import FurtherSettings
     from actors.policy.sampling_masks import told_by
 
     found = {}

@@ -9,7 +9,7 @@ from safetensors.torch import save
 from actors.engines.base import Sampling
 from actors.episodes.episode import Episode
 from actors.evaluation.evaluator import Evaluator
-from actors.further_policies.engines import FurtherEngines
+from actors.policy.further_engines import FurtherEngines
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet

@@ -8,7 +8,7 @@ import pytest
 from actors.engines.on_policy import on_policy
 from actors.environments.base import Environment
 from actors.evaluation.dedicated import own_servers
-from actors.opponents.opponents import opponent_engine
+from actors.other_policies.opponents import opponent_engine
 from actors.service import ActorSettings, run_actors
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig

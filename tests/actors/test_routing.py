@@ -14,8 +14,8 @@ from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.request_bodies import request_body
 from actors.engines.sglang.settings import server_settings
 from actors.episodes.episode import Episode
-from actors.group import Group
 from actors.policy.policy import Policy
+from actors.rollouts.group import Group
 from actors.settings.actors import ActorsConfig
 from bus.codec import decode, encode
 from bus.errors import ConfigError, EngineError, SchemaError

@@ -8,8 +8,8 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.rollouts.worker import Worker
 from actors.weights.follow import PolicyFollower
-from actors.worker import Worker
 from bus.connection import Bus
 from learner.initial.scratch_model import character_tokenizer
 

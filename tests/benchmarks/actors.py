@@ -24,10 +24,10 @@ from actors.episodes.task import ChatMessage
 from actors.policy.messages import Tool
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.rollouts.worker import Worker
 from actors.settings.actors import SingleTurnConfig
 from actors.settings.engines import SglangEngineConfig
 from actors.weights.follow import PolicyFollower
-from actors.worker import Worker
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus

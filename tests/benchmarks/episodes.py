@@ -23,8 +23,8 @@ from actors.episodes.episode import Episode
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.rollouts.worker import Worker
 from actors.weights.follow import PolicyFollower
-from actors.worker import Worker
 from bus.codec import decode, encode
 from bus.config import BusConfig
 from bus.connection import Bus

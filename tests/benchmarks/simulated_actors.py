@@ -23,8 +23,8 @@ import structlog
 import uvloop
 from rich.console import Console
 
-from actors.counters import report_metrics
 from actors.engines.announced_version import Published
+from actors.metrics.counters import report_metrics
 from actors.weights.follow import PolicyFollower
 from benchmarks.replay_workload import Material
 from bus.codec import Json, encode

@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
 from actors.engines.base import Engine, GenerationRequest, Sampling
-from actors.engines.build import build_engine
 from actors.engines.embedded.engine import EmbeddedEngine
+from actors.engines.fleet.build import build_engine
 from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.engines.sglang.settings import interpreter
 from actors.settings.engines import EngineConfig

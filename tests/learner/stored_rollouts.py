@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.embedded.decoder import BatchedDecoder
 from actors.episodes.episode import Episode
-from actors.group import Group
 from actors.policy.strand import Call, Strand
+from actors.rollouts.group import Group
 from bus.codec import decode, encode
 from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.store.segments import Segment, write_segment

@@ -10,10 +10,10 @@ LEARNER = (
     "tests/learner/run/test_conclusion.py",
 )
 ACTORS = (
-    "tests/actors/test_redelivery.py",
-    "tests/actors/test_worker.py",
-    "tests/actors/test_worker_stop.py",
-    "tests/actors/test_lease_admission.py",
+    "tests/actors/rollouts/test_redelivery.py",
+    "tests/actors/rollouts/test_worker.py",
+    "tests/actors/rollouts/test_worker_stop.py",
+    "tests/actors/rollouts/test_lease_admission.py",
 )
 
 
@@ -127,7 +127,7 @@ MUTATIONS = (
         "actors/policy/strand.py",
         "versions[span] = generation.policy_versions",
         "versions[span] = np.max(generation.policy_versions, initial=0)",
-        ("tests/actors/policy", "tests/actors/test_interruption.py"),
+        ("tests/actors/policy", "tests/actors/rollouts/test_interruption.py"),
     ),
     Mutation(
         "the upper clip bounds from below too",
@@ -481,14 +481,14 @@ MUTATIONS = (
     ),
     Mutation(
         "an excused lease is not told to storage",
-        "actors/worker.py",
+        "actors/rollouts/worker.py",
         "await self._leases.ask(LeaseRequest(lease_id=lease.lease_id, excused=True), lease)",
         "pass",
         ACTORS,
     ),
     Mutation(
         "a settled lease is rolled out again",
-        "actors/leases.py",
+        "actors/rollouts/leases.py",
         ('                if state.state == "settled":\n                    return None\n'),
         "",
         ACTORS,

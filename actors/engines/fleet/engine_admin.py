@@ -12,9 +12,9 @@ from actors.engines.base import Engine
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
+from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.served_adapters import ServedAdapters
-from actors.further_policies.shared_servers import SharedServers
 from actors.settings.engines import EngineConfig, SglangEngineConfig
 from bus.codec import Message
 from bus.connection import Bus
@@ -101,7 +101,7 @@ class EngineAdmin:
         return [Done()]
 
     async def _join(self, url: str) -> None:
-        from actors.engines.build import refuse_unfit_model
+        from actors.engines.fleet.build import refuse_unfit_model
 
         if self._colocated:
             raise EngineError(
@@ -140,7 +140,7 @@ class EngineAdmin:
 
 
 def _build(config: SglangEngineConfig, model: Path, served: ServedAdapters | None) -> Build:
-    from actors.engines.build import build_engine
+    from actors.engines.fleet.build import build_engine
 
     no_log = Path()  # the server is not ours, and writes its own
     build: partial[Engine] = partial(build_engine, config, model, no_log, served=served)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
-from actors.engines.pieces import joined, next_piece
+from actors.engines.continued_generation import joined, next_piece
 from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from actors.gateway.posted_reward import PostedReward
 from actors.policy.policy import Policy
 from actors.programs.runner import ProgramRunner
 from actors.rewards.base import RewardError
+from actors.rollouts.worker import end_after
 from actors.settings.agents import AgentConfig
-from actors.worker import end_after
 from bus.errors import ConfigError, EngineError, HandBackError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy

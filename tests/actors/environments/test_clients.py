@@ -16,8 +16,8 @@ from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
+from actors.rollouts.worker import end_after
 from actors.settings.clients import ClientsConfig
-from actors.worker import end_after
 from bus.errors import HandBackError
 from tests.actors.gateway.served import TOKENIZER, encoded, script
 

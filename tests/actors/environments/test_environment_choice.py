@@ -16,10 +16,10 @@ from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
+from actors.rollouts.worker import Worker
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import AgentConfig
 from actors.weights.follow import PolicyFollower
-from actors.worker import Worker
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from learner.initial.scratch_model import character_tokenizer

@@ -18,8 +18,8 @@ from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
+from actors.rollouts.worker import end_after
 from actors.settings.agents import AgentConfig
-from actors.worker import end_after
 from bus.errors import ConfigError, HandBackError
 from tests.actors.gateway.served import TOKENIZER, script, until
 

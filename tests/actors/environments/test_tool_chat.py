@@ -20,12 +20,12 @@ from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring import Scorer
+from actors.rollouts.worker import end_after
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import AgentConfig
 from actors.settings.tool_chat import ToolsConfig
 from actors.tools.base import ToolResult
 from actors.tools.calculator import Calculator
-from actors.worker import end_after
 from bus.errors import ConfigError, RequestRefusedError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy

@@ -8,10 +8,10 @@ from aiohttp import web
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from actors.engines.chat_endpoint import ChatEndpoint
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
+from actors.evaluation.chat_endpoint import ChatEndpoint
 from actors.evaluation.engines import OwnEngine
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig

@@ -3,7 +3,7 @@
 import numpy as np
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest, Sampling
-from actors.engines.pieces import joined
+from actors.engines.continued_generation import joined
 from actors.policy.stop_strings import generate_until
 from bus.kept_sets import KeptSets
 

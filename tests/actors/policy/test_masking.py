@@ -8,9 +8,9 @@ import pytest
 from actors.engines.base import Generation, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import AgentTrajectory, Episode
-from actors.group import Group
 from actors.policy.policy import Policy
 from actors.policy.version_masking import Masking, without_older_kv, without_older_versions
+from actors.rollouts.group import Group
 from bus.trajectory import Turn
 from tests.factories import make_lease
 

@@ -18,8 +18,8 @@ from actors.engines.base import Generation, Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
-from actors.group import Group
 from actors.policy.policy import Policy
+from actors.rollouts.group import Group
 from actors.settings.engines import EmbeddedEngineConfig
 from tests.actors.policy.families import FAMILIES, Family
 from tests.actors.policy.test_conversations import UNSHRUNK, answers, retold, sampled

@@ -11,7 +11,7 @@ from actors.engines.base import Generation, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from actors.policy.rollout_turns import RolloutTurns, SampledTurn
-from actors.turn_messages import turn_message, turns_by_rollout
+from actors.rollouts.turn_messages import turn_message, turns_by_rollout
 from bus.codec import decode, encode
 from bus.kept_sets import KeptSets
 from bus.trajectory import KeptTurn

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from actors.account import ActorAccount
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring import Scorer
-from actors.worker import Worker
+from actors.rollouts.account import ActorAccount
+from actors.rollouts.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import PolicyManifest, RunRecord

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.build import build_engine, refuse_unfit_model
+from actors.engines.fleet.build import build_engine, refuse_unfit_model
 from actors.evaluation.dedicated import beside_rollouts
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig

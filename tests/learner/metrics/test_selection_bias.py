@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from actors.counters import report_metrics
 from bus.actor_counters import SampledCounts
+from actors.metrics.counters import report_metrics
 from bus.connection import Bus
 from bus.messages import Metrics
 from bus.security.permissions import COUNTERS
@@ -60,7 +60,7 @@ def test_nothing_is_said_while_a_side_has_nothing():
 
 @pytest.mark.nats
 async def test_learner_hears_actors_and_adds_the_figures_to_those_of_its_steps(bus: Bus, monkeypatch):
-    monkeypatch.setattr("actors.counters.PERIOD_S", 0.02)
+    monkeypatch.setattr("actors.metrics.counters.PERIOD_S", 0.02)
     heard: list[Metrics] = []
     await bus.listen(bus.subject(COUNTERS), Metrics, heard.append)
     stop, counts = asyncio.Event(), SampledCounts(trajectories=1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.colocation import DeviceSharing
+from actors.engines.fleet.colocation import DeviceSharing
 from bus.config import ColocationConfig
 from bus.device_messages import HOLD_KEY, DeviceHold, DeviceUser, user_key
 from bus.errors import BusError

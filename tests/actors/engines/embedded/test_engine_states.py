@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from actors.engines.continued_generation import joined, next_piece
 from actors.engines.embedded import decoder as decoding
 from actors.engines.embedded.decoder import BatchedDecoder
 from actors.engines.embedded.prepared_weights import prepare_weights
-from actors.engines.pieces import joined, next_piece
 from bus.errors import EngineError
 from learner.backends.fsdp.recurrent_layers import RECURRENT
 from tests.actors.tiny import recomputed, request

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from actors.engines.fleet import shared_servers
 from actors.engines.fleet.engine_life import EngineLife
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.sglang.guest import GuestEngine
-from actors.further_policies import shared_servers
-from actors.further_policies.shared_servers import SharedServers
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from tests.actors.adapters import MODULES, RANK, served

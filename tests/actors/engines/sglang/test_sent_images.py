@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.engines.build import refuse_unfit_model
+from actors.engines.fleet.build import refuse_unfit_model
 from actors.engines.sglang import sent_images
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.request_bodies import request_body

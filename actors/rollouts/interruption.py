@@ -1,0 +1,130 @@
+"""Rollouts that an actor does not end: their turns are kept for whoever rolls their leases out next."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+import structlog
+
+from actors.policy.rollout_turns import RolloutTurns, TurnsByRollout
+from actors.rollouts.group import Group
+from actors.rollouts.leases import PolicyLeases
+from actors.rollouts.turn_messages import turn_message, turns_by_rollout
+from actors.settings.groups import InterruptionConfig
+from bus.errors import HandBackError
+from bus.waiting import cancelled
+
+log = structlog.get_logger()
+HAND_ON_S = 30.0
+"""Longest time that it takes to store what there is of a group that is handed back."""
+
+
+class Interruption:
+    """Interrupts the rollouts of an actor that is to end, and keeps turns of those that go on for long."""
+
+    def __init__(
+        self, leases: PolicyLeases, turns: TurnsByRollout, *, actor: str, share_after_s: float | None
+    ) -> None:
+        """`share_after_s` is the actor's setting for finished rollouts: None keeps them to itself."""
+        self.config = InterruptionConfig()
+        """How long rollouts may go on, and how often their turns are kept."""
+        self.event = asyncio.Event()
+        """Set once the rollouts under way are to be interrupted."""
+        self.engines_are_lost = False
+        """Whether a lease ended because no engine is left, which ends all others too."""
+        self._handing_on = set[asyncio.Task[None]]()
+        self._leases = leases
+        self._turns = turns
+        self._actor = actor
+        self._share_after_s = share_after_s
+
+    @property
+    def every_s(self) -> float | None:
+        """Return the time between two moments at which turns are kept, if they are."""
+        return self.config.keep_turns_every_s
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Interrupt what is under way when it has had its time after `stop`."""
+        await stop.wait()
+        await asyncio.sleep(self.config.finish_within_s)
+        self.event.set()
+
+    async def interrupt(self, group: Group, samples: Collection[int]) -> None:
+        """Cut these rollouts of a group short. Raises `HandBackError`, always: others may have the lease."""
+        async with asyncio.TaskGroup() as tasks:
+            for _, turns in self._of(group, samples):
+                tasks.create_task(turns.interrupt())
+        raise HandBackError(
+            f"{len(samples)} rollouts of lease {group.lease.lease_id} had not ended "
+            f"{self.config.finish_within_s:g} s after this actor was stopped"
+        )
+
+    async def take_over(self, group: Group) -> None:
+        """Put into the group what other actors left of it: siblings that are stored, and turns.
+
+        A rollout with turns of weights too old for the group would be thrown away at its end."""
+        found = await self._leases.stored(group.lease)
+        if group.each is not None:
+            group.stored = found
+            self._leases.counts["reused"] += len(found.samples)
+        if found.turns:
+            left = turns_by_rollout(await self._leases.kept_turns(group.lease))
+            group.left = {
+                sample: [turn for turn in turns if turn.is_of_use(group.version)]
+                for sample, turns in left.items()
+            }
+
+    async def keep_when_due(self, group: Group) -> None:
+        """Keep the turns that are new, if it is time to."""
+        if group.keeps_turns_in_s(self.every_s) == 0:
+            await self.keep_turns(group)
+
+    def hand_on(self, group: Group) -> "asyncio.Task[None]":
+        """Begin to store what there is of a group that is handed back: finished siblings, and turns of the
+        others. The task goes on when its lease is cancelled, and may be waited for by `handed_on`."""
+        task = asyncio.create_task(self._hand_on(group, self._kept(group)), name="hand on")
+        self._handing_on.add(task)
+        task.add_done_callback(self._handing_on.discard)
+        return task
+
+    async def handed_on(self) -> None:
+        """Return when all that is handed on is stored, or has had its time."""
+        try:
+            if self._handing_on:
+                await asyncio.wait(self._handing_on, timeout=HAND_ON_S)
+        finally:
+            await cancelled(*self._handing_on)
+
+    async def _hand_on(self, group: Group, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
+        """Do what `hand_on` says. `kept` are the rollouts' turns, which the actor forgets meanwhile."""
+        try:
+            async with asyncio.timeout(HAND_ON_S):
+                shares = group.may_be_shared(self._share_after_s)
+                if shares and await self._leases.publish_soon(group):
+                    kept = [(sample, turns) for sample, turns in kept if sample not in group.sent]
+                await self._send(group, kept)
+                if stored := sum(turns.number_stored for _, turns in kept):
+                    await self._leases.turns_stored(group.lease, stored)
+        except TimeoutError:
+            log.warning("lease_not_handed_on", lease_id=group.lease.lease_id, waited_s=HAND_ON_S)
+
+    async def keep_turns(self, group: Group) -> None:
+        """Send the turns that no shard has. Those of weights too old for the group are of no use."""
+        await self._send(group, self._kept(group))
+
+    async def _send(self, group: Group, kept: Sequence[tuple[int, RolloutTurns]]) -> None:
+        group.turns_kept_s = asyncio.get_running_loop().time()
+        new = [(sample, turns, turns.unstored(since=group.version)) for sample, turns in kept]
+        messages = [
+            turn_message(turn, group.lease, sample, self._actor) for sample, _, found in new for turn in found
+        ]
+        if messages and await self._leases.keep_turns(group.lease, messages):
+            for _, turns, found in new:
+                turns.stored(found)
+
+    def _kept(self, group: Group) -> list[tuple[int, RolloutTurns]]:
+        """Return the rollouts whose turns are worth keeping: that neither failed nor were sent whole."""
+        return self._of(group, [n for n in group.missing if n not in group.sent and n not in group.failures])
+
+    def _of(self, group: Group, samples: Collection[int]) -> list[tuple[int, RolloutTurns]]:
+        found = ((sample, self._turns.of(group.rollout(sample))) for sample in samples)
+        return [(sample, turns) for sample, turns in found if turns is not None]
