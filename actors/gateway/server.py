@@ -25,10 +25,10 @@ from actors.gateway.refusal import RefusedError, invalid
 from actors.gateway.retries import Attempt
 from actors.gateway.session import DIFFERENCES_LOG_PERIOD_S, Session
 from actors.gateway.tool_hooks import load_hook
-from actors.log_throttle import LogThrottle
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig
 from bus.errors import BusError, ConfigError
+from bus.process.log_throttle import LogThrottle
 
 log = structlog.get_logger()
 DIALECTS: Mapping[str, Dialect] = {

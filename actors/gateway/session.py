@@ -17,11 +17,11 @@ from actors.gateway.posted_reward import PostedReward
 from actors.gateway.refusal import RefusedError, invalid
 from actors.gateway.retries import Attempt, Exchanges
 from actors.gateway.tool_hooks import ToolHook, passed
-from actors.log_throttle import LogThrottle
 from actors.policy.messages import Completion, MessagesError
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig
 from bus.errors import EngineError, HandBackError, RequestRefusedError, SluiceError
+from bus.process.log_throttle import LogThrottle
 from bus.trajectory import End
 from bus.waiting import set_within
 

@@ -12,10 +12,10 @@ import stamina
 import structlog
 
 from actors.episodes.task import JSON
-from actors.log_throttle import LogThrottle
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.settings.rewards import EndpointConfig
 from bus.errors import ConfigError
+from bus.process.log_throttle import LogThrottle
 from bus.process.plugins import refuse_of_record
 
 log = structlog.get_logger()

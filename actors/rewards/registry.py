@@ -14,8 +14,8 @@ from actors.rewards.math_answer import DeepScaleR, MathAnswer
 from actors.rewards.reasoning_gym import ReasoningGym
 from actors.rewards.remote import Remote
 from actors.rewards.word_overlap import exact_match, f1
-from bus.process.plugins import load_function
 from actors.settings.rewards import RewardConfig
+from bus.process.plugins import load_function
 
 REWARDS: Mapping[str, Reward] = {
     "contains": contains,

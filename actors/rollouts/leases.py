@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import structlog
 import xxhash
 
-from actors.log_throttle import LogThrottle
 from actors.rollouts.account import ActorAccount
 from actors.rollouts.group import NOTHING, Group
 from actors.weights.follow import PolicyFollower
@@ -16,6 +15,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import HandBackError, SchemaError, SluiceError
 from bus.messages import GroupRejected, Lease
+from bus.process.log_throttle import LogThrottle
 from bus.requests import GroupStatus, GroupStatusRequest, KeptTurnsRequest, LeaseRequest, LeaseState
 from bus.streams.publish import Publisher, together
 from bus.topology import shard_of

@@ -13,7 +13,6 @@ from actors.environments.base import Environment, RunsOnDemand, ScoresGroups
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, ToolError, raised_by_environment
 from actors.episodes.task import Task
-from actors.log_throttle import LogThrottle
 from actors.metrics.episode_ends import EpisodeEnds
 from actors.metrics.episode_metrics import EpisodeMetrics
 from actors.metrics.sampled_counts import sampled_counts
@@ -35,6 +34,7 @@ from bus.connection import Bus
 from bus.errors import EngineError, EngineLostError, HandBackError, SluiceError
 from bus.messages import Lease
 from bus.policy_names import DEFAULT_POLICY
+from bus.process.log_throttle import LogThrottle
 from bus.requests import LeaseRequest
 from bus.streams.consume import Inbox, consume_received
 from bus.streams.message_parts import Parts

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.sglang.settings import interpreter, server_environment
-from actors.settings.engines import EngineConfig
-from actors.settings.engines import SglangEngineConfig
+from actors.settings.engines import EngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 from bus.process import kernel_versions
 from bus.process.kernel_versions import differences

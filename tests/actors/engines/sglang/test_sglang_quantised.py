@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from actors.weights.quantised import without_quantisation
 from safetensors.torch import save_file
 
 from actors.engines.sglang.engine import SglangEngine
@@ -17,7 +18,6 @@ from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY, interpreter, server_settings
 from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
-from actors.weights.quantised import without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
 from learner.host_memory.host_tensors import host_tensors

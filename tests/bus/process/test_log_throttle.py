@@ -1,4 +1,4 @@
-from actors.log_throttle import LogThrottle
+from bus.process.log_throttle import LogThrottle
 
 
 def test_what_recurs_is_logged_at_once_and_then_rarely_with_how_often_it_was():

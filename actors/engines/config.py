@@ -1,0 +1,3 @@
+"""Imports of a benchmark that is being worked on."""
+
+from actors.settings.engines import SglangEngineConfig as SglangEngineConfig
