@@ -9,8 +9,8 @@ from actors.other_policies.opponents import Opponents
 from actors.run_end import stop_when_done
 from bus.codec import Json
 from bus.connection import Bus
-from bus.messages import PolicyManifest
 from bus.connection.status import report_status
+from bus.messages import PolicyManifest
 from bus.waiting import set_within
 
 POLL_S = 2.0

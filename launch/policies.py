@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, JsonValue, field_validator
 
 from actors.engines.fleet.gpu_plan import gpu_plan, gpus_used
-from actors.policy.further_engines import policy_of
+from actors.episodes.agents import policy_of
 from actors.settings.actors import ActorsConfig, EnvironmentConfig
 from actors.settings.debate import DebateConfig
 from actors.settings.engines import EngineConfig, SglangEngineConfig

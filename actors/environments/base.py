@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from actors.episodes.episode import DEFAULT_AGENT, AgentTrajectory, Episode, FailedEpisode, Fork
+from actors.episodes.agents import DEFAULT_AGENT
+from actors.episodes.episode import AgentTrajectory, Episode, FailedEpisode, Fork
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import JSON, ChatMessage, Task
 from actors.policy.policy import Policy

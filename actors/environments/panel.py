@@ -11,8 +11,8 @@ from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.call_times import CallTimes
 from actors.rewards.scoring import RewardChoice, Scorer
-from bus.streams.publish import together
 from actors.settings.panel import PanelConfig
+from bus.streams.publish import together
 
 SELECTOR = "selector"
 

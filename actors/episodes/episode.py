@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from actors.episodes.agents import DEFAULT_AGENT
 from actors.episodes.task import Answer
 from bus.codec import Json
 from bus.images import PlacedImage
 from bus.kept_sets import KeptSets
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import TRUSTED_ENDS, YOUNGEST, End, Turn
-
-DEFAULT_AGENT = "solver"
 
 
 class Fork(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import structlog
 from aiohttp import web
 
-from actors.episodes.episode import DEFAULT_AGENT
+from actors.episodes.agents import DEFAULT_AGENT
 from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect

@@ -13,13 +13,14 @@ import numpy as np
 
 from actors.engines.base import AnswersChats, Engine, Generation, GenerationRequest, Sampling
 from actors.engines.continued_generation import joined, next_piece
-from actors.episodes.episode import DEFAULT_AGENT, AgentTrajectory
+from actors.episodes.agents import DEFAULT_AGENT, policy_of
+from actors.episodes.episode import AgentTrajectory
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import ChatMessage
 from actors.policy.answers import Answer
 from actors.policy.chat_format import ChatFormat, Context, Tokenizer
 from actors.policy.context_tokens import ContextTokens
-from actors.policy.further_engines import FurtherEngines, policy_of
+from actors.policy.further_engines import FurtherEngines
 from actors.policy.messages import Completion, Tool, ToolCall
 from actors.policy.rollout_turns import SampledTurn, TurnsByRollout, context_of, trained_turn
 from actors.policy.stop_strings import first_end, generate_until

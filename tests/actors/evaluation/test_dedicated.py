@@ -15,10 +15,8 @@ from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
 from actors.service import ActorSettings, run_actors
-from actors.settings.actors import ActorsConfig
-from actors.settings.actors import SamplingConfig
-from actors.settings.engines import EmbeddedEngineConfig
-from actors.settings.engines import SglangEngineConfig
+from actors.settings.actors import ActorsConfig, SamplingConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.codec import encode
 from bus.errors import ConfigError, EngineLostError
 from bus.streams.blob_store import put_blob

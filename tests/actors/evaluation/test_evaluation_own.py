@@ -6,10 +6,8 @@ from structlog.testing import capture_logs
 
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.evaluation.engines import OwnEngine
-from actors.settings.actors import ActorsConfig
-from actors.settings.actors import EvaluatorConfig
-from actors.settings.engines import EmbeddedEngineConfig
-from actors.settings.engines import SglangEngineConfig
+from actors.settings.actors import ActorsConfig, EvaluatorConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.errors import EngineError
 from bus.streams.blob_store import delete_blob
 from storage.weights.blob_sources import Blobs

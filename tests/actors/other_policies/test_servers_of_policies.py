@@ -12,8 +12,7 @@ import pytest
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.other_policies.further_policy import FurtherSettings, PolicyOpener
 from actors.settings.actors import ActorsConfig
-from actors.settings.engines import EmbeddedEngineConfig
-from actors.settings.engines import SglangEngineConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus

@@ -8,9 +8,10 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.episodes.agents import policy_of
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
-from actors.policy.further_engines import FurtherEngines, policy_of
+from actors.policy.further_engines import FurtherEngines
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.rollouts import participation

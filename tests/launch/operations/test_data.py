@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from bus import connection
 from bus.codec import encode
 from bus.config import BusConfig
+from bus.connection import bus as connection
 from bus.connection import roles
 from bus.errors import BusAwayError, ConfigError
 from bus.server.nats_server import NatsServer

@@ -13,12 +13,11 @@ from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.on_policy import on_policy
 from actors.engines.scripted import ScriptedEngine
 from actors.policy.sampling_masks import told_by
+from actors.settings.actors import SamplingConfig
+from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
+from actors.settings.fleet import FleetConfig
 from bus.connection import roles
 from bus.connection.roles import pids_of
-from actors.settings.actors import SamplingConfig
-from actors.settings.engines import EmbeddedEngineConfig
-from actors.settings.engines import SglangEngineConfig
-from actors.settings.fleet import FleetConfig
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status
 from bus.requests import Done, EngineChange
