@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bus.actor_counters import SampledCounts
 from actors.episodes.episode import AgentTrajectory
+from bus.actor_counters import SampledCounts
 
 
 def sampled_counts(trajectories: Iterable[AgentTrajectory]) -> SampledCounts:

@@ -11,9 +11,8 @@ from actors.environments.choice import DEFAULT, EnvironmentChoice, chosen_enviro
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.task import Task
 from actors.rewards.base import BudgetSpentError, InvalidRewardError
-from bus.actor_counters import FAILED_EPISODES
-from bus.actor_counters import failed_by
 from actors.settings.groups import FailureLimitsConfig
+from bus.actor_counters import FAILED_EPISODES, failed_by
 from bus.codec import Json
 from bus.errors import ConfigError, SluiceError, in_short
 from bus.trajectory import End

@@ -45,8 +45,8 @@ from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import generate_task
 
 if TYPE_CHECKING:
-    from learner.config.process_settings import LearnerSettings
     from actors.other_policies.further_policy import FurtherSettings
+    from learner.config.process_settings import LearnerSettings
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)

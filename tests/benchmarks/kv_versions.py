@@ -22,10 +22,10 @@ from transformers import Qwen3ForCausalLM
 
 from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.config import SglangEngineConfig
-from actors.engines.pieces import joined, next_piece
+from actors.engines.continued_generation import joined, next_piece
 from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.engine import SglangEngine
+from actors.settings.engines import SglangEngineConfig
 from benchmarks.random_models import random_model, shape
 from bus.codec import Json
 from bus.config import BusConfig

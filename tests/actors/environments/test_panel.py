@@ -12,8 +12,8 @@ from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
-from learner.initial.scratch_model import character_tokenizer
 from actors.settings.panel import PanelConfig
+from learner.initial.scratch_model import character_tokenizer
 from storage.prompts.agent_demonstrations import panel_demonstration
 
 TASK = Task(task_id="p", prompt="sort 31", label="13")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from actors.engines.base import Generation
-from actors.engines.config import SglangEngineConfig
+from actors.settings.engines import SglangEngineConfig
 from benchmarks.kv_versions import (
     MODES,
     Answer,

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from bus.actor_counters import SampledCounts
 from actors.metrics.counters import report_metrics
+from bus.actor_counters import SampledCounts
 from bus.connection import Bus
 from bus.messages import Metrics
 from bus.security.permissions import COUNTERS

@@ -10,9 +10,9 @@ import pytest
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.sglang.engine import SglangEngine
 from actors.policy.sampling_masks import told_by
-from learner.backends.megatron.core.process_groups import divide_world
 from actors.settings.actors import SamplingConfig
 from actors.settings.engines import SglangEngineConfig
+from learner.backends.megatron.core.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
