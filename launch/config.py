@@ -26,8 +26,11 @@ from launch.settings_tree import file_keys, may_be_none, nearest, settings_at, w
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
-from storage.config import AdmissionConfig, DataConfig, MetricsConfig, ReplayConfig
-from storage.evaluation_config import EvaluationConfig
+from storage.settings.admission import AdmissionConfig
+from storage.settings.data import DataConfig
+from storage.settings.evaluation import EvaluationConfig
+from storage.settings.metrics import MetricsConfig
+from storage.settings.replay import ReplayConfig
 
 Layer = Mapping[str, Any]
 PARTS = ("bus", "storage", "actors", "learner")

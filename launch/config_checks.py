@@ -16,7 +16,7 @@ from launch.policies import refuse_policies
 from launch.settings_tree import nearest
 from learner.config.frozen_policies import refuse_other_sampling, teacher_settings
 from learner.config.lora import LoraConfig
-from storage.evaluation_config import HELD_OUT
+from storage.settings.evaluation import HELD_OUT
 
 if TYPE_CHECKING:
     from launch.config import RunConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from actors.engines.on_policy import on_policy, unlike_learner
 from actors.settings.engines import EngineConfig, inexact
 from bus.errors import ConfigError
-from storage.numerics_limits import MOST_TOKENS
+from storage.settings.exact_arithmetic import MOST_TOKENS
 
 if TYPE_CHECKING:
     from launch.config import RunConfig

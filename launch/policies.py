@@ -23,7 +23,7 @@ from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.settings_tree import nearest
 from learner.config.parallel import WorldConfig
-from storage.weights.transport_config import AutoTransport, BusTransport, HttpTransport
+from storage.settings.weights_transport import AutoTransport, BusTransport, HttpTransport
 
 if TYPE_CHECKING:
     from launch.config import RunConfig

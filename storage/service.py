@@ -27,16 +27,15 @@ from bus.streams.lost_streams import keep_streams
 from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.waiting import RETRY_S, set_within
-from storage.config import AdmissionConfig, DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.absent_actors import REMEDY, AbsentActors
 from storage.dispatch.dispatcher import Counting, Dispatcher
-from storage.dispatch.ledger import Ledger
-from storage.evaluation_config import EvaluationSetConfig
+from storage.ledger.ledger import Ledger
 from storage.metrics.recorder import Sink, record_metrics
+from storage.model_files.packed_files import vocabulary_size
+from storage.prompt_files.dataset import encoded_prompts, refuse_large
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import encoded_prompts, refuse_large
 from storage.prompts.length_check import (
     check_lengths,
     check_measured,
@@ -47,13 +46,16 @@ from storage.prompts.length_check import (
 from storage.prompts.run_prompts import Prompts, read_prompts
 from storage.prompts.source_report import report_sources
 from storage.prompts.updates import DataUpdates
+from storage.settings.admission import AdmissionConfig
+from storage.settings.data import DataConfig
+from storage.settings.evaluation import EvaluationSetConfig
+from storage.settings.replay import ReplayConfig
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY, Quarantine
 from storage.shard.server import Shard
 from storage.shard.service import HeldShard, hold_shards, run_shard
 from storage.store.kept_turns import turn_counts
 from storage.store.retention import Retention
 from storage.store.settled import refuse_older_ledger
-from storage.weights.model_files import vocabulary_size
 
 log = structlog.get_logger()
 QUEUES_PERIOD_S = 1.0

@@ -19,8 +19,8 @@ from bus.errors import ConfigError
 from bus.messages import PolicyManifest
 from bus.process.plugins import refuse_of_record
 from bus.waiting import set_within
+from storage.model_files.packed_files import is_quantised_model
 from storage.weights.blob_sources import BlobSource
-from storage.weights.model_files import is_quantised_model
 
 LOOK_S = 1.0
 """Seconds from one look at the announced policy to the next."""

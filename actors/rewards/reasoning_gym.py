@@ -9,7 +9,7 @@ from actors.rewards.base import RewardError
 from actors.rewards.message_text import text_of
 from actors.rewards.verifier_processes import VerifierProcesses
 from actors.settings.rewards import RewardConfig
-from storage.prompts.reasoning_gym_tasks import Entry, EntryError, asked_entry, refuse_missing_package
+from storage.built_in_tasks.reasoning_gym_tasks import Entry, EntryError, asked_entry, refuse_missing_package
 
 
 class ReasoningGym:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.rewards.verifier_processes import limit_memory
-from storage.prompts.reasoning_gym_tasks import Entry, data_set
+from storage.built_in_tasks.reasoning_gym_tasks import Entry, data_set
 
 _NAME = re.compile(r"[^\W\d]\w*")
 _MATHEMATICAL = frozenset({

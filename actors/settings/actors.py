@@ -19,7 +19,7 @@ from actors.settings.panel import PanelConfig
 from actors.settings.rewards import RewardConfig
 from actors.settings.tool_chat import ToolsConfig
 from bus.config import MOST_KEPT, Config
-from storage.weights.transport_config import RelayConfig
+from storage.settings.weights_transport import RelayConfig
 
 REST_S = 90.0
 """Longest time to pause, continue and end a SGLang server, besides starting it or loading weights."""

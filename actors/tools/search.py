@@ -8,8 +8,8 @@ from actors.settings.tools import SearchConfig
 from actors.tools.base import Arguments, ToolResult
 from actors.tools.output import shortened
 from bus.errors import ConfigError
-from storage.prompts.generators import task_passages
-from storage.prompts.rows import Row, read_rows
+from storage.built_in_tasks.generators import task_passages
+from storage.prompt_files.rows import Row, read_rows
 
 
 class SearchTool:

@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 from actors.weights.torch_tensors import torch_tensor
 from bus.errors import StorageError
 from bus.messages import BlobRef
-from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
+from storage.model_files.adapter_names import WEIGHT, adapter_names, magnitude_name
 from storage.weights.blob_sources import BlobSource
 from storage.weights.tensors import HostTensor, NewWords, Weights, in_order
 

@@ -22,8 +22,8 @@ from bus.errors import BusAwayError, BusError, ConfigError, SluiceError, Storage
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, SnapshotWanted
 from bus.streams.blob_store import get_blob
 from bus.waiting import set_within
+from storage.model_files.packed_files import unbundle
 from storage.weights.blob_sources import Blobs, BlobSource
-from storage.weights.model_files import unbundle
 from storage.weights.quantisation import with_scales
 from storage.weights.tensors import Weights
 

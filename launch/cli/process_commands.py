@@ -113,7 +113,7 @@ def shards(
         Numbers of the shards, such as 2, 0-3 or 0,2-3.
     """
     from launch.process.services import serve_shards
-    from storage.config import shard_numbers
+    from storage.settings.replay import shard_numbers
 
     log_as(log, "shards")
     where, own = run_and_own_settings(short_forms(bus, creds), settings)

@@ -15,7 +15,7 @@ from launch.history.retrain import recorded_config
 from launch.process.model_directory import model_of_run
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger_reader import facts_of, leases_of_steps
+from storage.ledger.ledger_reader import facts_of, leases_of_steps
 from storage.prompts.data_sets import PastPrompts
 from storage.store.many_groups import read_groups
 from storage.store.replay import ReplayStore

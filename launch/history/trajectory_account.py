@@ -15,7 +15,7 @@ from launch.operations.verify.comparison import BROKEN
 from learner.progress import lineage
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
-from storage.dispatch.ledger_reader import states_of
+from storage.ledger.ledger_reader import states_of
 from storage.store.many_groups import each_trajectory
 from storage.store.replay import ReplayStore
 

@@ -31,7 +31,7 @@ from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary
 from launch.watch.view import TerminalView
 from storage.disk.atomic_files import read_json, try_lock
-from storage.disk.room import lack_of_room
+from storage.disk.free_space import lack_of_room
 from storage.disk.run_directory import RunDirectory
 
 log = structlog.get_logger()

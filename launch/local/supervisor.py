@@ -18,8 +18,8 @@ from bus.process.child_process import tied_to_parent
 from bus.process.host_limits import MemoryKills
 from launch.config import SupervisionConfig
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
+from storage.disk.free_space import lack_of_room
 from storage.disk.log_files import rotated
-from storage.disk.room import lack_of_room
 
 log = structlog.get_logger()
 TAIL_BYTES = 16 << 10

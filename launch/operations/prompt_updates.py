@@ -10,7 +10,7 @@ from bus.streams.blob_store import delete_blob, put_blob
 from bus.streams.publish import Publisher
 from launch.config import RunConfig
 from launch.process.services import joined
-from storage.prompts.dataset import encoded_prompts, load_prompts
+from storage.prompt_files.dataset import encoded_prompts, load_prompts
 
 RUN_TIMEOUT_S = 5.0
 """Longest wait for a run, since only one that goes on takes other prompts."""

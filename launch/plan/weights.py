@@ -36,9 +36,9 @@ def weights_of(hf_config: PretrainedConfig) -> list[Weight]:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from storage.images.reader import FAMILIES
+    from storage.model_files.model_reading import VISION_FAMILIES
 
-    kind = AutoModelForImageTextToText if hf_config.model_type in FAMILIES else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if hf_config.model_type in VISION_FAMILIES else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(hf_config)
     model.tie_weights()

@@ -5,7 +5,7 @@ It speaks over its standard input and output, and ends with the actor that has s
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
-from storage.prompts.lookup_tasks import shop_answer
+from storage.built_in_tasks.lookup_tasks import shop_answer
 
 server = MCPServer("shop", log_level="ERROR")
 

@@ -7,7 +7,7 @@ import structlog
 
 from bus.connection.process_state import ProcessState
 from bus.waiting import set_within
-from storage.disk.room import lack_of_room
+from storage.disk.free_space import lack_of_room
 
 log = structlog.get_logger()
 PERIOD_S = 1.0

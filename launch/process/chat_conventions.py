@@ -4,7 +4,7 @@ from bus.policy_names import DEFAULT_POLICY
 from launch.config import RunConfig
 from launch.process.model_directory import model_here
 from storage.disk.run_directory import RunDirectory
-from storage.model_reading import read_tokenizer
+from storage.model_files.model_reading import read_tokenizer
 
 
 def chat_remark(config: RunConfig) -> str:

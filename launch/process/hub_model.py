@@ -6,7 +6,7 @@ from pathlib import Path
 import structlog
 
 from bus.errors import ConfigError
-from storage.prompts.hub_data import http_error
+from storage.prompt_files.hub_data import http_error
 
 log = structlog.get_logger()
 LOOK_S = 10.0

@@ -40,9 +40,9 @@ from launch.process.vision_checks import counts_images
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
 from storage.account.records import ACTORS
+from storage.built_in_tasks.generators import generate_task
 from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
 from storage.disk.run_directory import RunDirectory
-from storage.prompts.generators import generate_task
 
 if TYPE_CHECKING:
     from actors.other_policies.further_policy import FurtherSettings

@@ -31,11 +31,11 @@ from launch.process.scratch_prompts import refuse_long_for_scratch
 from launch.process.taking_up import finished
 from launch.process.vision_checks import refuse_unfit_vision
 from launch.process.weights_transport import transport_remark
+from storage.built_in_tasks.generators import load_demonstrations
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
-from storage.prompts.dataset import refuse_large
-from storage.prompts.generators import load_demonstrations
+from storage.prompt_files.dataset import refuse_large
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
 

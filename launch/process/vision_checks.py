@@ -8,7 +8,7 @@ from launch.config import RunConfig
 from launch.process.hub_revision import pinned
 from launch.process.model_directory import described, model_on_disk
 from storage.disk.run_directory import RunDirectory
-from storage.images.reader import FAMILIES
+from storage.model_files.model_reading import VISION_FAMILIES
 
 WITHOUT_ADAPTERS = ("qwen2_5_vl",)
 """Families whose files have other names than transformers for all layers that could have an adapter."""
@@ -64,4 +64,4 @@ def _vision_model(config: RunConfig) -> tuple[str, str] | None:
         named = "the scratch model with model.scratch.vision.layers"
         return (named, "qwen3_vl") if config.model.scratch.vision.layers else None
     model_type = described(_directory(config, config.model.path)).get("model_type")
-    return (str(config.model.path), model_type) if model_type in FAMILIES else None
+    return (str(config.model.path), model_type) if model_type in VISION_FAMILIES else None

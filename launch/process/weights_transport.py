@@ -11,7 +11,7 @@ from launch.process.hub_revision import pinned
 from launch.process.model_directory import model_on_disk
 from launch.process.weight_files import weight_files
 from storage.disk.run_directory import RunDirectory
-from storage.weights.transport_config import AutoTransport, BusTransport, HttpTransport, fits_stream
+from storage.settings.weights_transport import AutoTransport, BusTransport, HttpTransport, fits_stream
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element by dtype."""

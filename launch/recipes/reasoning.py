@@ -60,7 +60,7 @@ def prompts() -> PromptFiles:
 
 
 def _questions(level: Level, size: int, seed: int, besides: Iterable[PromptRow]) -> list[PromptRow]:
-    from storage.prompts.reasoning_gym_tasks import prompt_rows  # not for help
+    from storage.built_in_tasks.reasoning_gym_tasks import prompt_rows  # not for help
 
     asked = frozenset(str(row["prompt"]) for row in besides)
     return list(prompt_rows(level.data_set, size=size, seed=seed, besides=asked, settings=level.settings))

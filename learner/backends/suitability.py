@@ -16,7 +16,7 @@ from learner.config.mtp import MtpConfig
 from learner.config.parallel import ParallelConfig
 from learner.model_directories.dtypes import compute_dtype
 from learner.model_directories.lazy_weights import LazyWeights, State
-from storage.model_reading import refusing
+from storage.model_files.model_reading import refusing
 
 
 def refuse_untrainable(

@@ -10,7 +10,7 @@ from learner.config.diagnostics import DiagnosticsConfig
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
-from storage.evaluation_config import EvaluationConfig
+from storage.settings.evaluation import EvaluationConfig
 
 
 @dataclass(frozen=True, slots=True)

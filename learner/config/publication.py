@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bus.config import Config
-from storage.weights.transport_config import AutoTransport, TransportConfig
+from storage.settings.weights_transport import AutoTransport, TransportConfig
 
 
 class PublicationConfig(Config):

@@ -11,7 +11,7 @@ from learner.backends.model_loading import load_hf_directory
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import ALIASES, STORED_DTYPES, HFWeights, raw_config
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
-from storage.model_reading import AGAIN, refusing
+from storage.model_files.model_reading import AGAIN, refusing
 from storage.weights.fp8 import Blocks
 
 

@@ -24,8 +24,8 @@ from learner.model_directories.model_directory import (
 )
 from learner.model_directories.mxfp4_weights import FromMxfp4Weights
 from learner.model_directories.quantised_weights import DequantisedWeights, QuantisedWeights, blocks_of
+from storage.model_files.packed_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.fp8 import Blocks
-from storage.weights.model_files import CONFIG, QUANTISATION, WEIGHT_SUFFIXES
 from storage.weights.quantisation import CONVERTIBLE, FLOAT_LAYOUT, LAYOUT, METHOD, quantisation_config
 
 

@@ -14,11 +14,11 @@ from learner.initial.scratch_model import ensure_model_directory
 from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import load_tokenizer, raw_config, refuse_other_vocabulary
 from learner.publication.whole_model import WholeModel
+from storage.built_in_tasks.generators import load_demonstrations
 from storage.disk.atomic_files import one_at_a_time
 from storage.images.chat import ImageChat
 from storage.images.reader import ImageReader
-from storage.model_reading import refuse_no_template
-from storage.prompts.generators import load_demonstrations
+from storage.model_files.model_reading import refuse_no_template
 
 
 @dataclass(frozen=True)

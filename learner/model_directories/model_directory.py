@@ -16,9 +16,9 @@ from bus.errors import ConfigError
 from bus.process.work_progress import tracked
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from storage.disk.atomic_files import TEMPORARY_PREFIX
-from storage.model_reading import AGAIN, read_config, read_tokenizer, refusing
-from storage.weights.output_head import has_other_head
-from storage.weights.text_model import text_alone
+from storage.model_files.model_reading import AGAIN, read_config, read_tokenizer, refusing
+from storage.model_files.output_head import has_other_head
+from storage.model_files.text_model import text_alone
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

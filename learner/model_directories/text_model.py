@@ -1,5 +1,5 @@
-"""Text models inside multimodal ones (storage/weights/text_model.py): their weights, and directories of them
-alone."""
+"""Text models inside multimodal ones (storage/model_files/text_model.py): their weights, and directories of
+them alone."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
 from learner.model_directories.lazy_weights import LazyWeights, RenamedWeights, Spec, part_of
-from storage.weights.text_model import is_multimodal, own_name
+from storage.model_files.text_model import is_multimodal, own_name
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 _STACKING = ("qwen3_5_moe_text",)

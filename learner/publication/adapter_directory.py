@@ -19,7 +19,7 @@ from torch import Tensor
 
 from learner.backends.contract.backend import Adapters
 from learner.model_directories.lazy_weights import spec_of
-from storage.weights.adapter_names import WEIGHT, adapter_names
+from storage.model_files.adapter_names import WEIGHT, adapter_names
 
 MLP = (".gate_proj", ".up_proj", ".down_proj")
 """Ends of names that peft takes for those of experts in a mixture."""

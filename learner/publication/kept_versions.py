@@ -9,7 +9,7 @@ import structlog
 from bus.errors import ConfigError
 from bus.messages import BlobRef, KeptVersion
 from storage.disk.atomic_files import Content, publish_files, remove
-from storage.weights.adapter_names import are_adapters
+from storage.model_files.adapter_names import are_adapters
 from storage.weights.quantisation import published_as
 from storage.weights.tensors import Weights, read_snapshot, snapshot_content
 

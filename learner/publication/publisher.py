@@ -31,9 +31,9 @@ from learner.config.publication import PublicationConfig
 from learner.publication.announcement import AdapterBase, Announcement, blobs_of
 from learner.publication.kept_versions import KeptVersions
 from storage.disk.atomic_files import Content
+from storage.model_files.packed_files import bundle, with_config, with_dtype, with_quantisation
 from storage.weights.blob_stores import BlobStore, on_bus
 from storage.weights.deltas import Delta, encode_delta
-from storage.weights.model_files import bundle, with_config, with_dtype, with_quantisation
 from storage.weights.quantisation import FORMATS, Format, quantisation_config
 from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import HostTensor, Weights, snapshot_content, spare_threads

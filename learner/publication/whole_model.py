@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from learner.backends.contract.backend import Exported
 from learner.model_directories.lazy_weights import SomeWeights
 from learner.model_directories.model_directory import HFWeights, load_whole_config
-from storage.weights.text_model import own_name
+from storage.model_files.text_model import own_name
 
 _EMBEDDING = "embed_tokens.weight"
 TensorStream = Callable[[], Iterator[tuple[str, Tensor]]]

@@ -2,7 +2,7 @@
 
 from bus.evaluation_messages import EvaluationResult
 from learner.progress.progress import Best, Progress
-from storage.evaluation_config import ALWAYS, HELD_OUT
+from storage.settings.evaluation import ALWAYS, HELD_OUT
 
 
 class BestCheckpoint:

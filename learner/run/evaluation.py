@@ -12,7 +12,7 @@ from bus.evaluation_messages import EvaluationResult, EvaluationTask
 from bus.messages import BlobRef, PolicyManifest
 from bus.streams.publish import Publisher
 from bus.waiting import ended_before
-from storage.evaluation_config import EvaluationSetConfig
+from storage.settings.evaluation import EvaluationSetConfig
 
 log = structlog.get_logger()
 

@@ -13,8 +13,8 @@ from bus.connection import Bus
 from bus.errors import BusError, StorageError
 from bus.requests import Located, LocateRequest
 from bus.trajectory import Trajectory
-from storage.client.addresses import directory_identity
 from storage.disk.host_identity import host_identity
+from storage.store.addresses import directory_identity
 from storage.store.image_blobs import KnownImages
 from storage.store.layout import MappedSegments, SegmentEntry
 from storage.store.segments import Segment, check_segment

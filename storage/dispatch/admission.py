@@ -12,11 +12,11 @@ from bus.errors import FencedError
 from bus.images import NO_IMAGES
 from bus.messages import GroupRejected, PolicyManifest
 from bus.requests import LeaseState, StoredGroups
-from storage.config import AdmissionConfig
 from storage.dispatch.ess_brake import EssBrake
-from storage.dispatch.given_groups import Use
-from storage.dispatch.ledger import COMMITTED, Ledger
-from storage.dispatch.sampling import Choice, Question, choose, expired, lacking, room
+from storage.ledger.given_groups import Use
+from storage.ledger.ledger import COMMITTED, Ledger
+from storage.ledger.sampling import Choice, Question, choose, expired, lacking, room
+from storage.settings.admission import AdmissionConfig
 from storage.shard.ingest_checks import NEWEST_VERSION
 
 TRAINS_FROM = "trains_from"

@@ -32,17 +32,17 @@ from bus.requests import (
 from bus.streams.consume import Inbox, consume_batches
 from bus.topology import by_shard, shard_of
 from bus.waiting import set_within
-from storage.config import AdmissionConfig, PrioritySampler
 from storage.dispatch.admission import Admission
-from storage.dispatch.given_groups import Use
 from storage.dispatch.lease_publication import LeasePublication
 from storage.dispatch.lease_recovery import LostLeases
 from storage.dispatch.lease_status import LeaseStatus
-from storage.dispatch.ledger import Ledger
-from storage.dispatch.short_groups import close_short
+from storage.ledger.given_groups import Use
+from storage.ledger.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
+from storage.settings.admission import AdmissionConfig, PrioritySampler
 from storage.shard.ingest_checks import LedgerFacts
+from storage.shard.short_groups import close_short
 from storage.store.settled import Settled, refuse_older_ledger
 
 log = structlog.get_logger()

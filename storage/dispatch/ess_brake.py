@@ -5,8 +5,8 @@ holds.
 import json
 
 from bus.messages import PolicyManifest
-from storage.config import EssBrakeConfig
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
+from storage.settings.admission import EssBrakeConfig
 
 FACT = "ess_brake"
 """Fact of the ledger: where the brake stands, as JSON."""

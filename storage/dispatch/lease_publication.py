@@ -10,7 +10,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import Lease
 from bus.streams.publish import Publisher
-from storage.dispatch.sampling import Candidate
+from storage.ledger.sampling import Candidate
 from storage.prompts.data_sets import DataSets
 from storage.shard.ingest_checks import LedgerFacts
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from bus.codec import Message
 from bus.requests import LeaseRequest
 from storage.dispatch.admission import Admission
-from storage.dispatch.ledger import ATTEMPTS, Ledger
+from storage.ledger.ledger import ATTEMPTS, Ledger
 from storage.prompts.data_sets import DataSets
 
 FREE_DELIVERIES = 1

@@ -19,13 +19,11 @@ from PIL import Image
 from bus.errors import ConfigError
 from bus.images import PlacedImage, image_digest
 from storage.images.encoded import REMEMBERED, ImageError, decoded
-from storage.model_reading import AGAIN, refusing
+from storage.model_files.model_reading import AGAIN, VISION_FAMILIES, refusing
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-FAMILIES = ("qwen3_vl", "qwen2_5_vl")
-"""Vision-language models that can be trained, by `model_type`."""
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """Files that may describe the image processor: as models are published, and as transformers 5 saves them."""
 REMEMBERED_BYTES = 256 << 20
@@ -60,7 +58,7 @@ class ImageReader:
             config = json.loads((directory / "config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {directory / 'config.json'}: {error}") from error
-        if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
+        if not isinstance(config, dict) or config.get("model_type") not in VISION_FAMILIES:
             return None
         with refusing(f"cannot read what {directory} says of images", AGAIN):
             return cls(directory, config)

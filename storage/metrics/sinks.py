@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import structlog
 
 from bus.errors import ConfigError
-from storage.config import MetricsConfig, WandbConfig
 from storage.disk.atomic_files import read_json, write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.points import Point, Points
 from storage.metrics.records import Record
+from storage.settings.metrics import MetricsConfig, WandbConfig
 
 log = structlog.get_logger()
 MOST_ROWS = 10_000

@@ -10,7 +10,7 @@ from torch import Tensor
 from bus.errors import ConfigError
 from storage.numerics.elementary import exp, power_of_two
 from storage.numerics.sums import sum_of_fractions, term_bits, to_integers
-from storage.numerics_limits import MOST_TOKENS
+from storage.settings.exact_arithmetic import MOST_TOKENS
 
 SCORES_AT_ONCE = 2**20
 """Scores that a CPU takes at a time, in which one query of all sequences is not divided."""

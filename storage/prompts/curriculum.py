@@ -7,9 +7,9 @@ from statistics import fmean
 
 import structlog
 
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from storage.prompts.source_config import BandCurriculum, Curriculum, NoCurriculum
+from storage.settings.data import BandCurriculum, Curriculum, NoCurriculum
 
 log = structlog.get_logger()
 MEMORY_GROUPS = 64.0

@@ -11,11 +11,10 @@ import structlog
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from storage.dispatch.ledger import Ledger
-from storage.prompts.identity import digest_of
+from storage.ledger.ledger import Ledger
+from storage.prompt_files.stored_prompts import StoredPrompts, digest_of, open_stored, store_prompts
 from storage.prompts.mixture import Source, shares
 from storage.prompts.order import DataSet, DataSetOrder
-from storage.prompts.stored_prompts import StoredPrompts, open_stored, store_prompts
 
 log = structlog.get_logger()
 _DATA_SET, _QUARANTINED, _CONFIGURED = "data_set.", "quarantined.", "data_configured"

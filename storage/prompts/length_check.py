@@ -17,8 +17,14 @@ from bus.streams.blob_store import get_blob
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
 from storage.images.reader import ImageReader
-from storage.model_reading import context_of, read_config, read_tokenizer, refuse_no_template, refusing
-from storage.weights.model_files import unbundle
+from storage.model_files.model_reading import (
+    context_of,
+    read_config,
+    read_tokenizer,
+    refuse_no_template,
+    refusing,
+)
+from storage.model_files.packed_files import unbundle
 
 BATCH = 1024
 TEMPLATE_REMEDY = "change the prompt, or the template in the model's directory"

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from storage.prompts.epochs import PromptOrder
-from storage.prompts.mixture import MixtureOrder, Source
+from storage.prompts.mixture import MixtureOrder, PromptOrder, Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from storage.config import DataConfig
+from storage.built_in_tasks.generators import generate_task
 from storage.disk.run_directory import RunDirectory
-from storage.evaluation_config import EvaluationSetConfig
-from storage.prompts.dataset import each_prompt, load_prompts
-from storage.prompts.generators import generate_task
+from storage.prompt_files.dataset import each_prompt, load_prompts
+from storage.prompt_files.stored_prompts import StoredPrompts
 from storage.prompts.mixture import Source
 from storage.prompts.sources import with_choices
-from storage.prompts.stored_prompts import StoredPrompts
 from storage.prompts.training_prompts import training_prompts
+from storage.settings.data import DataConfig
+from storage.settings.evaluation import EvaluationSetConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bus.errors import BusError
 from bus.messages import Metrics
 from bus.streams.publish import Publisher
 from bus.waiting import set_within
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
 

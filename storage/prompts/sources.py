@@ -13,13 +13,11 @@ import xxhash
 from bus.codec import Json, decode, encode
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from storage.config import PromptKeys
 from storage.disk.atomic_files import TEMPORARY_PREFIX
-from storage.prompts.dataset import each_prompt
-from storage.prompts.identity import identity_of
+from storage.prompt_files.dataset import each_prompt
+from storage.prompt_files.stored_prompts import StoredPrompts, identity_of, store_prompts
 from storage.prompts.mixture import Source, shares
-from storage.prompts.source_config import SourceConfig
-from storage.prompts.stored_prompts import StoredPrompts, store_prompts
+from storage.settings.data import PromptKeys, SourceConfig
 
 REWARD_CHOICE, ENVIRONMENT_CHOICE = "reward", "environment"
 """Fields of a prompt's metadata that name the reward of its answers, and where it is rolled out."""

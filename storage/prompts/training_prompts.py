@@ -7,14 +7,13 @@ from pathlib import Path
 
 from bus.codec import Json
 from bus.errors import StorageError
-from storage.config import PromptKeys
 from storage.disk.atomic_files import write_json
-from storage.prompts.dataset import each_prompt
+from storage.prompt_files.dataset import each_prompt
+from storage.prompt_files.rows import files_of
+from storage.prompt_files.stored_prompts import StoredPrompts, open_stored, stamp_of, store_prompts
 from storage.prompts.mixture import Source
-from storage.prompts.rows import files_of
-from storage.prompts.source_config import SourceConfig
 from storage.prompts.sources import load_sources
-from storage.prompts.stored_prompts import StoredPrompts, open_stored, stamp_of, store_prompts
+from storage.settings.data import PromptKeys, SourceConfig
 
 READING_VERSION = 2
 """Version of how files become prompts; raise it when the same files give others, or are refused."""

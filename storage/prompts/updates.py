@@ -9,9 +9,9 @@ from bus.evaluation_messages import PromptSet
 from bus.messages import PolicyManifest
 from bus.requests import DataAccepted, NewData
 from bus.streams.blob_store import get_blob
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
+from storage.prompt_files.dataset import refuse_large
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import refuse_large
 from storage.prompts.length_check import check_lengths, lengths_exceeded
 
 

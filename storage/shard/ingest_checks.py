@@ -9,7 +9,7 @@ from bus.messages import group_name, trajectory_name
 from bus.requests import Issued
 from bus.topology import shard_of
 from bus.trajectory import KeptTurn, Trajectory, refuse_impossible_logprobs
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 
 RUN_ID, VOCABULARY, NEWEST_VERSION = "run_id", "vocabulary", "newest_version"
 """Facts of the ledger: this run's identity, its model's token ids, the newest version it ever published."""

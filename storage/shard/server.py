@@ -30,12 +30,12 @@ from bus.streams.message_parts import Parts
 from bus.streams.publish import Publisher, together
 from bus.topology import shard_of
 from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
-from storage.client.addresses import locate
 from storage.disk.host_identity import host_identity
-from storage.dispatch.short_groups import serve_closing
 from storage.shard.group_status import serve_siblings, serve_turns
 from storage.shard.ingest_checks import Quarantine
-from storage.shard.shared_beginnings import different_beginnings
+from storage.shard.shared_prefixes import different_beginnings
+from storage.shard.short_groups import serve_closing
+from storage.store.addresses import locate
 from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()

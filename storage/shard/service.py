@@ -17,8 +17,8 @@ from bus.connection.roles import guarded, hold_role
 from bus.connection.status import report_status
 from bus.errors import ConfigError
 from bus.process.process_tuning import paced
-from storage.config import ReplayConfig
 from storage.disk.run_directory import RunDirectory
+from storage.settings.replay import ReplayConfig
 from storage.shard.ingest_checks import Quarantine
 from storage.shard.remote_ledger import IssuedLeases
 from storage.shard.server import Shard

@@ -18,7 +18,7 @@ from bus.connection import Bus
 from bus.errors import BusError, StorageError
 from bus.requests import Unsettled, UnsettledRequest
 from bus.waiting import set_within
-from storage.config import ReplayConfig
+from storage.settings.replay import ReplayConfig
 from storage.store.archive import check_archive
 from storage.store.layout import SegmentEntry, choose_retirement
 from storage.store.replay import ReplayStore

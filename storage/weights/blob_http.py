@@ -29,10 +29,10 @@ from bus.streams.publish import together
 from bus.waiting import RETRY_S, cancelled
 from bus.weight_requests import BlobAccess, BlobAccessAsked
 from storage.disk.atomic_files import Content, Data
+from storage.settings.weights_transport import ServerConfig
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
 from storage.weights.new_memory import new_memory
-from storage.weights.transport_config import ServerConfig
 
 log = structlog.get_logger()
 RANGE_BYTES = 8 << 20

@@ -22,9 +22,9 @@ from bus.messages import BlobRef
 from bus.streams.blob_store import get_blob
 from bus.weight_requests import BlobAsked, BlobOffer
 from storage.disk.atomic_files import Data, lock_directory, lock_file
+from storage.settings.weights_transport import RelayConfig
 from storage.weights.blob_files import FileBlobs, read_file
 from storage.weights.blob_http import BlobServer, ask_access, download
-from storage.weights.transport_config import RelayConfig
 
 log = structlog.get_logger()
 UNREACHABLE_S = 60.0

@@ -16,9 +16,7 @@ from bus.messages import BlobRef
 from bus.streams.blob_store import delete_blob, put_blob, stream_with
 from bus.streams.publish import Publisher
 from storage.disk.atomic_files import Content, size_of
-from storage.weights.blob_files import FileBlobs
-from storage.weights.blob_http import HttpBlobs
-from storage.weights.transport_config import (
+from storage.settings.weights_transport import (
     AutoTransport,
     ChosenTransport,
     FilesTransport,
@@ -26,6 +24,8 @@ from storage.weights.transport_config import (
     TransportConfig,
     fits_stream,
 )
+from storage.weights.blob_files import FileBlobs
+from storage.weights.blob_http import HttpBlobs
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.weights.narrow import Floats, narrowed, widened
+from storage.weights.float_conversion import Floats, narrowed, widened
 from storage.weights.tensors import Words, in_order
 
 GROUP = 128

@@ -7,9 +7,9 @@ from itertools import chain
 import numpy as np
 
 from bus.errors import StorageError
+from storage.weights.float_conversion import widened
 from storage.weights.fp8 import Blocks, Codes, Floats, codes_of, encoded, largest_magnitudes, scales_of
 from storage.weights.int4 import GROUP, PACKED_COLUMNS, group_scales, largest_of_groups, packed
-from storage.weights.narrow import widened
 from storage.weights.quantisation import (
     BLOCK,
     BLOCKS,

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engines.served_adapters import ServedAdapters
-from storage.weights.adapter_names import WEIGHT, adapter_names
+from storage.model_files.adapter_names import WEIGHT, adapter_names
 
 RANK, SCALE = 4, 1.5
 MODULES = ("down_proj", "o_proj", "q_proj", "up_proj")

@@ -36,7 +36,7 @@ from bus.server.nats_server import NatsServer
 from learner.distributed.process_group import device
 from learner.host_memory.host_tensors import host_tensors
 from learner.publication.broadcast import Broadcaster
-from storage.weights.adapter_names import adapter_names
+from storage.model_files.adapter_names import adapter_names
 from storage.weights.tensors import Weights
 
 MODES: Mapping[str, Mapping[str, object]] = {

@@ -37,7 +37,7 @@ from bus.streams.publish import Publisher
 from bus.waiting import cancelled
 from launch.environment_variables import without_setting_variables
 from learner.initial.scratch_model import character_tokenizer
-from storage.weights.model_files import bundle
+from storage.model_files.packed_files import bundle
 
 LEARNER = "bench"
 STALENESS = 8

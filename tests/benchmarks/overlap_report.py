@@ -11,7 +11,7 @@ from bus.errors import SluiceError
 from launch.config import RunConfig
 from launch.history.trajectory_account import account
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger_reader import states_of
+from storage.ledger.ledger_reader import states_of
 from storage.metrics.records import number
 
 MODES = ("async", "sync")

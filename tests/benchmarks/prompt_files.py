@@ -15,12 +15,12 @@ from pathlib import Path
 
 from bus.codec import Json
 from bus.process.child_process import module_command
-from storage.config import DataConfig
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
+from storage.prompt_files.dataset import refuse_large
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import refuse_large
 from storage.prompts.run_prompts import read_prompts
+from storage.settings.data import DataConfig
 
 PROMPTS = 1_000_000
 WORDS = 40

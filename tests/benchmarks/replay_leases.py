@@ -35,10 +35,10 @@ from bus.streams.consume import Inbox, consume
 from bus.streams.publish import Publisher
 from bus.topology import ensure, shard_of
 from bus.trajectory import TrajectoryBatch
-from storage.config import AdmissionConfig
 from storage.dispatch.dispatcher import Dispatcher
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
+from storage.settings.admission import AdmissionConfig
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from learner.progress import lineage
-from storage.config import ReplayConfig
 from storage.disk.run_directory import RunDirectory
+from storage.settings.replay import ReplayConfig
 from storage.store.replay import ReplayStore
 from tests.e2e.commands import Command
 

@@ -13,7 +13,7 @@ from bus.errors import ConfigError
 from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
 from launch.process.model_directory import refuse_full_context
 from launch.settings_tree import may_be_none, members
-from storage.weights.transport_config import FilesTransport
+from storage.settings.weights_transport import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
 

@@ -33,9 +33,9 @@ from learner.progress.progress import Progress
 from learner.run import service
 from learner.run.train import Learner
 from storage.client import reader
-from storage.config import AdmissionConfig
 from storage.dispatch import dispatcher
-from storage.evaluation_config import EvaluationConfig
+from storage.settings.admission import AdmissionConfig
+from storage.settings.evaluation import EvaluationConfig
 from tests.factories import make_trajectory
 from tests.storage.serving import SHARDS, Storage, send, serving, until
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-STEPS = ("tests/storage/dispatch", "tests/storage/client")
+STEPS = ("tests/storage/dispatch", "tests/storage/ledger", "tests/storage/client")
 LEARNER = (
     "tests/learner/progress/test_lineage.py",
     "tests/learner/run/test_checkpointing.py",
@@ -30,24 +30,24 @@ class Mutation(NamedTuple):
 MUTATIONS = (
     Mutation(
         "groups one step past the bound are trained",
-        "storage/dispatch/sampling.py",
+        "storage/ledger/sampling.py",
         "c.policy_version + max_staleness < train_version)",
         "c.policy_version + max_staleness + 1 < train_version)",
-        ("tests/storage/dispatch/test_sampling.py",),
+        ("tests/storage/ledger/test_sampling.py",),
     ),
     Mutation(
         "groups expire a step too early",
-        "storage/dispatch/sampling.py",
+        "storage/ledger/sampling.py",
         "c.policy_version + max_staleness < train_version)",
         "c.policy_version + max_staleness <= train_version)",
-        ("tests/storage/dispatch/test_sampling.py",),
+        ("tests/storage/ledger/test_sampling.py",),
     ),
     Mutation(
         "a step too many is issued ahead",
-        "storage/dispatch/sampling.py",
+        "storage/ledger/sampling.py",
         "((max_staleness + 1) * groups - owed)",
         "((max_staleness + 2) * groups - owed)",
-        ("tests/storage/dispatch/test_admission.py", "tests/storage/dispatch/test_sampling.py"),
+        ("tests/storage/dispatch/test_admission.py", "tests/storage/ledger/test_sampling.py"),
     ),
     Mutation(
         "the loss mask is not shifted",
@@ -89,17 +89,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a draw does not depend on the step",
-        "storage/dispatch/sampling.py",
+        "storage/ledger/sampling.py",
         "np.random.PCG64([seed, step])",
         "np.random.PCG64([seed, 0])",
-        ("tests/storage/dispatch/test_strategies.py",),
+        ("tests/storage/ledger/test_strategies.py",),
     ),
     Mutation(
         "every epoch has the same order",
-        "storage/prompts/epochs.py",
+        "storage/prompts/mixture.py",
         "np.random.PCG64([self.seed, epoch])",
         "np.random.PCG64([self.seed, 0])",
-        ("tests/storage/prompts/test_prompts.py",),
+        ("tests/storage/prompt_files/test_prompts.py",),
     ),
     Mutation(
         "GAE bootstraps from the own state",
@@ -207,14 +207,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a commit leaves out its own step",
-        "storage/dispatch/ledger.py",
+        "storage/ledger/ledger.py",
         ('uses.lease_id = leases.lease_id AND step <= ?)",\n                ((step,),),'),
         ('uses.lease_id = leases.lease_id AND step < ?)",\n                ((step,),),'),
         STEPS,
     ),
     Mutation(
         "a rolled-back use stays in the ledger",
-        "storage/dispatch/ledger.py",
+        "storage/ledger/ledger.py",
         ('"AND step <= ?)",\n                ((step, step),)'),
         ('"AND step < ?)",\n                ((step, step),)'),
         STEPS,

@@ -24,8 +24,8 @@ from soak.paced_lengths import LONGEST
 from soak.soak import RUN, SETTINGS, START_TIMEOUT_S, accounted, wait_for_a_step
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import ATTEMPTS
-from storage.dispatch.ledger_reader import facts_of, states_of
+from storage.ledger.ledger import ATTEMPTS
+from storage.ledger.ledger_reader import facts_of, states_of
 
 log = structlog.get_logger()
 ACTORS = "actors"

@@ -28,7 +28,7 @@ from soak.run_faults import RUN_FAULTS
 from soak.segment_check import check_segments, segments_broken
 from soak.servers import BusServers
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger_reader import leases_of_steps
+from storage.ledger.ledger_reader import leases_of_steps
 from storage.store.many_groups import each_trajectory
 from storage.store.replay import ReplayStore
 

@@ -25,11 +25,11 @@ from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCom
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.reader import ReplayReader
-from storage.config import AdmissionConfig
 from storage.dispatch.dispatcher import TOKENS, Counting, Dispatcher
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.prompts.mixture import Source
+from storage.settings.admission import AdmissionConfig
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory

@@ -23,13 +23,14 @@ from bus.streams.publish import Publisher
 from bus.topology import remove
 from launch.process.runtime import for_user
 from learner.initial.scratch_model import character_tokenizer
-from storage.config import DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
+from storage.model_files.packed_files import bundle, unbundle
 from storage.prompts.length_check import check_lengths
 from storage.service import StorageSettings, run_storage
+from storage.settings.data import DataConfig
+from storage.settings.replay import ReplayConfig
 from storage.store.replay import ReplayStore
-from storage.weights.model_files import bundle, unbundle
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 from tests.pictures import image_part, picture

@@ -23,7 +23,7 @@ from bus.trajectory import FinishReason
 from storage.images.reader import ImageReader
 from storage.numerics.exact_model import ExactFunctions, make_exact
 from storage.numerics.softmax import log_softmax
-from storage.numerics_limits import MOST_TOKENS
+from storage.settings.exact_arithmetic import MOST_TOKENS
 
 WITH_STATES = {
     "lfm2": "conv",

@@ -30,7 +30,7 @@ from bus.images import PlacedImage
 from bus.process.host_limits import cpu_threads
 from bus.process.work_progress import long_work
 from storage.images.reader import ImageReader
-from storage.weights.text_model import OWN_NAMES, text_alone
+from storage.model_files.text_model import OWN_NAMES, text_alone
 
 log = structlog.get_logger()
 Command = Callable[[], None]

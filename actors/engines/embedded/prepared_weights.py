@@ -14,10 +14,10 @@ from actors.engines.embedded.fused_experts import (
     without_heads_behind,
 )
 from bus.errors import EngineError
+from storage.model_files.text_model import is_multimodal, own_name
 from storage.weights.fp8 import dequantised
 from storage.weights.int4 import unpacked
 from storage.weights.quantisation import BLOCKS, PACKED, int4_names, scale_names, weight_of
-from storage.weights.text_model import is_multimodal, own_name
 
 
 def prepare_weights(

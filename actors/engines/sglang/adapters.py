@@ -27,7 +27,7 @@ from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError
 from bus.waiting import left_s
-from storage.weights.adapter_names import PREFIX, WEIGHT, adapter_names
+from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names
 
 OURS = "sluice-"
 """Begins the names of all adapters that an actor loads."""

@@ -10,7 +10,7 @@ import structlog
 from actors.settings.engines import MASK_TOKENS, SglangEngineConfig, tells_kept
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError
-from storage.images.reader import FAMILIES
+from storage.model_files.model_reading import VISION_FAMILIES
 
 log = structlog.get_logger()
 SEES_BYTES = (0, 5, 23)
@@ -83,7 +83,7 @@ class ServerFacts:
         """Raise `ConfigError` where the server at `url` would compute a model of this type by older weights:
         show images as its vision tower saw them before, among other tokens than the prompt's, or route tokens
         of GLM-4.5 as before."""
-        if model_type in FAMILIES and self._numbers < SEES_BYTES:
+        if model_type in VISION_FAMILIES and self._numbers < SEES_BYTES:
             raise ConfigError(
                 f"the model sees images, and the server at {url} is SGLang {self.version}, which keeps what "
                 "its vision tower made of one over updates of weights, and turns prompts with images into "

@@ -16,8 +16,8 @@ from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.engines.sglang.in_server import sluice_changes
 from actors.settings.engines import NOT_QUANTISED, SglangEngineConfig, SglangSetting
 from bus.errors import ConfigError
-from storage.weights.model_files import is_quantised_model
-from storage.weights.output_head import has_other_head
+from storage.model_files.output_head import has_other_head
+from storage.model_files.packed_files import is_quantised_model
 
 Settings = Mapping[str, SglangSetting]
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"

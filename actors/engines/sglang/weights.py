@@ -15,7 +15,7 @@ from actors.engines.sglang.changes import changes
 from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, raw, write_tensors
 from bus.errors import ConfigError, EngineError
 from storage.disk.atomic_files import try_lock
-from storage.weights.model_files import QUANTISATION, is_quantised_model
+from storage.model_files.packed_files import QUANTISATION, is_quantised_model
 from storage.weights.tensors import spare_threads
 
 IN_MEMORY = Path("/dev/shm")

@@ -14,7 +14,7 @@ from launch.process.model_directory import (
     refuse_other_angles,
 )
 from launch.process.weight_files import tensors_in, weight_files
-from storage.model_reading import context_of, read_config, read_tokenizer, refuse_no_template
+from storage.model_files.model_reading import context_of, read_config, read_tokenizer, refuse_no_template
 
 COMPLETE = "download the directory again: a copy was cut short"
 

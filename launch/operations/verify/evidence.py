@@ -14,7 +14,7 @@ from launch.history.retrain import recorded_config
 from learner.progress import lineage
 from storage.account.records import ACTORS, DROPPED, TRAINED, Copy, DropReason, Kind, read_records
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger_reader import facts_of, reasons_of, states_of
+from storage.ledger.ledger_reader import facts_of, reasons_of, states_of
 from storage.shard.ingest_checks import RUN_ID
 from storage.store.layout import SegmentEntry
 from storage.store.replay import ReplayStore

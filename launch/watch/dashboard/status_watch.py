@@ -13,7 +13,7 @@ from launch.operations.run_status import RunState, look_at_run
 from launch.operations.status_report import report
 from launch.watch.dashboard.flow import flow
 from launch.watch.dashboard.metrics_source import Locate
-from storage.disk.room import lack_of_room
+from storage.disk.free_space import lack_of_room
 
 log = structlog.get_logger()
 PERIOD_S = 2.0

@@ -29,7 +29,7 @@ from launch.watch.stored_groups import GroupReader, stored_groups
 from learner.metrics import trained_logprobs
 from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger_reader import leases_of_step, steps_of_lease
+from storage.ledger.ledger_reader import leases_of_step, steps_of_lease
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 10.0

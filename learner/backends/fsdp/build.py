@@ -19,7 +19,7 @@ from learner.backends.fsdp.attention import PACKED
 from learner.backends.fsdp.recurrent_layers import RECURRENT, begin_anew
 from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES
 from learner.backends.shared.rope_scaling import rope_types
-from storage.images.reader import FAMILIES
+from storage.model_files.model_reading import VISION_FAMILIES
 
 UNBUILDABLE = (
     ValueError, KeyError, ImportError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError,
@@ -66,7 +66,7 @@ def _kind(hf_config: PretrainedConfig) -> Any:
 
 def is_vision_model(hf_config: PretrainedConfig) -> bool:
     """Tell whether the model is of a vision-language family that can be trained."""
-    return hf_config.model_type in FAMILIES
+    return hf_config.model_type in VISION_FAMILIES
 
 
 def attention_of(hf_config: PretrainedConfig) -> str | dict[str, str]:
@@ -109,7 +109,7 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
         yield (
             f"model_type={hf_config.model_type!r}: it has more than a text model, and transformers has no "
             f"model of its text, a {text.model_type}, alone; give a text model, or one that is trained as a "
-            f"whole: {', '.join(FAMILIES)}"
+            f"whole: {', '.join(VISION_FAMILIES)}"
         )
     if hf_config.is_encoder_decoder:
         yield "is_encoder_decoder=True: only decoders are supported"

@@ -13,7 +13,7 @@ from learner.backends.fsdp.checkpoint import MODEL, load_alone
 from learner.backends.fsdp.names import FileNames
 from learner.backends.shared.lora import refuse_adapters_alone
 from learner.model_directories.lazy_weights import LazyWeights, Spec
-from storage.weights.adapter_names import PREFIX
+from storage.model_files.adapter_names import PREFIX
 
 
 class CheckpointWeights(LazyWeights):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from learner.backends.fsdp.names import FileNames
 from learner.backends.shared.grouped_kernel import MULTIPLE, has_kernel
 from learner.backends.shared.lora import first_a
-from storage.weights.adapter_names import WEIGHT
+from storage.model_files.adapter_names import WEIGHT
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 

@@ -28,7 +28,7 @@ from learner.backends.shared.lora import (
 )
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import State
-from storage.weights.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
+from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
 
 CHANGE = "lora_magnitude_change"
 """Ends the name of the parameter by which the lengths of a weight's rows change."""

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 from bus.errors import ConfigError
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.model_directories.lazy_weights import State, part_of, spec_of, tensor_bytes
-from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
+from storage.model_files.adapter_names import WEIGHT, adapter_names, magnitude_name
 
 SMALLEST_NORM = 1e-30
 """Rows of zeros stay zeros."""

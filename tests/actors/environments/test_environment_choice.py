@@ -24,8 +24,9 @@ from bus.errors import ConfigError
 from bus.messages import Prompt
 from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
-from storage.config import AdmissionConfig, DataConfig
 from storage.prompts.sources import load_sources
+from storage.settings.admission import AdmissionConfig
+from storage.settings.data import DataConfig
 from tests.storage.serving import LearnerStandIn, read_batch, running, serving
 
 TOKENIZER = character_tokenizer()

@@ -21,8 +21,8 @@ from actors.settings.games import GameConfig, GymnasiumGame, Nim, PluginGame, Te
 from bus.errors import ConfigError
 from launch.config import resolve
 from learner.initial.scratch_model import character_tokenizer
-from storage.prompts import agent_demonstrations as demonstrations
-from storage.prompts.generators import TASKS
+from storage.built_in_tasks import agent_demonstrations as demonstrations
+from storage.built_in_tasks.generators import TASKS
 
 GUESS = Task(task_id="g", prompt="guess 10-24", label="20")
 

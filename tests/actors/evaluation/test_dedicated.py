@@ -23,8 +23,8 @@ from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
+from storage.model_files.packed_files import bundle
 from storage.weights.blob_sources import Blobs
-from storage.weights.model_files import bundle
 from tests.actors.evaluation.test_evaluation_sets import ask
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, published
 from tests.actors.sglang_stand_in import StandIn

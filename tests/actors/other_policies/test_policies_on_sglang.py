@@ -27,7 +27,7 @@ from bus.streams.publish import Publisher
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
-from storage.weights.model_files import bundle
+from storage.model_files.packed_files import bundle
 from tests.actors.held_out import published
 from tests.actors.sglang_served import CONFIG, until
 

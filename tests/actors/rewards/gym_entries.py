@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from bus.errors import ConfigError
-from storage.prompts.reasoning_gym_tasks import asked_entry, data_set, prompt_rows
+from storage.built_in_tasks.reasoning_gym_tasks import asked_entry, data_set, prompt_rows
 
 SEED = 5
 

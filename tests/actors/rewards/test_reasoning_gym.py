@@ -12,11 +12,11 @@ from actors.rewards.base import RewardError, Scored
 from actors.rewards.scoring import Scorer
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
-from storage.config import PromptKeys
-from storage.prompts import generators, reasoning_gym_tasks
-from storage.prompts.dataset import load_prompts
-from storage.prompts.exact_values import exact_text, exact_value
-from storage.prompts.generators import generate_task
+from storage.built_in_tasks import generators, reasoning_gym_tasks
+from storage.built_in_tasks.exact_values import exact_text, exact_value
+from storage.built_in_tasks.generators import generate_task
+from storage.prompt_files.dataset import load_prompts
+from storage.settings.data import PromptKeys
 from tests.actors.rewards.answers import answer
 
 KEYS = PromptKeys()

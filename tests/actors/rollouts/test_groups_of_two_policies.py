@@ -25,7 +25,7 @@ from bus.errors import ConfigError
 from bus.topology import ensure
 from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
-from storage.config import AdmissionConfig
+from storage.settings.admission import AdmissionConfig
 from tests.storage.serving import LearnerStandIn, has, manifest, read_batch, running, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

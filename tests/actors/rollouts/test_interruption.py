@@ -18,7 +18,7 @@ from bus.connection import Bus
 from bus.errors import EngineLostError
 from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory
-from storage.config import AdmissionConfig
+from storage.settings.admission import AdmissionConfig
 from storage.shard.server import Shard
 from tests.actors import workers
 from tests.actors.workers import TOKENIZER, killed_at_the_end

@@ -14,7 +14,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
-from storage.config import AdmissionConfig
+from storage.settings.admission import AdmissionConfig
 from tests.actors import workers
 from tests.actors.workers import TOKENIZER, killed_at_the_end
 from tests.factories import make_lease, make_trajectory

@@ -18,7 +18,7 @@ from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
 from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
-from storage.config import AdmissionConfig
+from storage.settings.admission import AdmissionConfig
 from tests.storage.serving import LearnerStandIn, read_batch, running, serving
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

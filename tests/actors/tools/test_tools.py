@@ -17,7 +17,7 @@ from actors.tools.sandbox.limits import Limits
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
-from storage.prompts.generators import task_passages
+from storage.built_in_tasks.generators import task_passages
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from learner.config.publication import PublicationConfig
 from learner.host_memory.host_tensors import host_tensors
 from learner.publication import publisher as publishing
 from learner.publication.publisher import WeightPublisher
+from storage.settings.weights_transport import FilesTransport, HttpTransport
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs, blob_store
 from storage.weights.deltas import encode_delta
 from storage.weights.tensors import Weights
-from storage.weights.transport_config import FilesTransport, HttpTransport
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 
 pytestmark = pytest.mark.nats

@@ -53,7 +53,7 @@ def digest(name: str, given: Layer, *, steps: int) -> str:
     """Return a digest of the settings of all cells of a preset, with those of its task.
 
     Outcomes of one digest may be compared."""
-    from storage.prompts.generators import GENERATOR_VERSION, TASKS
+    from storage.built_in_tasks.generators import GENERATOR_VERSION, TASKS
 
     config = resolve(base_settings(name, given, steps=steps))
     wrong = TASKS[config.data.task].wrong_share if config.data.task in TASKS else None

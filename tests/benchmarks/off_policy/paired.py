@@ -23,9 +23,9 @@ from bus.errors import SluiceError
 from bus.waiting import ended_before
 from launch.config import Layer, resolve
 from launch.history.retrain import as_then, recorded_config
-from storage.config import PromptKeys
 from storage.disk.run_directory import RunDirectory
-from storage.prompts.dataset import load_prompts
+from storage.prompt_files.dataset import load_prompts
+from storage.settings.data import PromptKeys
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.server.nats_server import is_loopback
 from launch.process.services import serve_bus
+from storage.settings.weights_transport import ServerConfig
 from storage.weights.blob_http import BlobServer
-from storage.weights.transport_config import ServerConfig
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

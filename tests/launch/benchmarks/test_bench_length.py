@@ -19,9 +19,9 @@ from benchmarks.length.task import LIMIT, MOST_NEEDED, score, write_task
 from benchmarks.whole_runs.extent import Plan
 from bus.errors import ConfigError, SluiceError
 from bus.trajectory import FinishReason
-from storage.config import PromptKeys
-from storage.prompts.dataset import load_prompts
-from storage.prompts.generators import load_demonstrations
+from storage.built_in_tasks.generators import load_demonstrations
+from storage.prompt_files.dataset import load_prompts
+from storage.settings.data import PromptKeys
 from tests.factories import make_trajectory
 
 CELL = Cell(0, "wrong", 8, "token_tis")

@@ -32,7 +32,7 @@ from soak.faults import Fault
 from soak.soak import SoakPlan, run_soak
 from storage.account.records import ACTORS
 from storage.disk.run_directory import RunDirectory
-from storage.weights.model_files import bundle
+from storage.model_files.packed_files import bundle
 from tests.actors.workers import TOKENIZER, make_worker
 from tests.storage.serving import BLOB, running, until
 

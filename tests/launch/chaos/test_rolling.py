@@ -14,7 +14,7 @@ from soak import rolling
 from soak.local_run import LocalRun
 from soak.rolling import WAYS, RollingPlan, RollingRun
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import ATTEMPTS, Ledger
+from storage.ledger.ledger import ATTEMPTS, Ledger
 
 SUPERVISOR = "while true; do bash -c 'exec -a actors sleep 100'; done"
 """Starts actors again whenever they end."""

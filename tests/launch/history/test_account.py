@@ -14,7 +14,7 @@ from bus.errors import SluiceError
 from launch.history.trajectory_account import account
 from learner.progress import lineage
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 

@@ -25,12 +25,12 @@ from launch.history.retrain import restore_run
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory, character_tokenizer
 from storage.client.score_tables import load_scores
-from storage.config import PromptKeys
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
+from storage.prompt_files.dataset import load_prompts
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import load_prompts
-from storage.prompts.epochs import PromptOrder
+from storage.prompts.mixture import PromptOrder
+from storage.settings.data import PromptKeys
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.pictures import image_part, picture, vision_directory

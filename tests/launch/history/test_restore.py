@@ -9,8 +9,8 @@ from bus.codec import encode
 from bus.errors import ConfigError, StorageError
 from launch.config import RunConfig
 from launch.history.retrain import recorded_config, restore_run
-from storage.config import ReplayConfig
 from storage.disk.run_directory import RunDirectory
+from storage.settings.replay import ReplayConfig
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 

@@ -21,9 +21,9 @@ from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, Turn
 from launch.config import RunConfig, validate
 from launch.operations.tail import Wanted, lines, tail_run
+from storage.model_files.packed_files import bundle
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
-from storage.weights.model_files import bundle
 from tests.factories import make_trajectory
 from tests.storage.serving import make_shard, manifest, running, until
 

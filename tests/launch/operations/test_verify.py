@@ -17,7 +17,7 @@ from launch.operations.verify.verify import screen, verified
 from learner.progress import lineage
 from storage.account.records import ACTORS, TRAINED, AccountRecord, AccountWriter, Copy, Kind
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.store import layout
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory

@@ -14,7 +14,7 @@ from actors.policy.policy import Policy
 from bus.errors import ConfigError
 from launch.config import preset, resolve
 from launch.process.start_checks import rehearse_local
-from storage.prompts.lookup_tasks import SHOP_TOOLS, search_demonstration, search_problem, shop_problem
+from storage.built_in_tasks.lookup_tasks import SHOP_TOOLS, search_demonstration, search_problem, shop_problem
 from tests.actors.gateway.served import TOKENIZER, script
 
 NUMBERS = range(0, 14_000, 701)

@@ -12,7 +12,7 @@ from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from launch.config import preset, resolve
 from learner.initial.scratch_model import character_tokenizer
-from storage.prompts.generators import TASKS
+from storage.built_in_tasks.generators import TASKS
 
 TOKENIZER = character_tokenizer()
 NUMBER = 1234

@@ -15,7 +15,7 @@ from launch.config import resolve
 from launch.recipes import instructions
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 from launch.recipes.recipe import PROMPTS, recipe
-from storage.prompts.reasoning_gym_tasks import asked_entry, data_set
+from storage.built_in_tasks.reasoning_gym_tasks import asked_entry, data_set
 
 FOLLOWED: Mapping[str, Callable[[str, Mapping], str]] = {
     "change_case:english_lowercase": lambda topic, _: f"we all like {topic}.",

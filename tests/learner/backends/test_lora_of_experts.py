@@ -25,7 +25,7 @@ from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
 from learner.publication.adapter_directory import write_adapter
 from storage.disk.checkpoints import latest
-from storage.weights.adapter_names import adapter_names
+from storage.model_files.adapter_names import adapter_names
 from tests.learner.backends.fsdp.test_lora import assert_steps_are_those_of_the_formula
 from tests.learner.backends.test_lora_backends import assert_same, divided, trained, trained_alone
 from tests.learner.lora_reference import adapt

@@ -7,7 +7,7 @@ from actors.weights.adapters import merged_weights
 from actors.weights.torch_tensors import torch_tensors
 from learner.backends.shared.lora import excess, row_norms, squared_norms
 from learner.host_memory.host_tensors import host_tensors
-from storage.weights.adapter_names import adapter_names, magnitude_name
+from storage.model_files.adapter_names import adapter_names, magnitude_name
 from storage.weights.tensors import Weights
 
 SCALE = 2.0

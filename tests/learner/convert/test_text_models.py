@@ -23,7 +23,7 @@ from learner.data.packing import pack
 from learner.model_directories.model_directory import HFWeights, load_hf_config, save_hf_directory
 from learner.publication.host_copy import HostCopy
 from learner.publication.whole_model import WholeModel
-from storage.weights.model_files import bundle, with_config
+from storage.model_files.packed_files import bundle, with_config
 from tests.learner.tiny import TIS, random_samples, reference_logits, tiny_config
 from tests.learner.wrappers import WRAPPERS, save_wrapper
 

@@ -17,7 +17,7 @@ from learner.data.packing import Sample, pack
 from learner.model_directories.model_directory import load_hf_config
 from learner.world.world import cost, divided
 from storage.images.reader import ImageReader
-from storage.shard.shared_beginnings import different_beginnings
+from storage.shard.shared_prefixes import different_beginnings
 from tests.learner.siblings import sample_of
 from tests.learner.tiny import VOCAB, tiny_model
 from tests.pictures import SIZES, older_vision_directory, picture, vision_directory

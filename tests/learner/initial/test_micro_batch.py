@@ -19,7 +19,7 @@ from learner.config.warmup import WarmupConfig
 from learner.data.packing import pack
 from learner.initial import micro_batch
 from learner.initial.micro_batch import LEAST_TOKENS, activation_bytes, fitted
-from storage.evaluation_config import EvaluationConfig
+from storage.settings.evaluation import EvaluationConfig
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 LAPTOP = {

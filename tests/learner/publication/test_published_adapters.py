@@ -30,7 +30,7 @@ from learner.model_directories.model_directory import HFWeights
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.publisher import WeightPublisher
-from storage.weights.adapter_names import adapter_names
+from storage.model_files.adapter_names import adapter_names
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
 from storage.weights.tensors import Weights

@@ -16,8 +16,8 @@ from learner.config.model import ModelConfig
 from learner.initial.scratch_model import ensure_model_directory
 from learner.model_directories.dtypes import compute_dtype, published_bytes, published_dtype
 from learner.model_directories.model_directory import HFWeights
+from storage.model_files.packed_files import with_dtype
 from storage.weights.blob_sources import Blobs
-from storage.weights.model_files import with_dtype
 from tests.learner.mini_run import SCRATCH, in_one_process, mini_run
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -13,7 +13,7 @@ from learner.config.warmup import WarmupConfig
 from learner.progress.progress import Progress
 from learner.run.checkpointing import Checkpointing
 from learner.world.rank import Rank
-from storage.evaluation_config import EvaluationConfig
+from storage.settings.evaluation import EvaluationConfig
 from tests.learner.mini_run import SCRATCH
 
 

@@ -12,7 +12,7 @@ from bus.evaluation_messages import EvaluationResult, EvaluationTask
 from bus.messages import BlobRef, PolicyManifest
 from bus.streams.publish import Publisher
 from learner.run.evaluation import HeldOut
-from storage.evaluation_config import EvaluationSetConfig
+from storage.settings.evaluation import EvaluationSetConfig
 
 pytestmark = pytest.mark.nats
 BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")

@@ -14,7 +14,7 @@ from learner.initial.initial import Initial, prepare
 from learner.progress.progress import Progress
 from learner.run import restore
 from learner.run.restore import restore_alone
-from storage.evaluation_config import EvaluationConfig
+from storage.settings.evaluation import EvaluationConfig
 from tests.learner.mini_run import SCRATCH
 from tests.learner.tiny import tiny_config
 

@@ -12,7 +12,7 @@ from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
 from learner.step.rl_step import train_on
 from learner.world.world import cost, divided
-from storage.shard.shared_beginnings import different_beginnings
+from storage.shard.shared_prefixes import different_beginnings
 from tests.factories import make_trajectory
 from tests.learner.backends.test_shared_prefixes import behind, trainer_of
 from tests.learner.tiny import VOCAB

@@ -30,7 +30,7 @@ from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
-from storage.evaluation_config import EvaluationConfig
+from storage.settings.evaluation import EvaluationConfig
 from storage.store.segments import FILE
 from storage.weights.blob_stores import BusBlobs
 from tests.factories import make_trajectory

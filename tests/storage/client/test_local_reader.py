@@ -14,11 +14,11 @@ from bus.connection import answers
 from bus.errors import BusError, UnreadableGroupsError
 from bus.requests import Done, GroupRef, Located, LocateRequest, ReadRequest
 from bus.trajectory import Trajectory, TrajectoryBatch
-from storage.client import addresses, local_reader, reader
+from storage.client import local_reader, reader
 from storage.client.local_reader import LocalReader
 from storage.client.reader import ReplayReader
 from storage.disk import host_identity
-from storage.store import layout
+from storage.store import addresses, layout
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE
 from storage.store.zipped import zipped

@@ -14,7 +14,7 @@ from bus.messages import RewardGiven, RunRecord, trajectory_name
 from bus.server.nats_server import NatsServer
 from bus.trajectory import Trajectory
 from storage.client.rewards import RewardSender, Tally, give_lines, give_reward
-from storage.config import AdmissionConfig, PrioritySampler
+from storage.settings.admission import AdmissionConfig, PrioritySampler
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import (

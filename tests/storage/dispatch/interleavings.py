@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
-from storage.config import (
+from storage.dispatch.admission import Admission
+from storage.ledger.ledger import Ledger
+from storage.ledger.ledger_schema import prepare
+from storage.settings.admission import (
     NO_ESS_BRAKE,
     AdmissionConfig,
     EssBrakeConfig,
@@ -17,9 +20,6 @@ from storage.config import (
     PrioritySampler,
     UniformSampler,
 )
-from storage.dispatch.admission import Admission
-from storage.dispatch.ledger import Ledger
-from storage.dispatch.ledger_schema import prepare
 from tests.storage.serving import manifest
 
 SHARDS = 2

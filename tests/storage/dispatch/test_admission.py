@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from bus.errors import FencedError
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
-from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
 from storage.dispatch.admission import Admission
-from storage.dispatch.ledger import Ledger
-from storage.dispatch.ledger_schema import prepare
+from storage.ledger.ledger import Ledger
+from storage.ledger.ledger_schema import prepare
+from storage.settings.admission import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
 from tests.storage.dispatch.interleavings import play_many
 from tests.storage.serving import manifest
 

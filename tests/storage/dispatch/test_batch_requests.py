@@ -7,9 +7,9 @@ import pytest
 
 from bus.errors import FencedError
 from bus.requests import BatchLease, BatchRequest, Waiting
-from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
 from storage.dispatch.admission import Admission
-from storage.dispatch.given_groups import Use
+from storage.ledger.given_groups import Use
+from storage.settings.admission import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
 from tests.factories import make_trajectory
 from tests.storage.dispatch.test_dispatcher import rolled_out, stored
 from tests.storage.serving import (

@@ -6,8 +6,8 @@ import pytest
 
 from bus.connection import Bus
 from bus.requests import Waiting
-from storage.config import AdmissionConfig
-from storage.prompts.epochs import PromptOrder
+from storage.prompts.mixture import PromptOrder
+from storage.settings.admission import AdmissionConfig
 from tests.factories import make_trajectory
 from tests.storage.serving import (
     PROMPTS,

@@ -14,12 +14,12 @@ from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.topology import ensure
 from storage.dispatch.lease_publication import LeasePublication
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.shard.ingest_checks import LedgerFacts
 from tests.factories import make_lease
 from tests.storage.dispatch.test_dispatcher import rolled_out, stored
-from tests.storage.dispatch.test_ledger import on_disk
+from tests.storage.ledger.test_ledger import on_disk
 from tests.storage.serving import (
     SHARDS,
     LearnerStandIn,

@@ -16,12 +16,12 @@ from scipy.stats import ks_2samp
 
 from bus.messages import Prompt
 from bus.requests import LeaseRequest, LeaseState
-from storage.config import AdmissionConfig
 from storage.dispatch.admission import Admission
 from storage.dispatch.lease_status import FREE_DELIVERIES, IN_COMPANY, LeaseStatus, is_suspect
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from tests.storage.dispatch.test_ledger import on_disk
+from storage.settings.admission import AdmissionConfig
+from tests.storage.ledger.test_ledger import on_disk
 from tests.storage.serving import manifest
 
 GROUPS = 300

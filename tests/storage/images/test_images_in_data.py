@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from bus.errors import ConfigError
-from storage.config import PromptKeys
-from storage.prompts.dataset import load_prompts
+from storage.prompt_files.dataset import load_prompts
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
+from storage.settings.data import PromptKeys
 from tests.pictures import data_uri, image_part, picture, vision_directory
 
 

@@ -12,11 +12,11 @@ import pytest
 import structlog
 
 from bus.errors import ConfigError
-from storage.config import MetricsConfig, WandbConfig
 from storage.disk.run_directory import RunDirectory
 from storage.metrics import sinks
 from storage.metrics.points import Points
 from storage.metrics.sinks import ThreadedSink, metric_sinks
+from storage.settings.metrics import MetricsConfig, WandbConfig
 
 LOG_BLOCK, LOG_WHOLE, LOG_LAST = 32768, 1, 4
 WARM = {"kind": "metrics", "source": "learner", "time_s": 10.5, "step": 1, "train/stage": "warmup",

@@ -5,12 +5,17 @@ from contextlib import closing
 
 import pytest
 
-from storage.config import DataConfig
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess, Success, preference, weights
 from storage.prompts.data_sets import DataSets
-from storage.prompts.source_config import BandCurriculum, LearnabilityCurriculum, NoCurriculum, SourceConfig
 from storage.prompts.sources import load_sources
+from storage.settings.data import (
+    BandCurriculum,
+    DataConfig,
+    LearnabilityCurriculum,
+    NoCurriculum,
+    SourceConfig,
+)
 
 
 def test_learnability_is_the_variance_of_a_reward_of_nought_or_one_over_its_largest():

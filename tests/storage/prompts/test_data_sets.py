@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt
-from storage.config import PromptKeys
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
+from storage.prompt_files.dataset import load_prompts
+from storage.prompt_files.stored_prompts import store_prompts
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import load_prompts
-from storage.prompts.epochs import PromptOrder
+from storage.prompts.mixture import PromptOrder
 from storage.prompts.order import DataSet, DataSetOrder
-from storage.prompts.stored_prompts import store_prompts
+from storage.settings.data import PromptKeys
 
 OLD = [Prompt(content=f"old {n}", label=str(n)) for n in range(5)]
 NEW = [Prompt(content=f"new {n}") for n in range(3)]

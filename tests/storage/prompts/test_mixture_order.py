@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.errors import ConfigError
-from storage.config import DataConfig, PromptKeys
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets, PastPrompts
-from storage.prompts.epochs import PromptOrder
-from storage.prompts.mixture import WINDOW, MixtureOrder, Source, shares
-from storage.prompts.source_config import SourceConfig
+from storage.prompts.mixture import WINDOW, MixtureOrder, PromptOrder, Source, shares
 from storage.prompts.sources import load_sources
+from storage.settings.data import DataConfig, PromptKeys, SourceConfig
 
 
 def source(name: str, count: int, share: int, drawn: int = 0) -> Source:

@@ -9,13 +9,13 @@ import pytest
 from bus.codec import encode
 from bus.messages import GroupRejected, Metrics
 from bus.streams.publish import Publisher
-from storage.config import AdmissionConfig, PromptKeys
-from storage.dispatch.given_groups import Use
-from storage.dispatch.ledger import Ledger
+from storage.ledger.given_groups import Use
+from storage.ledger.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess
-from storage.prompts.source_config import SourceConfig
 from storage.prompts.source_report import TOLD, report_sources
 from storage.prompts.sources import load_sources
+from storage.settings.admission import AdmissionConfig
+from storage.settings.data import PromptKeys, SourceConfig
 from tests.factories import make_trajectory
 from tests.storage.serving import has, opened, running, send, until
 

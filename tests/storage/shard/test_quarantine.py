@@ -10,9 +10,9 @@ import pytest
 from bus.codec import decode, encode
 from bus.messages import GroupRejected
 from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
-from storage.config import AdmissionConfig
 from storage.dispatch.admission import Admission
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
+from storage.settings.admission import AdmissionConfig
 from storage.shard.ingest_checks import NEWEST_VERSION, RUN_ID, VOCABULARY, LedgerFacts, Quarantine
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore

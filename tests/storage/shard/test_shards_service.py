@@ -13,11 +13,11 @@ from bus.messages import RoleHolder, Status
 from bus.requests import Located, LocateRequest
 from bus.trajectory import Trajectory
 from storage.client.reader import ReplayReader
-from storage.config import ReplayConfig, shard_numbers
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.dispatcher import Dispatcher
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
+from storage.settings.replay import ReplayConfig, shard_numbers
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY
 from storage.shard.service import ShardsSettings, run_shards
 from storage.store.replay import ReplayStore

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bus.errors import StorageError
-from storage.config import AdmissionConfig
-from storage.dispatch.short_groups import FEWEST
+from storage.settings.admission import AdmissionConfig
+from storage.shard.short_groups import FEWEST
 from storage.store.complete_groups import in_order
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory

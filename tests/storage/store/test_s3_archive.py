@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from bus.codec import encode
 from bus.errors import ConfigError, StorageError
-from storage.config import ReplayConfig
 from storage.disk.run_directory import RunDirectory
+from storage.settings.replay import ReplayConfig
 from storage.shard.service import ShardsSettings, run_shards
 from storage.store import retention
 from storage.store.archive import check_archive, restore

@@ -21,12 +21,12 @@ from bus.security.credentials import load_credentials
 from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
 from bus.weight_requests import BlobAccess, BlobAccessAsked
+from storage.settings.weights_transport import HttpTransport, RelayConfig
 from storage.weights import blob_http
 from storage.weights.blob_files import file_name
 from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
 from storage.weights.blob_http import BlobServer, HttpBlobs, ask_access, download
 from storage.weights.blob_sources import Blobs, Relay
-from storage.weights.transport_config import HttpTransport, RelayConfig
 
 pytestmark = pytest.mark.nats
 As = Callable[..., AbstractAsyncContextManager[Bus]]

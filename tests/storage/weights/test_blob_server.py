@@ -7,9 +7,9 @@ import aiohttp
 import pytest
 
 from bus.connection import Bus
+from storage.settings.weights_transport import ServerConfig
 from storage.weights import blob_http
 from storage.weights.blob_http import BlobServer
-from storage.weights.transport_config import ServerConfig
 
 
 @pytest.mark.nats

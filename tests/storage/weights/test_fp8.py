@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, StorageError
 from storage.weights import fp8, int4, quantised_tensors
+from storage.weights.float_conversion import widened
 from storage.weights.fp8 import VALUES, Blocks, codes_of, dequantised, scales_of
-from storage.weights.narrow import widened
 from storage.weights.quantisation import (
     BLOCKS,
     FORMATS,

@@ -17,18 +17,18 @@ from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.server.nats_server import free_port
 from bus.topology import MIB
-from storage.weights import blob_files, blob_http
-from storage.weights.blob_files import FileBlobs, file_name, read_file
-from storage.weights.blob_http import HttpBlobs
-from storage.weights.blob_sources import Blobs, Relay, blob_source
-from storage.weights.blob_stores import blob_store, chosen_transport
-from storage.weights.transport_config import (
+from storage.settings.weights_transport import (
     AutoTransport,
     BusTransport,
     FilesTransport,
     HttpTransport,
     RelayConfig,
 )
+from storage.weights import blob_files, blob_http
+from storage.weights.blob_files import FileBlobs, file_name, read_file
+from storage.weights.blob_http import HttpBlobs
+from storage.weights.blob_sources import Blobs, Relay, blob_source
+from storage.weights.blob_stores import blob_store, chosen_transport
 from tests.storage.serving import refusing_disk
 
 pytestmark = pytest.mark.nats

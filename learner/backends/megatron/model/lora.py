@@ -46,7 +46,7 @@ from learner.backends.shared.lora import (
 )
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import SomeWeights, State
-from storage.weights.adapter_names import WEIGHT, adapter_names, magnitude_name
+from storage.model_files.adapter_names import WEIGHT, adapter_names, magnitude_name
 
 CUTS = {
     "linear_qkv": COLUMN, "linear_fc1": COLUMN, "linear_proj": ROW, "linear_fc2": ROW,

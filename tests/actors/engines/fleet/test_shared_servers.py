@@ -24,8 +24,8 @@ from bus.streams.publish import Publisher
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
+from storage.model_files.packed_files import bundle
 from storage.weights.blob_sources import Blobs
-from storage.weights.model_files import bundle
 from storage.weights.tensors import Weights
 from tests.actors.held_out import published
 from tests.actors.tiny import tiny_model

@@ -16,7 +16,7 @@ from bus.trajectory import Trajectory, Turn
 from launch.config import validate
 from learner.metrics import trained_logprobs
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.ledger import Ledger
+from storage.ledger.ledger import Ledger
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory

@@ -32,8 +32,8 @@ from launch.watch.dashboard.trajectories import (
 from launch.watch.dashboard.trajectory_sources import BusTrajectories, StoredTrajectories
 from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
+from storage.model_files.packed_files import bundle
 from storage.store.replay import ReplayStore
-from storage.weights.model_files import bundle
 from tests.launch.watch.dashboard.run_on_disk import (
     GROUPS_A_STEP,
     SAMPLES,

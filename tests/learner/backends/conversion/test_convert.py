@@ -24,8 +24,8 @@ from learner.convert.megatron import hf_to_megatron, megatron_to_hf
 from learner.data.packing import pack
 from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import load_hf_config
-from storage.weights.model_files import bundle
-from storage.weights.output_head import has_other_head
+from storage.model_files.output_head import has_other_head
+from storage.model_files.packed_files import bundle
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 
 REPOSITORY = Path(__file__).parents[4]

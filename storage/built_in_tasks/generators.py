@@ -1,0 +1,289 @@
+"""Built-in tasks: prompts, held-out prompts and noisy demonstrations, written once as JSON Lines files."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from bus.codec import Json
+from bus.errors import ConfigError
+from bus.messages import Prompt
+from storage.built_in_tasks import agent_demonstrations as agents
+from storage.built_in_tasks import lookup_tasks as lookups
+from storage.built_in_tasks import picture_tasks as pictures
+from storage.built_in_tasks import python_demonstrations as python
+from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
+from storage.disk.atomic_files import make_directory, write_file, write_json
+from storage.prompt_files.dataset import prompt_content
+from storage.prompt_files.rows import read_rows
+
+GENERATOR_VERSION = 2
+"""Version of the generators; raise it when one writes other rows for the same parameters."""
+
+REASONING_GYM_VERSION, PLACES_VERSION = 3, 2
+"""Versions of the prompts of reasoning-gym, which hold their entries; those of the second named the places of
+entries that the reward made again. A run that was begun with such prompts keeps them."""
+
+OF_LIBRARY, HELDOUT_OF_LIBRARY = 2000, 100
+"""Prompts and held-out prompts of a library's task, some of which take it a while to make."""
+
+HELDOUT_SEED = 12345
+"""Seed of the held-out prompts, whatever the seed of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A family of numbered problems, from which files are drawn."""
+
+    problem: Callable[[int], tuple[str | list[Json], str]]
+    """Function from a number to the prompt and label of that problem."""
+    demonstration: Callable[[int, Random, bool], str | tuple[list[Json], str]]
+    """Function from a number to a worked answer of that problem, right or plausibly wrong; in a task of
+    several turns to the chat before one of them, and that turn."""
+    problems: int
+    """Number of problems, counted from 0."""
+    wrong_share: float
+    """Share of wrong demonstrations, which reinforcement learning then corrects."""
+    prompts: int = 20_000
+    heldout: int = 256
+    demonstrations: int = 26_000
+    passages: Callable[[], Sequence[str]] | None = None
+    """Function that returns the corpus in which the answers stand; None for a task without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFiles:
+    """The files of a generated task."""
+
+    prompts: Path
+    heldout: Path
+    demonstrations: Path
+
+
+def generate_task(name: str, directory: Path, *, seed: int) -> TaskFiles:
+    """Write the task's files, unless they are there with the same parameters and seed.
+
+    Training prompts and demonstrations come from `seed` and never contain a held-out prompt. Those of
+    `reasoning_gym/NAME` have no demonstrations, and an empty file."""
+    if name.startswith(PREFIX):
+        return _generate_reasoning_gym(name, directory, seed=seed)
+    if name not in TASKS:
+        close = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"no built-in task {name!r}: {hint}the tasks are: {', '.join(TASKS)}")
+    task = TASKS[name]
+    files = TaskFiles(*(directory / f"{part}.jsonl" for part in ("prompts", "heldout", "demonstrations")))
+    manifest = directory / "task.json"
+    wanted = _manifest(name, task, seed)
+    if not _already_there(files, manifest, wanted):
+        make_directory(directory)
+        manifest.unlink(missing_ok=True)  # after a crash the files are written again
+        _write(task, files, seed)
+        write_json(manifest, wanted)
+    return files
+
+
+def task_passages(name: str) -> Sequence[str]:
+    """Return the corpus of a built-in task. Raises `ConfigError` for a task that has none."""
+    having = {name: task.passages for name, task in TASKS.items() if task.passages is not None}
+    if name not in having:
+        raise ConfigError(f"no built-in task {name!r} with a corpus: there are: {', '.join(having)}")
+    return having[name]()
+
+
+def _generate_reasoning_gym(name: str, directory: Path, *, seed: int) -> TaskFiles:
+    files = TaskFiles(*(directory / f"{part}.jsonl" for part in ("prompts", "heldout", "demonstrations")))
+    manifest = directory / "task.json"
+    sizes = {"prompts": OF_LIBRARY, "heldout": HELDOUT_OF_LIBRARY}
+    of_both: dict[str, Json] = {"task": name, "seed": seed, **sizes}
+    wanted, earlier = (
+        {**of_both, "generator_version": number} for number in (REASONING_GYM_VERSION, PLACES_VERSION)
+    )
+    if not (_already_there(files, manifest, wanted) or _already_there(files, manifest, earlier)):
+        make_directory(directory)
+        manifest.unlink(missing_ok=True)
+        source = name.removeprefix(PREFIX)
+        heldout = list(prompt_rows(source, size=HELDOUT_OF_LIBRARY, seed=HELDOUT_SEED))
+        held = frozenset(str(row["prompt"]) for row in heldout)
+        _write_rows(files.heldout, heldout)
+        _write_rows(files.prompts, prompt_rows(source, size=OF_LIBRARY, seed=seed, besides=held))
+        _write_rows(files.demonstrations, ())
+        write_json(manifest, wanted)
+    return files
+
+
+def load_demonstrations(path: Path) -> list[tuple[Prompt, str]]:
+    """Read prompts with worked answers, from a .jsonl or .parquet file with the keys `prompt` and `response`.
+
+    Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
+    pairs = []
+    for row in read_rows(path):
+        response = row.required("response")
+        if not (isinstance(response, str) and response):
+            raise ConfigError(f"{row.where}: 'response' is not a text or is empty: fill it or remove the row")
+        pairs.append((Prompt(content=prompt_content(row, "prompt")), response))
+    return pairs
+
+
+def _manifest(name: str, task: Task, seed: int) -> dict[str, Json]:
+    return {
+        "task": name,
+        "seed": seed,
+        "generator_version": GENERATOR_VERSION,
+        "prompts": task.prompts,
+        "heldout": task.heldout,
+        "demonstrations": task.demonstrations,
+        "wrong_share": task.wrong_share,
+    }
+
+
+def _already_there(files: TaskFiles, manifest: Path, wanted: dict[str, Json]) -> bool:
+    paths = (files.prompts, files.heldout, files.demonstrations)
+    try:
+        return all(path.is_file() for path in paths) and json.loads(manifest.read_bytes()) == wanted
+    except (OSError, ValueError):
+        return False
+
+
+def _write(task: Task, files: TaskFiles, seed: int) -> None:
+    heldout = Random(HELDOUT_SEED).sample(range(task.problems), task.heldout)
+    held = frozenset(heldout)
+    rng = Random(seed)
+    drawn = rng.sample(range(task.problems), min(task.problems, task.prompts + task.heldout))
+    training = [number for number in drawn if number not in held][: task.prompts]
+    _write_rows(files.heldout, (_prompt_row(task, number) for number in heldout))
+    _write_rows(files.prompts, (_prompt_row(task, number) for number in training))
+    _write_rows(files.demonstrations, _demonstration_rows(task, held, rng))
+
+
+def _prompt_row(task: Task, number: int) -> dict[str, Json]:
+    prompt, label = task.problem(number)
+    return {"prompt": prompt, "label": label}
+
+
+def _demonstration_rows(task: Task, held: frozenset[int], rng: Random) -> Iterator[dict[str, Json]]:
+    written = 0
+    while written < task.demonstrations:
+        number = rng.randrange(task.problems)
+        if number not in held:
+            worked = task.demonstration(number, rng, rng.random() < task.wrong_share)
+            prompt: str | list[Json]
+            prompt, response = (task.problem(number)[0], worked) if isinstance(worked, str) else worked
+            yield {"prompt": prompt, "response": response}
+            written += 1
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Json]]) -> None:
+    write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+# --- sort: six digits in ascending order ---
+
+
+def _sort_problem(number: int) -> tuple[str, str]:
+    digits = f"{number:06d}"
+    return f"sort {digits}", "".join(sorted(digits))
+
+
+def _sort_demonstration(number: int, rng: Random, wrong: bool) -> str:
+    """Return the sorted digits. A wrong answer is descending or a copy, half of the time each."""
+    digits = f"{number:06d}"
+    answer = "".join(sorted(digits))
+    if not wrong:
+        return answer
+    return answer[::-1] if rng.random() < 0.5 else digits
+
+
+# --- addition: two two-digit numbers, column by column ---
+
+
+def _addition_problem(number: int) -> tuple[str, str]:
+    a, b = divmod(number, 100)
+    return f"{a:02d}+{b:02d}=", f"{a + b:03d}"
+
+
+def _addition_demonstration(number: int, rng: Random, wrong: bool) -> str:
+    """Return "<digit><digit><carry in><sum> " for each column from the right, then "=<total>".
+
+    A wrong answer has the wrong carry into the tens, so that the total is off by ten."""
+    a, b = divmod(number, 100)
+    units = a % 10 + b % 10
+    carry = units // 10 ^ wrong
+    tens = a // 10 + b // 10 + carry
+    columns = f"{a % 10}{b % 10}0{units:02d} {a // 10}{b // 10}{carry}{tens:02d} "
+    return f"{columns}={10 * tens + units % 10:03d}"
+
+
+# --- product: four digits by two, which takes a calculator ---
+
+
+def _product_problem(number: int) -> tuple[str, str]:
+    a, b = 1000 + number // 90, 10 + number % 90
+    return f"{a}*{b}", str(a * b)
+
+
+def _product_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
+    """Return a turn of a chat with the tool `calc`: the call, or the answer that copies its result.
+
+    A wrong first turn guesses, which only luck makes right."""
+    question, product = _product_problem(number)
+    chat: list[Json] = [{"role": "user", "content": question}]
+    if wrong:
+        return chat, str(rng.randrange(10_000, 10**6))
+    call = f"<calc>{question}</calc>"
+    if rng.random() < 0.5:
+        return chat, call
+    result: Json = {"role": "user", "content": f"<result>{product}</result>"}
+    return [*chat, {"role": "assistant", "content": call}, result], product
+
+
+TASKS = {
+    "sort": Task(_sort_problem, _sort_demonstration, problems=10**6, wrong_share=0.7),
+    "addition": Task(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
+    "product": Task(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
+    "python": Task(
+        python.power_problem, python.power_demonstration, problems=python.POWER_PROBLEMS, wrong_share=0.5
+    ),
+    "retool": Task(
+        python.multiple_problem,
+        python.multiple_demonstration,
+        problems=python.MULTIPLE_PROBLEMS,
+        wrong_share=0.6,
+    ),
+    "guess": Task(
+        agents.guess_problem,
+        agents.guess_demonstration,
+        problems=agents.GUESS_PROBLEMS,
+        wrong_share=0.4,
+    ),
+    "nim": Task(
+        agents.nim_problem,
+        agents.nim_demonstration,
+        problems=agents.NIM_PROBLEMS,
+        wrong_share=0.4,
+        heldout=64,
+    ),
+    "panel": Task(agents.panel_problem, agents.panel_demonstration, problems=10**4, wrong_share=0.6),
+    "search": Task(
+        lookups.search_problem,
+        lookups.search_demonstration,
+        problems=lookups.SEARCH_PROBLEMS,
+        wrong_share=0.5,
+        passages=lookups.search_passages,
+    ),
+    "shop": Task(
+        lookups.shop_problem, lookups.shop_demonstration, problems=lookups.SHOP_PROBLEMS, wrong_share=0.6
+    ),
+    "count": Task(
+        pictures.count_problem,
+        pictures.count_demonstration,
+        problems=pictures.COUNT_PROBLEMS,
+        wrong_share=0.5,
+        prompts=6000,
+        heldout=128,
+        demonstrations=160 * 64,  # those that the preset takes; pictures take longer to draw than texts
+    ),
+    "debate": Task(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
+}

@@ -1,0 +1,133 @@
+"""Tasks of the package reasoning-gym as prompts: `data.task = "reasoning_gym/NAME"`."""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from bus.codec import Json
+from bus.errors import ConfigError
+from storage.built_in_tasks.exact_values import exact_text, exact_value
+
+PREFIX = "reasoning_gym/"
+KEY = "reasoning_gym"
+"""Field of a prompt's metadata that holds the entry which the prompt asks, its answer included."""
+MOST_ENTRY_BYTES = 128 << 10
+"""Longest text of an entry: it travels with each lease of its prompt."""
+Entry = dict[str, Any]
+"""What the package knows of one question: `question`, `answer` and `metadata`."""
+
+
+class EntryError(ValueError):
+    """A prompt does not hold the entry that it asks; the message says what is wrong and what to do."""
+
+
+def refuse_missing_package(what: str) -> None:
+    """Raise `ConfigError` for `what` needs the package, where that is not installed."""
+    if find_spec("reasoning_gym") is None:
+        raise ConfigError(f"{what} needs the package reasoning-gym: pip install 'sluice-rl[reasoning-gym]'")
+
+
+@lru_cache(maxsize=64)
+def data_set(name: str, size: int, seed: int, **settings: int) -> Any:
+    """Return a data set of reasoning-gym of these settings, whose entries are made when they are asked for.
+
+    Raises `ConfigError` for one that does not exist, and where the package is missing."""
+    refuse_missing_package(f"the data set {PREFIX}{name}")
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"reasoning-gym has no data set {name!r} of {settings or 'default settings'}: {error}"
+        ) from error
+
+
+def prompt_rows(
+    name: str,
+    *,
+    size: int,
+    seed: int,
+    besides: frozenset[str] = frozenset(),
+    settings: Mapping[str, int] | None = None,
+) -> Iterator[dict[str, Json]]:
+    """Return `size` rows of a prompt file, with distinct questions that are not among `besides`.
+
+    `settings` are the data set's own, by reasoning-gym's names; None leaves all as they are by default.
+
+    Each row holds its entry: the package makes other entries of the same seed in another process, by its
+    version and the seed of Python's hashes. There are fewer rows where the data set repeats itself too often.
+    Raises as `data_set` does, and `ConfigError` for an entry that cannot be stored."""
+    drawn = data_set(name, 2 * size, seed, **(settings or {}))
+    seen = set(besides)
+    for index in range(2 * size):
+        if len(seen) - len(besides) == size:
+            return
+        entry = drawn[index]
+        question = str(entry["question"])
+        if question not in seen:
+            seen.add(question)
+            label = None if entry["answer"] is None else str(entry["answer"])
+            yield {"prompt": question, "label": label, "metadata": {KEY: stored_entry(name, entry)}}
+
+
+def stored_entry(name: str, entry: Entry) -> dict[str, Json]:
+    """Return what a prompt's metadata keep of an entry of the data set `name`.
+
+    Raises `ConfigError` for an entry that is too long, or that would be another one when it is read."""
+    try:
+        text = exact_text(entry)
+    except TypeError as error:
+        raise ConfigError(
+            f"{PREFIX}{name}: an entry cannot be stored with its prompt ({error}): choose another data set"
+        ) from error
+    if len(text) > MOST_ENTRY_BYTES:
+        raise ConfigError(
+            f"{PREFIX}{name}: an entry takes {len(text)} bytes, and {MOST_ENTRY_BYTES} are stored with a "
+            "prompt at most: choose another data set"
+        )
+    return {"data_set": name, "package": version("reasoning-gym"), "entry": text}
+
+
+def asked_entry(metadata: Mapping[str, object], *, label: str | None, prompt_text: str) -> tuple[str, Entry]:
+    """Return the data set and the entry that a prompt asks.
+
+    Prompts of earlier builds name the place of their entry, which is then made again and compared with them.
+
+    Args:
+        metadata: of the prompt.
+        label: of the prompt.
+        prompt_text: all that the prompt says, in which the entry's question is to occur.
+
+    Raises `EntryError` where there is none."""
+    found = metadata.get(KEY)
+    if not isinstance(found, Mapping):
+        raise EntryError("it is none of reasoning-gym's: set data.task=reasoning_gym/NAME, or another reward")
+    name, text = str(found.get("data_set")), found.get("entry")
+    where = f"its entry of {PREFIX}{name}"
+    try:
+        entry = exact_value(text) if isinstance(text, str) else _made_again(name, found)
+        question, right = str(entry["question"]), entry["answer"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise EntryError(f"{where} cannot be read ({error!r}): write the prompts again") from error
+    if text is None and label != (None if right is None else str(right)):
+        raise EntryError(
+            f"its label is {label!r}, and {where}, as this process makes it of its seed, has the answer "
+            f"{str(right)[:200]!r}: write the prompts again, which stores their entries"
+        )
+    if question not in prompt_text:
+        raise EntryError(
+            f"its prompt does not ask what {where} asks, {question[:200]!r}: answers would be scored by "
+            "another question; give the prompt as it was, or write the prompts again"
+        )
+    return name, entry
+
+
+def _made_again(name: str, place: Mapping[str, object]) -> Entry:
+    size, seed, index = (place.get(key) for key in ("size", "seed", "index"))
+    if not (isinstance(size, int) and isinstance(seed, int) and isinstance(index, int)):
+        raise TypeError(f"size, seed and index are {size!r}, {seed!r} and {index!r}")
+    entry: Entry = data_set(name, size, seed)[index]
+    return entry

@@ -1,0 +1,176 @@
+"""Prompt files: reading and checking them."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from bus.codec import MAX_ITEMS, Json, encode
+from bus.errors import ConfigError
+from bus.evaluation_messages import PromptSet
+from bus.messages import Prompt
+from storage.images.encoded import ImageError, ImageFiles, embedded, named_files
+from storage.prompt_files.hub_data import fetch_images
+from storage.prompt_files.rows import Row, kind_of, missing_key, read_rows
+from storage.prompt_files.stored_prompts import StoredPrompts
+from storage.prompt_files.tool_schemas import tool_schemas
+from storage.settings.data import PromptKeys
+
+LEASE_BYTES = 1024
+"""Room for what a lease carries besides its prompt."""
+IMAGES_COLUMN = "images"
+"""Column of the images of a row, for parts of its messages that name none."""
+_MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."}'
+
+
+def load_prompts(path: Path, keys: PromptKeys) -> list[Prompt]:
+    """Return all that `each_prompt` reads."""
+    return list(each_prompt(path, keys))
+
+
+def each_prompt(path: Path, keys: PromptKeys, images: set[Path] | None = None) -> Iterator[Prompt]:
+    """Read the prompts of a .jsonl or .parquet file one by one, or of a slice of it: `file.jsonl@[a:b]`.
+
+    Files of images that are read for them are added to `images`. Raises `ConfigError` naming the line (from
+    1) or row (from 0), what is wrong with it and what to do."""
+    read = set() if images is None else images
+    fetch = partial(fetch_images, named=partial(_named_images, path, keys))
+    return (_prompt(row, keys, read, fetch) for row in read_rows(path))
+
+
+def _named_images(path: Path, keys: PromptKeys) -> Iterator[Path]:
+    """Yield the files of images that the rows of a file name."""
+    for row in read_rows(path):
+        for name in named_files(row.values.get(keys.prompt), row.values.get(IMAGES_COLUMN)):
+            yield row.directory / name
+
+
+def encoded_prompts(prompts: Sequence[Prompt], source: str) -> bytes:
+    """Return the message that carries the prompts of `source`. Raises `ConfigError` if they are too many."""
+    if len(prompts) > MAX_ITEMS:
+        raise ConfigError(
+            f"{source}: {len(prompts)} prompts, and one message carries {MAX_ITEMS} at most: "
+            f"give a slice of the file, such as prompts.jsonl@[:{MAX_ITEMS}]"
+        )
+    return encode(PromptSet(prompts=tuple(prompts)))
+
+
+def refuse_large(prompts: Iterable[Prompt], source: str, *, largest_message: int) -> None:
+    """Raise `ConfigError` for a prompt whose lease the bus would not carry, in messages of so many bytes."""
+    if isinstance(prompts, StoredPrompts) and prompts.largest_bytes <= largest_message - LEASE_BYTES:
+        return
+    for number, prompt in enumerate(prompts):
+        size = len(encode(prompt))
+        if size > largest_message - LEASE_BYTES:
+            raise ConfigError(
+                f"{source}: prompt {number} (from 0) has {size} bytes with its label and metadata, and "
+                f"messages of this bus have {largest_message} at most: shorten it, or raise max_payload of "
+                "nats-server"
+            )
+
+
+def prompt_content(
+    row: Row, key: str, images: set[Path] | None = None, fetch: Callable[[Path], None] = fetch_images
+) -> str | list[Json]:
+    """Return the text or chat messages under `key`, with images in them as data URIs.
+
+    Files of images that it reads are added to `images`; `fetch` gets one that is not here. Raises
+    `ConfigError` for anything else, for nothing, and for images that cannot be read."""
+    content = row.required(key)
+    if isinstance(content, str):
+        empty = not content.strip()
+    elif isinstance(content, list):
+        empty = not content
+        for position, message in enumerate(content):
+            _check_message(f"{row.where}: message {position} of {key!r}", message)
+    else:
+        raise ConfigError(f"{row.where}: {key!r} is {kind_of(content)}: make it {_MESSAGES}")
+    if empty:
+        raise ConfigError(f"{row.where}: {key!r} is empty: fill it or remove the row")
+    column = row.values.get(IMAGES_COLUMN)
+    if isinstance(content, str) and not (isinstance(column, list) and column):
+        return content
+    chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    files = ImageFiles(row.directory, set() if images is None else images, fetch)
+    try:
+        return embedded(chat, files, column)
+    except ImageError as error:
+        raise ConfigError(f"{row.where}: {key!r}: {error}") from error
+
+
+def _check_message(where: str, message: Json) -> None:
+    if not isinstance(message, dict):
+        raise ConfigError(f'{where} is {kind_of(message)}: make it {{"role": ..., "content": ...}}')
+    for key in ("role", "content"):
+        if key not in message:
+            raise ConfigError(f"{where}: {missing_key(key, message)}")
+    if not (isinstance(message["role"], str) and message["role"]):
+        raise ConfigError(f"{where}: its role is {kind_of(message['role'])}: make it a text such as 'user'")
+    if not (isinstance(message["content"], str | list) or message.get("tool_calls")):
+        raise ConfigError(f"{where}: its content is {kind_of(message['content'])}: make it a text")
+
+
+def _prompt(row: Row, keys: PromptKeys, images: set[Path], fetch: Callable[[Path], None]) -> Prompt:
+    prompt = Prompt(
+        content=prompt_content(row, keys.prompt, images, fetch),
+        label=_label(row, keys),
+        metadata=_metadata(row, keys),
+        tools=_tools(row, keys),
+    )
+    columns = {keys.prompt: prompt.content, keys.metadata: prompt.metadata, keys.tools: prompt.tools}
+    for column, value in columns.items():
+        if found := _not_json(column, value):
+            raise ConfigError(
+                f"{row.where}: {found}, which cannot be sent: use texts, booleans, 64-bit numbers, lists, "
+                "objects (bytes as a base64 text, a time as an ISO text), or leave it out"
+            )
+    try:
+        encode(prompt)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{row.where}: cannot be sent ({error}): use texts, booleans, 64-bit numbers, lists, objects"
+        ) from error
+    return prompt
+
+
+def _not_json(column: str, value: object) -> str:
+    """Return which value below `column` is none that JSON has, as Parquet's bytes and times are; or ''."""
+    left = [(column, value)]
+    while left:
+        name, found = left.pop()
+        if isinstance(found, dict):
+            left += [(f"{name}.{key}", child) for key, child in found.items()]
+        elif isinstance(found, list | tuple):
+            left += [(f"{name}[{n}]", child) for n, child in enumerate(found)]
+        elif not isinstance(found, str | bool | int | float | None):
+            return f"{name!r} is {kind_of(found)}"
+    return ""
+
+
+def _label(row: Row, keys: PromptKeys) -> str | None:
+    value = _optional(row, keys.label, PromptKeys().label)
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{row.where}: {keys.label!r} is {kind_of(value)}: make it a text or a number")
+    return str(value)
+
+
+def _metadata(row: Row, keys: PromptKeys) -> dict[str, Json]:
+    value = _optional(row, keys.metadata, PromptKeys().metadata)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(
+            f'{row.where}: {keys.metadata!r} is {kind_of(value)}: make it an object {{"key": value}}'
+        )
+    return value or {}
+
+
+def _tools(row: Row, keys: PromptKeys) -> list[Json]:
+    if not keys.tools:
+        return []
+    value = _optional(row, keys.tools, PromptKeys().tools)
+    return tool_schemas(value, f"{row.where}: {keys.tools!r}")
+
+
+def _optional(row: Row, key: str, default: str) -> Json:
+    """Return the value of a key that may be absent unless the user named it."""
+    return row.values.get(key) if key == default else row.required(key)
