@@ -1,6 +1,6 @@
 """Collectives over slices of different lengths, which megatron-core needs and gloo lacks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,29 +25,18 @@ def reduce_scatter_uneven(whole: Tensor, group: dist.ProcessGroup, sizes: Sequen
 
 def allow_uneven_slices(mappings: Any) -> None:
     """Make the autograd functions in megatron-core's `mappings` use the functions above where they must."""
-    gather_even, reduce_scatter_even = (
-        mappings._gather_along_first_dim,
-        mappings._reduce_scatter_along_first_dim,
+
+    def replaced(even: Callable[..., Any], uneven: Callable[..., Tensor]) -> Callable[..., Any]:
+        def collective(
+            tensor: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, *buffer: bool
+        ) -> Any:
+            if sizes is None or group.size() == 1:
+                return even(tensor, group, sizes, *buffer)
+            return uneven(tensor, group, sizes)
+
+        return collective
+
+    mappings._gather_along_first_dim = replaced(mappings._gather_along_first_dim, gather_uneven)
+    mappings._reduce_scatter_along_first_dim = replaced(
+        mappings._reduce_scatter_along_first_dim, reduce_scatter_uneven
     )
-
-    def gather(
-        piece: Tensor,
-        group: dist.ProcessGroup,
-        sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> Any:
-        if sizes is None or group.size() == 1:
-            return gather_even(piece, group, sizes, use_global_buffer)
-        return gather_uneven(piece, group, sizes)
-
-    def reduce_scatter(
-        whole: Tensor,
-        group: dist.ProcessGroup,
-        sizes: Sequence[int] | None = None,
-        use_global_buffer: bool = False,
-    ) -> Any:
-        if sizes is None or group.size() == 1:
-            return reduce_scatter_even(whole, group, sizes, use_global_buffer)
-        return reduce_scatter_uneven(whole, group, sizes)
-
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
