@@ -58,7 +58,6 @@ def kl_cov(
 
 
 def _covariances(logprobs: Floats, advantages: Floats) -> Floats:
-    """Return each token's part of the covariance of log-probs and advantages."""
     bounded = np.clip(logprobs, -LARGEST_DISTANCE, 0)
     covariances: Floats = (bounded - bounded.mean()) * (advantages - advantages.mean())
     return covariances

@@ -154,7 +154,6 @@ def _with_heads_of(model: Path, hf_config: PretrainedConfig, weights: LazyWeight
 
 
 def _by_rule(state: LazyWeights, hf_config: PretrainedConfig) -> LazyWeights:
-    """Return weights by the names of rules."""
     found = unstacked(state, stacks_of(hf_config))
     assert isinstance(found, LazyWeights)
     return found

@@ -132,7 +132,6 @@ def _widths(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def _attention_parameters(config: PretrainedConfig) -> int:
-    """Count the parameters of one layer's projections."""
     hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
     width, value = _widths(config)
     if not (rank := _read(config, "kv_lora_rank")):

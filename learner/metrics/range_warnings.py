@@ -107,7 +107,6 @@ class RangeWarnings:
     """Says once when a figure leaves its range, and once when it is back."""
 
     def __init__(self, config: DiagnosticsConfig) -> None:
-        """Begin with every figure in its range."""
         self._ranges = ranges(config)
         self._outside: set[str] = set()
 

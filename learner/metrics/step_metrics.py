@@ -62,7 +62,6 @@ class StepReporter:
         self._tasks.create_task(self._publish(name, encode(metrics)), name=f"publish {name}")
 
     def _selection_figures(self, values: dict[str, Json]) -> dict[str, float]:
-        """Compare a step with what actors have sampled."""
         if self._selection is None:
             self._selection = SelectionBias()
             listening = self._bus.listen(self._bus.subject(COUNTERS), Metrics, self._selection.hear)

@@ -240,7 +240,6 @@ def _shard_file(number: int, shards: int) -> str:
 
 
 def _write_index(path: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
-    """Write which of several files has which tensor."""
     total = sum(spec.size_bytes for specs in shards.values() for spec in specs.values())
     file_of = {name: file for file, specs in shards.items() for name in specs}
     index = {"metadata": {"total_size": total}, "weight_map": file_of}

@@ -271,7 +271,6 @@ class WeightPublisher:
         return await self._announce(delta.weights, announcement, before.snapshot, before.snapshot_at, deltas)
 
     async def _as_snapshot(self, tensors: Tensors, announcement: Announcement) -> PolicyManifest:
-        """Publish all weights."""
         weights = await asyncio.to_thread(self._hashed, announcement.policy_version, tensors)
         before = self._weights
         same = before is not None and before.digests == weights.digests

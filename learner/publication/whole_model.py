@@ -74,8 +74,6 @@ class _Renamed:
 
 
 class _WithRest(_Renamed):
-    """Yields the other parts too."""
-
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().__call__()
         yield from self.whole.rest.items()

@@ -90,7 +90,6 @@ class HeldOut:
             log.warning("evaluation_missing", policy_version=policy_version, waited_s=self._patience_s)
 
     async def _heard(self, policy_version: int) -> bool:
-        """Return whether all results of a version came in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
                 for heard in self._asked[policy_version].values():

@@ -78,7 +78,6 @@ def train_on(
 def _policy_updates(
     backend: Backend, updates: Sequence[Sequence[Sample]], learner: LearnerConfig, policy_version: int
 ) -> StepResult:
-    """Update the policy on the samples of each update."""
     ranks = backend.data_parallel_group
     return _together([
         backend.train_step(

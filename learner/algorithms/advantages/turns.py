@@ -102,7 +102,6 @@ def _compared_by_turn(
 
 
 def _spread(trajectory: Trajectory, values: Sequence[float | None]) -> NDArray[np.float64]:
-    """Give each token the value of its turn."""
     spread = np.zeros(len(trajectory.token_ids))
     for turn, value in zip(trajectory.turns, values, strict=True):
         spread[turn.start : turn.stop] = value or 0.0

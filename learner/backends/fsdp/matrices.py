@@ -99,6 +99,5 @@ def _other_weights(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _trained_weights(model: PreTrainedModel) -> set[str]:
-    """Return the names of those that have rows and columns."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     return {name for name, each in trained.items() if each.dim() > 1 and not name.endswith("bias")}

@@ -55,7 +55,6 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _gpu_multiplies() -> bool:
-    """Tell whether this process's GPU has products in fp8."""
     return torch.version.hip is None and torch.cuda.get_device_capability() >= NEEDED_CAPABILITY
 
 

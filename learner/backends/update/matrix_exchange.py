@@ -46,8 +46,6 @@ class StoredMatrices(Protocol):
 
 
 class _Job(NamedTuple):
-    """A tensor in a round."""
-
     owner: int
     pieces: list[Piece]
 

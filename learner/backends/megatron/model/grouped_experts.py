@@ -190,5 +190,4 @@ class _ByGroup(torch.autograd.Function):
 
 
 def _counts(ends: Tensor) -> Tensor:
-    """Return how many tokens each group has."""
     return ends.diff(prepend=ends.new_zeros(1))

@@ -159,7 +159,6 @@ def _differentiate_on_cpu(  # noqa: PLR0913 - those of torch's kernels
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do it run by run."""
     runs = _by_run(sets, (grad, query, output), (key, value))
     log_totals = [each.t()[None] for each in torch.split(log_total, list(sets.query_sizes))]
     found = [
