@@ -28,7 +28,7 @@ from learner.progress.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
-from learner.publication.unchanged import why_unchanged
+from learner.publication.unchanged_weights import why_unchanged
 from learner.run.best_checkpoint import BestCheckpoint
 from learner.run.checkpointing import Checkpointing
 from learner.run.colocation import Device

@@ -6,7 +6,7 @@ from math import isfinite
 
 from bus.requests import GroupRef
 from bus.trajectory import Groups
-from learner.algorithms.advantages.of_step import advantages_of_step, with_value_targets
+from learner.algorithms.advantages.step_advantages import advantages_of_step, with_value_targets
 from learner.algorithms.aggregation import aggregated
 from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
 from learner.algorithms.losses.objective import Objective

@@ -19,7 +19,7 @@ from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.value_model import HEAD, ValueModel
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.update_step import accumulate_gradients, update_if_finite
-from learner.backends.megatron.weights.weights import load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.update.decision import not_finite_in_a_row
 from learner.backends.update.learning_rate import learning_rate
 from learner.config.critic import CriticConfig

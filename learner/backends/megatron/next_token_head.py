@@ -29,7 +29,7 @@ from learner.backends.megatron.model.next_token_head import AbsentHead, NextToke
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.update_step import update_if_finite
 from learner.backends.megatron.weights.frozen_weights import refuse_idle_ranks
-from learner.backends.megatron.weights.weights import global_name, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import global_name, load_hf_weights
 from learner.backends.output.head_output import head_loss
 from learner.backends.output.policy_output import chunk_rows
 from learner.config.mtp import COUNTED_IN, OWN_EMBEDDING, Heads, MtpConfig, refuse_headless

@@ -43,7 +43,7 @@ from learner.backends.megatron.weights.export import WeightExport
 from learner.backends.megatron.weights.extra_weights import weights_beside, without_beside
 from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
 from learner.backends.megatron.weights.quantised_weights import rounded_weights
-from learner.backends.megatron.weights.weights import load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.shared.given_experts import replay_figures

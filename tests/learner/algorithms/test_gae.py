@@ -10,7 +10,7 @@ from bus.errors import ConfigError
 from bus.trajectory import Trajectory, Turn
 from learner.algorithms.advantages.estimator import Offered, estimate_advantages
 from learner.algorithms.advantages.gae import CriticValues, TrajectoryValues, value_targets
-from learner.algorithms.advantages.of_step import advantages_of_step, with_value_targets
+from learner.algorithms.advantages.step_advantages import advantages_of_step, with_value_targets
 from learner.algorithms.losses.objective import Objective
 from learner.config.advantage import GAEAdvantage, OverlongPenalty
 from learner.config.critic import CriticConfig

@@ -14,7 +14,7 @@ from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.model.model import build_chunks
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.megatron.weights.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack

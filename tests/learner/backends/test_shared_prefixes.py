@@ -17,7 +17,7 @@ from learner.backends.factory import refuse_batches
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
-from learner.backends.megatron.weights.weights import load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.config.batch import BatchConfig
 from learner.config.correction import SequenceTIS
 from learner.config.frozen_policies import ReferenceConfig

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from bus.errors import ConfigError, TrainingError
-from learner.algorithms.advantages.of_step import advantages_of_step
+from learner.algorithms.advantages.step_advantages import advantages_of_step
 from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.megatron.trainer import Trainer

@@ -15,7 +15,7 @@ from actors.settings.engines import EmbeddedEngineConfig
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.model.model import build_model
-from learner.backends.megatron.weights.weights import load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.model_loading import load_hf_directory
 from learner.config.optimizer import OptimizerConfig
 from learner.convert.text_directory import convert_text_model

@@ -26,8 +26,7 @@ from learner.backends.megatron.model.adapter import (
 )
 from learner.backends.megatron.model.model import PolicyModel
 from learner.backends.megatron.weights.extra_weights import weights_beside
-from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
-from learner.backends.megatron.weights.weights import (
+from learner.backends.megatron.weights.rank_weights import (
     EXPERT,
     Holders,
     exported_shapes,
@@ -36,6 +35,7 @@ from learner.backends.megatron.weights.weights import (
     stream_hf_weights,
     tensor_group,
 )
+from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
 from learner.backends.shared.lora import (
     BaseNorms,
     base_digest,

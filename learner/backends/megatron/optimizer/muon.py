@@ -24,7 +24,7 @@ from learner.backends.megatron.core.megatron_core import (
 )
 from learner.backends.megatron.model.lora import LINEAR
 from learner.backends.megatron.optimizer.shards import main_shards
-from learner.backends.megatron.weights.weights import (
+from learner.backends.megatron.weights.rank_weights import (
     EXPERT,
     Cut,
     global_name,

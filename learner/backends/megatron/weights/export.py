@@ -12,7 +12,7 @@ from learner.backends.contract.backend import Exported
 from learner.backends.megatron.conversion.base import Rule
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.core.megatron_core import MegatronModule
-from learner.backends.megatron.weights.weights import (
+from learner.backends.megatron.weights.rank_weights import (
     Holders,
     exported_shapes,
     find_holders,

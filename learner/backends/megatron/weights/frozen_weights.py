@@ -8,8 +8,8 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, Rule
 from learner.backends.megatron.conversion.families import family_of, shape_of
+from learner.backends.megatron.weights.rank_weights import global_name
 from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
-from learner.backends.megatron.weights.weights import global_name
 from learner.backends.shared.trainable import TrainableWeights
 from learner.distributed.process_group import gathered
 

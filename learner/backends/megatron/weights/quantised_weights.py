@@ -10,8 +10,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Rule, Shape
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.weights.stacks import in_files, places_in, stacks_of
-from learner.backends.megatron.weights.weights import (
+from learner.backends.megatron.weights.rank_weights import (
     EXPERT,
     Cut,
     Slice,
@@ -21,6 +20,7 @@ from learner.backends.megatron.weights.weights import (
     slices_of,
     tensor_group,
 )
+from learner.backends.megatron.weights.stacks import in_files, places_in, stacks_of
 from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import Mixed, Part, RoundedWeights
 from storage.weights.quantisation import is_quantised

@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError
 from learner.backends.megatron.model.model import build_model
-from learner.backends.megatron.weights.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
 from learner.backends.model_loading import load_hf_directory
 from learner.model_directories.model_directory import save_hf_directory
 from tests.learner.tiny import FAMILIES, hf_state, tiny_config, tiny_model

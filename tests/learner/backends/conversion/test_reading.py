@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bus.errors import ConfigError
 from learner.backends.megatron.model.model import build_chunks
-from learner.backends.megatron.weights.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
 from learner.config.parallel import ParallelConfig
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 from learner.model_directories.model_directory import HFWeights

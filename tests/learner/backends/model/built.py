@@ -3,7 +3,7 @@
 import torch
 
 from learner.backends.megatron.model.model import build_model
-from learner.backends.megatron.weights.weights import load_hf_weights
+from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learner.backends.megatron.weights.weights import export_hf_weights
+from learner.backends.megatron.weights.rank_weights import export_hf_weights
 from learner.data.packing import pack
 from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import hf_state, random_samples, tiny_model

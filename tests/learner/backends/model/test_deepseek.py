@@ -14,7 +14,7 @@ from learner.backends.megatron.fingerprint import fingerprint
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.model.router_replay import of_best_groups
-from learner.backends.megatron.weights.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
 from learner.config.parallel import ParallelConfig
 from tests.learner.backends.model.built import built_from, logits_of_both
 from tests.learner.tiny import hf_state, tiny_config, tiny_model

@@ -5,7 +5,7 @@ import torch
 
 from bus.errors import ConfigError
 from learner.backends.megatron.model.model import build_model
-from learner.backends.megatron.weights.weights import export_hf_weights
+from learner.backends.megatron.weights.rank_weights import export_hf_weights
 from learner.data.packing import pack
 from tests.learner.backends.model.built import built_from
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_config, tiny_model

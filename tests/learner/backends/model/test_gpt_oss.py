@@ -14,7 +14,7 @@ from learner.backends.megatron.model.attention.windows import windows_of
 from learner.backends.megatron.model.model import build_chunks, build_model
 from learner.backends.megatron.model.requirements import unsupported
 from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights
-from learner.backends.megatron.weights.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.weights.rank_weights import export_hf_weights, load_hf_weights
 from learner.backends.shared.trainable import TrainableWeights
 from learner.config.batch import BatchConfig
 from learner.config.model import ModelConfig

@@ -5,7 +5,7 @@ import pytest
 
 from learner.backends.contract.backend import StepResult
 from learner.data.batches import make_step_batch, recorded_samples
-from learner.publication.unchanged import why_unchanged
+from learner.publication.unchanged_weights import why_unchanged
 from tests.factories import make_trajectory
 
 

@@ -28,7 +28,7 @@ from storage.model_files.output_head import has_other_head
 from storage.model_files.packed_files import bundle
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 
-REPOSITORY = Path(__file__).parents[4]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def written(path, family="qwen3", *, dtype=torch.float32, tokenizer=False, **changes):
