@@ -11,8 +11,7 @@ from bus.errors import ConfigError
 from learner.algorithms.losses.objective import LoggedSums
 from learner.algorithms.losses.value import value_loss
 from learner.backends.contract.backend import CriticSource, CriticUpdate
-from learner.backends.megatron.core.ddp import data_parallel
-from learner.backends.megatron.core.device_memory import release_gradients
+from learner.backends.megatron.core.ddp import data_parallel, release_gradients
 from learner.backends.megatron.core.megatron_core import DistributedDataParallel
 from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.model.model import PolicyModel, build_chunks

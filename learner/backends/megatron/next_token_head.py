@@ -18,8 +18,12 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import Rule
 from learner.backends.megatron.conversion.families import family_of, shape_of
-from learner.backends.megatron.core.ddp import data_parallel, finalize_gradients
-from learner.backends.megatron.core.device_memory import release_gradients, restore_gradients
+from learner.backends.megatron.core.ddp import (
+    data_parallel,
+    finalize_gradients,
+    release_gradients,
+    restore_gradients,
+)
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.core.process_groups import data_parallel_sum
 from learner.backends.megatron.model.attention.attention import PackedLayout

@@ -24,8 +24,7 @@ from learner.backends.megatron.checkpoint_state import (
 )
 from learner.backends.megatron.checkpoint_writer import StagedWrites
 from learner.backends.megatron.conversion.base import is_adapter
-from learner.backends.megatron.core.ddp import data_parallel
-from learner.backends.megatron.core.device_memory import release_gradients
+from learner.backends.megatron.core.ddp import data_parallel, release_gradients
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
 from learner.backends.megatron.fingerprint import fingerprint

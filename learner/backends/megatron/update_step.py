@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.losses.objective import Objective
-from learner.backends.megatron.core.device_memory import restore_gradients
+from learner.backends.megatron.core.ddp import restore_gradients
 from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
     MegatronOptimizer,

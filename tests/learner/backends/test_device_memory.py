@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learner.backends.megatron.core.device_memory import restore_gradients
+from learner.backends.megatron.core.ddp import restore_gradients
 from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack

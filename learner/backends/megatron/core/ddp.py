@@ -1,6 +1,7 @@
-"""The wrapper that adds up gradients over the ranks that train other trajectories."""
+"""The wrapper that adds up gradients over the ranks that train other trajectories; its buffers of gradients
+are freed while the learner leaves its device to others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -57,3 +58,27 @@ def finish_gathering(layer: torch.nn.Module) -> None:
     and its gather would outlive the pass and replace the next one."""
     for hook in layer._forward_pre_hooks.values():
         hook(layer, ())
+
+
+def release_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
+    """Free the memory for gradients, and what torch keeps; `restore_gradients` comes before their use."""
+    for gradients in _gradients(chunks):
+        gradients.untyped_storage().resize_(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def restore_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
+    """Allocate the memory of gradients again, not yet zeroed; do nothing if it was not freed.
+
+    The views of it that parameters and optimizer have stay valid."""
+    for gradients in _gradients(chunks):
+        storage = gradients.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(gradients.nbytes)
+
+
+def _gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data
