@@ -175,7 +175,6 @@ class Probe(Message, tag="probe"):
 
     @property
     def _scored(self) -> list[int]:
-        """Return how many log-probs each sequence has."""
         sequences = zip_longest(self.token_ids, self.images, fillvalue=())
         return [int((~shown_tokens(len(tokens), images)[1:]).sum()) for tokens, images in sequences]
 

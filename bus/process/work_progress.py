@@ -97,7 +97,6 @@ class _Work:
 
     @property
     def elapsed_s(self) -> float:
-        """Return the seconds since the work began here."""
         return time.monotonic() - self._began_s
 
     def figures(self) -> dict[str, float]:

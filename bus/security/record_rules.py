@@ -13,7 +13,7 @@ Order = Literal["newest", "next", "any"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class RecordRule:
     """Who may write a record besides the operator, and in which order its versions are taken."""
 
     writers: tuple[str, ...]
@@ -22,9 +22,9 @@ class Rule:
     `any`: as they come, where acting on one twice does no harm."""
 
 
-_STORAGE, _LEARNER = Rule(("storage",), "newest"), Rule(("learner",), "newest")
-_ASKED_BY_LEARNER = Rule(("learner",), "next")
-RULES: dict[str, Rule] = {
+_STORAGE, _LEARNER = RecordRule(("storage",), "newest"), RecordRule(("learner",), "newest")
+_ASKED_BY_LEARNER = RecordRule(("learner",), "next")
+RULES: dict[str, RecordRule] = {
     "run": _STORAGE,
     "identity": _STORAGE,
     "heldout": _STORAGE,
@@ -32,29 +32,29 @@ RULES: dict[str, Rule] = {
     "pace": _STORAGE,
     "policy": _LEARNER,
     "device": _LEARNER,
-    "device-users.*": Rule(("actor", "learner"), "newest"),
+    "device-users.*": RecordRule(("actor", "learner"), "newest"),
     "role.dispatcher": _STORAGE,
     "role.shard-*": _STORAGE,
     "role.learner*": _LEARNER,
-    "role.engine.*": Rule(("actor",), "newest"),
-    "tasks.evaluation": Rule(("learner",), "any"),
-    "notice.stored": Rule(("storage",), "any"),
+    "role.engine.*": RecordRule(("actor",), "newest"),
+    "tasks.evaluation": RecordRule(("learner",), "any"),
+    "notice.stored": RecordRule(("storage",), "any"),
     "rpc.batch": _ASKED_BY_LEARNER,
     "rpc.committed": _ASKED_BY_LEARNER,
     "rpc.unreadable": _ASKED_BY_LEARNER,
     "rpc.resumed": _ASKED_BY_LEARNER,
-    "rpc.close.*": Rule(("storage",), "next"),
-    "rpc.data": Rule((), "next"),
-    "rpc.engines.*": Rule((), "next"),
+    "rpc.close.*": RecordRule(("storage",), "next"),
+    "rpc.data": RecordRule((), "next"),
+    "rpc.engines.*": RecordRule((), "next"),
 }
 """Rules by name: that of a key, or of a subject without the run. The operator alone writes other keys."""
 NOTICES = {"notice.policy": "policy", "notice.pace": "pace", "notice.device": "device"}
 """Subjects of notices, with the key whose record they bring."""
-_OPERATOR_ALONE = Rule((), "newest")
+_OPERATOR_ALONE = RecordRule((), "newest")
 
 
 @lru_cache(MOST_NAMES)
-def rule_of(record: str) -> Rule:
+def rule_of(record: str) -> RecordRule:
     """Return the rule for records of this name."""
     found = (rule for pattern, rule in RULES.items() if fnmatchcase(record, pattern))
     return next(found, _OPERATOR_ALONE)

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from bus.codec import Message, decode, encode
 from bus.errors import ConfigError, SchemaError, UnknownKeyError, UnsignedError
 from bus.security.credentials import Credentials, load_credentials
-from bus.security.record_rules import ROLE_KEYS, Rule, rule_of
+from bus.security.record_rules import ROLE_KEYS, RecordRule, rule_of
 from bus.security.role_keys import RoleKeys, public_key, raw_key
 
 log = structlog.get_logger()
@@ -186,7 +186,7 @@ class Signatures:
                 f"the signature of {record} is not of this record of run {self._run!r}"
             ) from None
 
-    def _refuse_order(self, record: str, rule: Rule, found: SignedRecord) -> None:
+    def _refuse_order(self, record: str, rule: RecordRule, found: SignedRecord) -> None:
         """Raise `UnsignedError` for a record that is older than one that was taken, and remember this one."""
         ahead_ns = found.sequence - time.time_ns()
         if ahead_ns > MOST_AHEAD_NS:

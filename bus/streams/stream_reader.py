@@ -19,7 +19,7 @@ END = "204"
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """The last message that was read: its number on the stream and when the server stored it.
 
     Both are kept, since a stream that is made anew, or put back to an older state, gives numbers again."""
@@ -34,7 +34,7 @@ class StoredMessage:
 
     subject: str
     data: bytes
-    place: Place
+    place: StreamPosition
 
     @property
     def time_s(self) -> float:
@@ -50,9 +50,9 @@ class StreamReader:
     server must be nats-server 2.11 or later, and the stream must allow direct reads.
     """
 
-    def __init__(self, bus: Bus, stream: str, subject: str, *, after: Place | None = None) -> None:
+    def __init__(self, bus: Bus, stream: str, subject: str, *, after: StreamPosition | None = None) -> None:
         """Read messages of `subject`, which may hold wildcards, after a place; by default from the first."""
-        self.place = after or Place()
+        self.place = after or StreamPosition()
         self._bus = bus
         self._stream = bus.topology.stream(stream)
         self._subject = subject
@@ -81,7 +81,7 @@ class StreamReader:
         if at and (at[0].place == self.place or at[0].place.sequence > self.place.sequence):
             return  # it is still there, or was dropped as old
         self._skip_until_ns = max(self._skip_until_ns, self.place.time_ns)
-        self.place = Place()
+        self.place = StreamPosition()
         self.beginnings += 1
 
     async def _get(self, first: int, limit: int, subject: str | None = None) -> list[StoredMessage]:
@@ -119,7 +119,7 @@ class StreamReader:
         last = before[-1].place.sequence if before else 0
         try:
             after = int(headers["Nats-Last-Sequence"])
-            place = Place(int(headers["Nats-Sequence"]), _nanoseconds(headers["Nats-Time-Stamp"]))
+            place = StreamPosition(int(headers["Nats-Sequence"]), _nanoseconds(headers["Nats-Time-Stamp"]))
             message = StoredMessage(headers["Nats-Subject"], raw.data, place)
         except (KeyError, ValueError) as error:
             raise GarbledAnswerError(f"a message of {self._stream} without its place: {error!r}") from error

@@ -19,7 +19,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Status
-from bus.streams.stream_reader import Place, StreamReader
+from bus.streams.stream_reader import StreamPosition, StreamReader
 from bus.waiting import set_within
 from launch.config import RunConfig
 from launch.watch.episode_ends import recent_ends
@@ -284,7 +284,7 @@ async def watch(
     Set `stop` after the processes have ended and before the bus does, so that their last words are heard.
     """
     statuses = await bus.listen(bus.subject("status", "*"), Status, monitor.on_status)
-    place = Place()
+    place = StreamPosition()
     if run is not None:
         place = await asyncio.to_thread(recorded_place, run)  # first: rows that come meanwhile are read twice
         monitor.history = await asyncio.to_thread(History, read_records(run.metrics))

@@ -12,7 +12,6 @@ import xxhash
 from bus.codec import Dtype
 from bus.trajectory import Trajectory
 
-DIGEST_BYTES = 16
 APART = frozenset({"reward", "reward_source", "reward_due"})
 """Fields outside the digest: a reward may be given after its trajectory was stored."""
 _pack: Callable[[Any], bytes] = msgpack.packb

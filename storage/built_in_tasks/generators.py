@@ -34,7 +34,7 @@ HELDOUT_SEED = 12345
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class BuiltInTask:
     """A family of numbered problems, from which files are drawn."""
 
     problem: Callable[[int], tuple[str | list[Json], str]]
@@ -127,7 +127,7 @@ def load_demonstrations(path: Path) -> list[tuple[Prompt, str]]:
     return pairs
 
 
-def _manifest(name: str, task: Task, seed: int) -> dict[str, Json]:
+def _manifest(name: str, task: BuiltInTask, seed: int) -> dict[str, Json]:
     return {
         "task": name,
         "seed": seed,
@@ -147,7 +147,7 @@ def _already_there(files: TaskFiles, manifest: Path, wanted: dict[str, Json]) ->
         return False
 
 
-def _write(task: Task, files: TaskFiles, seed: int) -> None:
+def _write(task: BuiltInTask, files: TaskFiles, seed: int) -> None:
     heldout = Random(HELDOUT_SEED).sample(range(task.problems), task.heldout)
     held = frozenset(heldout)
     rng = Random(seed)
@@ -158,12 +158,12 @@ def _write(task: Task, files: TaskFiles, seed: int) -> None:
     _write_rows(files.demonstrations, _demonstration_rows(task, held, rng))
 
 
-def _prompt_row(task: Task, number: int) -> dict[str, Json]:
+def _prompt_row(task: BuiltInTask, number: int) -> dict[str, Json]:
     prompt, label = task.problem(number)
     return {"prompt": prompt, "label": label}
 
 
-def _demonstration_rows(task: Task, held: frozenset[int], rng: Random) -> Iterator[dict[str, Json]]:
+def _demonstration_rows(task: BuiltInTask, held: frozenset[int], rng: Random) -> Iterator[dict[str, Json]]:
     written = 0
     while written < task.demonstrations:
         number = rng.randrange(task.problems)
@@ -240,43 +240,43 @@ def _product_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[
 
 
 TASKS = {
-    "sort": Task(_sort_problem, _sort_demonstration, problems=10**6, wrong_share=0.7),
-    "addition": Task(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
-    "product": Task(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
-    "python": Task(
+    "sort": BuiltInTask(_sort_problem, _sort_demonstration, problems=10**6, wrong_share=0.7),
+    "addition": BuiltInTask(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
+    "product": BuiltInTask(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
+    "python": BuiltInTask(
         python.power_problem, python.power_demonstration, problems=python.POWER_PROBLEMS, wrong_share=0.5
     ),
-    "retool": Task(
+    "retool": BuiltInTask(
         python.multiple_problem,
         python.multiple_demonstration,
         problems=python.MULTIPLE_PROBLEMS,
         wrong_share=0.6,
     ),
-    "guess": Task(
+    "guess": BuiltInTask(
         agents.guess_problem,
         agents.guess_demonstration,
         problems=agents.GUESS_PROBLEMS,
         wrong_share=0.4,
     ),
-    "nim": Task(
+    "nim": BuiltInTask(
         agents.nim_problem,
         agents.nim_demonstration,
         problems=agents.NIM_PROBLEMS,
         wrong_share=0.4,
         heldout=64,
     ),
-    "panel": Task(agents.panel_problem, agents.panel_demonstration, problems=10**4, wrong_share=0.6),
-    "search": Task(
+    "panel": BuiltInTask(agents.panel_problem, agents.panel_demonstration, problems=10**4, wrong_share=0.6),
+    "search": BuiltInTask(
         lookups.search_problem,
         lookups.search_demonstration,
         problems=lookups.SEARCH_PROBLEMS,
         wrong_share=0.5,
         passages=lookups.search_passages,
     ),
-    "shop": Task(
+    "shop": BuiltInTask(
         lookups.shop_problem, lookups.shop_demonstration, problems=lookups.SHOP_PROBLEMS, wrong_share=0.6
     ),
-    "count": Task(
+    "count": BuiltInTask(
         pictures.count_problem,
         pictures.count_demonstration,
         problems=pictures.COUNT_PROBLEMS,
@@ -285,5 +285,5 @@ TASKS = {
         heldout=128,
         demonstrations=160 * 64,  # those that the preset takes; pictures take longer to draw than texts
     ),
-    "debate": Task(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
+    "debate": BuiltInTask(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

@@ -41,7 +41,7 @@ class RendersTokens(Renders, Protocol):
         """Return the tokens that were added to the vocabulary, special ones among them."""
 
 
-class Tokenizer(RendersTokens, Protocol):
+class StopTokenizer(RendersTokens, Protocol):
     """The part of a transformers tokenizer that is used here."""
 
     eos_token_id: int | None
@@ -84,7 +84,7 @@ class TurnEnds(NamedTuple):
         return tuple(number for number in ends if number is not None)
 
 
-def stop_tokens(model: Path, tokenizer: Tokenizer) -> tuple[StopToken, ...]:
+def stop_tokens(model: Path, tokenizer: StopTokenizer) -> tuple[StopToken, ...]:
     """Return every token that ends an answer, in the order of their numbers.
 
     Raises `ConfigError` where none is named, or a file names what is no token."""
@@ -104,12 +104,12 @@ def stop_tokens(model: Path, tokenizer: Tokenizer) -> tuple[StopToken, ...]:
     )
 
 
-def stop_token_ids(model: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+def stop_token_ids(model: Path, tokenizer: StopTokenizer) -> tuple[int, ...]:
     """Return the numbers of `stop_tokens`. Raises as it does."""
     return tuple(token.number for token in stop_tokens(model, tokenizer))
 
 
-def answer_end(tokenizer: Tokenizer) -> int:
+def answer_end(tokenizer: StopTokenizer) -> int:
     """Return the token by which a demonstration ends. Raises `ConfigError` if there is none."""
     ends = turn_ends(tokenizer)
     for number in (ends.last, *ends.begins_next, tokenizer.eos_token_id):
@@ -135,7 +135,7 @@ def turn_ends(tokenizer: RendersTokens) -> TurnEnds:
     return TurnEnds(None, None, calls, tuple({number: None for number in begun if number is not None}))
 
 
-def _named(model: Path, tokenizer: Tokenizer) -> Iterable[tuple[str, Sequence[int]]]:
+def _named(model: Path, tokenizer: StopTokenizer) -> Iterable[tuple[str, Sequence[int]]]:
     """Yield what names end tokens, and which."""
     vocabulary = max(len(tokenizer), _vocabulary(_read(model / "config.json")))
     for name in FILES:

@@ -15,7 +15,7 @@ from bus.requests import LeaseState, StoredGroups
 from storage.dispatch.ess_brake import EssBrake
 from storage.ledger.given_groups import Use
 from storage.ledger.ledger import COMMITTED, Ledger
-from storage.ledger.sampling import Choice, Question, choose, expired, lacking, room
+from storage.ledger.sampling import Choice, StepRequest, choose, expired, lacking, room
 from storage.settings.admission import AdmissionConfig
 from storage.shard.ingest_checks import NEWEST_VERSION
 
@@ -226,7 +226,7 @@ class Admission:
                 "rolling out",
                 blockers=tuple(c.lease_id for c in out[:lack]),
             )
-        question = Question(
+        question = StepRequest(
             groups=config.groups_per_step,
             train_version=train_version,
             max_staleness=config.max_staleness,

@@ -80,7 +80,7 @@ class Index:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class StepRequest:
     """A step's request for groups."""
 
     groups: int
@@ -97,7 +97,7 @@ class Question:
 
 def choose(
     sampler: Sampler, stored: Collection[Candidate], used: Iterable[tuple[Candidate, int]],
-    rolling_out: Iterable[Candidate], question: Question,
+    rolling_out: Iterable[Candidate], question: StepRequest,
 ) -> Choice:  # fmt: skip
     """Return the groups of a step by the configured strategy.
 
@@ -120,7 +120,7 @@ def choose(
 
 
 def oldest_first(
-    stored: Iterable[Candidate], rolling_out: Iterable[Candidate], question: Question, *,
+    stored: Iterable[Candidate], rolling_out: Iterable[Candidate], question: StepRequest, *,
     again: Sequence[Candidate] = (),
 ) -> Choice:  # fmt: skip
     """Return the oldest stored groups, if everything left behind can still be trained within the staleness
@@ -148,7 +148,7 @@ def oldest_first(
 
 
 def least_laxity_first(
-    stored: Iterable[Candidate], again: Iterable[tuple[Candidate, int]], question: Question, *, reuse: int
+    stored: Iterable[Candidate], again: Iterable[tuple[Candidate, int]], question: StepRequest, *, reuse: int
 ) -> Choice:
     """Return the groups that can least wait, if each is to have all its uses within the staleness bound.
 
@@ -168,7 +168,7 @@ def least_laxity_first(
 
 def at_random(
     sampler: UniformSampler | FreshnessSampler | PrioritySampler, index: Index,
-    rolling_out: Iterable[Candidate], question: Question,
+    rolling_out: Iterable[Candidate], question: StepRequest,
 ) -> Choice:  # fmt: skip
     """Return different groups drawn by their weights, once every group at its deadline had its chance to be
     there."""

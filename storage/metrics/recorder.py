@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.errors import BusAwayError, LostDataError, SchemaError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, PolicyManifest
-from bus.streams.stream_reader import Place, StoredMessage, StreamReader
+from bus.streams.stream_reader import StoredMessage, StreamPosition, StreamReader
 from bus.waiting import set_within
 from storage.disk.atomic_files import fsync_path, read_json, write_json
 from storage.disk.run_directory import RunDirectory
@@ -49,7 +49,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Row:
+class NumberedRow:
     """A row, and the number of its event on the stream."""
 
     record: Record
@@ -88,18 +88,18 @@ async def record_metrics(
     await asyncio.to_thread(files.note_place)
 
 
-async def _row(bus: Bus, message: StoredMessage) -> Row | None:
+async def _row(bus: Bus, message: StoredMessage) -> NumberedRow | None:
     """Return the row of an event; None for one that is not understood."""
     event = decoded_event(message)
     if event is None:
         return None
     if isinstance(event, Metrics):
-        return Row(metrics_record(event), message.place.sequence)
+        return NumberedRow(metrics_record(event), message.place.sequence)
     policy = await bus.get("policy", PolicyManifest)
     step = max(0, event.policy_version - (policy[0].trains_from if policy is not None else 0))
     latest = policy[0].policy_version if policy is not None else None
     record = evaluation_record(event, step=step, time_s=message.time_s, learner_version=latest)
-    return Row(record, message.place.sequence)
+    return NumberedRow(record, message.place.sequence)
 
 
 def decoded_event(message: StoredMessage) -> Metrics | EvaluationResult | None:
@@ -124,13 +124,15 @@ class _Files:
         self._written = {self._metrics: _last_event(self._metrics), self._counters: counters}
         """The last event of each file, which may lie behind the place that was noted last."""
 
-    def append(self, rows: Iterable[Row], place: Place, beginnings: int) -> list[Row]:
+    def append(
+        self, rows: Iterable[NumberedRow], place: StreamPosition, beginnings: int
+    ) -> list[NumberedRow]:
         """Append rows, which end at `place`; return those that the files did not have yet.
 
         When `beginnings` has changed, the stream gives numbers again."""
         if beginnings != self._beginnings:
             self._beginnings, self._written = beginnings, dict.fromkeys(self._written, 0)
-            self._note(Place())
+            self._note(StreamPosition())
         self.place = place
         new = [row for row in rows if row.event > self._written[self._path(row.record)]]
         for path, append in ((self._counters, append_latest), (self._metrics, append_records)):
@@ -151,7 +153,7 @@ class _Files:
                     fsync_path(path)
             self._note(self.place)
 
-    def _note(self, place: Place) -> None:
+    def _note(self, place: StreamPosition) -> None:
         write_json(self._recorded, asdict(place))
         self._noted, self._noted_s = place, time.monotonic()
 
@@ -159,14 +161,14 @@ class _Files:
         return self._counters if is_counters(record) else self._metrics
 
 
-def recorded_place(run: RunDirectory) -> Place:
+def recorded_place(run: RunDirectory) -> StreamPosition:
     """Return the place up to which the run's files hold its events. Raises `LostDataError` if it is
     garbled."""
     if not run.recorded.exists():
-        return Place()
+        return StreamPosition()
     found = read_json(run.recorded, REMEDY)
     try:
-        return Place(int(found["sequence"]), int(found["time_ns"]))
+        return StreamPosition(int(found["sequence"]), int(found["time_ns"]))
     except (TypeError, KeyError, ValueError) as error:
         raise LostDataError(f"{run.recorded} names no place on the bus: {REMEDY}") from error
 

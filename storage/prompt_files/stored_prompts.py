@@ -64,7 +64,6 @@ class StoredPrompts(Sequence[Prompt]):
         weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         return len(self._offsets) - 1
 
     @overload
@@ -74,7 +73,6 @@ class StoredPrompts(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> list[Prompt]: ...
 
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        """Read a prompt, or those of a slice."""
         if isinstance(index, slice):
             return [self[n] for n in range(len(self))[index]]
         n = range(len(self))[index]

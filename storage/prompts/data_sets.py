@@ -13,7 +13,7 @@ from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.ledger.ledger import Ledger
 from storage.prompt_files.stored_prompts import StoredPrompts, digest_of, open_stored, store_prompts
-from storage.prompts.mixture import Source, shares
+from storage.prompts.mixture import PromptSource, shares
 from storage.prompts.order import DataSet, DataSetOrder
 
 log = structlog.get_logger()
@@ -60,7 +60,7 @@ class DataSets:
 
     def configure(
         self, prompts: Sequence[Prompt], *,
-        seed: int, shuffle: bool, source: str, sources: Sequence[Source] = (),
+        seed: int, shuffle: bool, source: str, sources: Sequence[PromptSource] = (),
     ) -> None:  # fmt: skip
         """Start with the configuration's data set, or the ledger's latest if that has not changed.
 
@@ -123,8 +123,8 @@ class DataSets:
         self._take_over(replace(before, first_lease=first, sources=mixed))
 
     def _continued(
-        self, sources: Sequence[Source], first: int, *, seed: int, shuffle: bool
-    ) -> tuple[Source, ...]:
+        self, sources: Sequence[PromptSource], first: int, *, seed: int, shuffle: bool
+    ) -> tuple[PromptSource, ...]:
         """Return the sources with their shares, each behind what was drawn of the same prompts before."""
         if not sources:
             return ()

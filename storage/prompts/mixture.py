@@ -48,7 +48,7 @@ class PromptOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PromptSource:
     """A source's place in a data set: its prompts follow those of the sources before it."""
 
     name: str
@@ -100,7 +100,7 @@ class MixtureOrder:
 
     Within each window every source has exactly its share, whatever the lengths of the sources."""
 
-    def __init__(self, sources: Sequence[Source], seed: int, shuffle: bool) -> None:
+    def __init__(self, sources: Sequence[PromptSource], seed: int, shuffle: bool) -> None:
         self._sources = sources
         divisor = gcd(*(source.share for source in sources))
         self._parts = tuple(source.share // divisor for source in sources)

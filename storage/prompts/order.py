@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from storage.prompts.mixture import MixtureOrder, PromptOrder, Source
+from storage.prompts.mixture import MixtureOrder, PromptOrder, PromptSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class DataSet:
     """Origin of the prompts, for a human."""
     added: str = ""
     """Digest of prompts that were added while the run went on, so that adding twice adds once."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[PromptSource, ...] = ()
     """Sources that are mixed, whose prompts follow one another; none where all prompts are one source."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return what `dataclasses.asdict` made a table of."""
-        return cls(**{**values, "sources": tuple(Source(**one) for one in values.get("sources", ()))})
+        return cls(**{**values, "sources": tuple(PromptSource(**one) for one in values.get("sources", ()))})
 
 
 class DataSetOrder:

@@ -9,7 +9,7 @@ from storage.built_in_tasks.generators import generate_task
 from storage.disk.run_directory import RunDirectory
 from storage.prompt_files.dataset import each_prompt, load_prompts
 from storage.prompt_files.stored_prompts import StoredPrompts
-from storage.prompts.mixture import Source
+from storage.prompts.mixture import PromptSource
 from storage.prompts.sources import with_choices
 from storage.prompts.training_prompts import training_prompts
 from storage.settings.data import DataConfig
@@ -24,7 +24,7 @@ class Prompts:
     heldout: list[Prompt]
     source: str
     """Where those to train on come from, for a human."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[PromptSource, ...] = ()
     """Sources that are mixed, whose prompts follow one another in `training`."""
     sets: dict[str, list[Prompt]] = field(default_factory=dict)
     """Further held-out prompts, by the name of their data set."""

@@ -16,7 +16,7 @@ from bus.messages import Prompt
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.prompt_files.dataset import each_prompt
 from storage.prompt_files.stored_prompts import StoredPrompts, identity_of, store_prompts
-from storage.prompts.mixture import Source, shares
+from storage.prompts.mixture import PromptSource, shares
 from storage.settings.data import PromptKeys, SourceConfig
 
 REWARD_CHOICE, ENVIRONMENT_CHOICE = "reward", "environment"
@@ -28,12 +28,12 @@ MOST_BUCKETS = 100
 
 def load_sources(
     configured: Sequence[SourceConfig], keys: PromptKeys, directory: Path, images: set[Path] | None = None
-) -> tuple[StoredPrompts, tuple[Source, ...]]:
+) -> tuple[StoredPrompts, tuple[PromptSource, ...]]:
     """Store the prompts of all sources in `directory`, one after the other; return each source's part too.
 
     Files of images that are read for them are added to `images`. Raises `ConfigError` for whatever is wrong
     with the files, the fields or the weights."""
-    found: list[Source] = []
+    found: list[PromptSource] = []
     read = (prompt for one in configured for prompt in _read(one, keys, found, directory, images))
     stored = store_prompts(read, directory)
     shares([source.weight for source in found])  # or they are too many
@@ -43,7 +43,7 @@ def load_sources(
 def _read(
     configured: SourceConfig,
     keys: PromptKeys,
-    found: list[Source],
+    found: list[PromptSource],
     directory: Path,
     images: set[Path] | None,
 ) -> Iterator[Prompt]:
@@ -82,8 +82,8 @@ class _Part:
         self.count += 1
         self._digest.update(identity_of(prompt))
 
-    def source(self, name: str, weight: float) -> Source:
-        return Source(name, self.count, self._digest.hexdigest(), weight)
+    def source(self, name: str, weight: float) -> PromptSource:
+        return PromptSource(name, self.count, self._digest.hexdigest(), weight)
 
 
 def _divided(

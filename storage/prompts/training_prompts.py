@@ -11,7 +11,7 @@ from storage.disk.atomic_files import write_json
 from storage.prompt_files.dataset import each_prompt
 from storage.prompt_files.rows import files_of
 from storage.prompt_files.stored_prompts import StoredPrompts, open_stored, stamp_of, store_prompts
-from storage.prompts.mixture import Source
+from storage.prompts.mixture import PromptSource
 from storage.prompts.sources import load_sources
 from storage.settings.data import PromptKeys, SourceConfig
 
@@ -21,7 +21,7 @@ READING_VERSION = 2
 
 def training_prompts(
     where: Path | Sequence[SourceConfig], keys: PromptKeys, directory: Path
-) -> tuple[StoredPrompts, tuple[Source, ...]]:
+) -> tuple[StoredPrompts, tuple[PromptSource, ...]]:
     """Return the prompts of a file or of several sources, stored in `directory`, and each source's part.
 
     A file `prompts-read.json` there notes what was read and how the files looked, those of images among them,
@@ -36,7 +36,7 @@ def training_prompts(
     noted = directory / "prompts-read.json"
     if (known := _known(noted, {"asked": asked, "files": files}, directory)) is not None:
         return known
-    sources: tuple[Source, ...] = ()
+    sources: tuple[PromptSource, ...] = ()
     if isinstance(where, Path):
         stored = store_prompts(each_prompt(where, keys, images), directory)
     else:
@@ -55,7 +55,7 @@ def _asked(where: Path | Sequence[SourceConfig], keys: PromptKeys) -> Json:
 
 def _known(
     noted: Path, now: dict[str, Json], directory: Path
-) -> tuple[StoredPrompts, tuple[Source, ...]] | None:
+) -> tuple[StoredPrompts, tuple[PromptSource, ...]] | None:
     """Return what was read before; None if it was something else, or is no longer there."""
     try:
         before = json.loads(noted.read_text())
@@ -64,6 +64,6 @@ def _known(
         if any(list(stamp_of(Path(image))) != stamp for image, stamp in before["images"].items()):
             return None
         stored = open_stored(directory, before["digest"], source=str(noted))
-        return stored, tuple(Source(**one) for one in before["sources"])
+        return stored, tuple(PromptSource(**one) for one in before["sources"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, StorageError):
         return None  # it is read again

@@ -8,12 +8,12 @@ from pathlib import Path
 from bus.errors import LostDataError
 from bus.trajectory import Trajectory
 from storage.store.complete_groups import CompleteGroups
-from storage.store.forgotten import Torn, complete_leases, find_rows, refuse_missing
 from storage.store.image_blobs import KnownImages
 from storage.store.index import RowIndex
-from storage.store.layout import Layout
+from storage.store.layout import SegmentLayout
 from storage.store.loading import Loaded
 from storage.store.settled import Settled
+from storage.store.settled_groups import Torn, complete_leases, find_rows, refuse_missing
 
 
 class StoreContents:
@@ -23,7 +23,7 @@ class StoreContents:
     the disk works. Whoever reads mapped segments or replaces them holds `reading`, and takes it first."""
 
     def __init__(self, directory: Path, *, writable: bool) -> None:
-        self.layout = Layout(directory)
+        self.layout = SegmentLayout(directory)
         self.index = RowIndex()
         self.groups = CompleteGroups(directory, writable=writable)
         self.settled = Settled()

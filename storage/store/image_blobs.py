@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bus.errors import LostDataError
 from bus.images import PlacedImage, check_all_given, image_digest
 from bus.trajectory import Trajectory
-from storage.store.compressed import CompressedArray
+from storage.store.segment_arrays import CompressedArray
 
 IMAGE_ARRAYS = {"images": "uint8", "image_rows": "int64"}
 """Names and zarr data types of the arrays."""
@@ -42,7 +42,6 @@ class ImageBlobs:
         }
 
     def __iter__(self) -> Iterator[str]:
-        """Return the digests."""
         return iter(self._spans)
 
     def stored(self, digest: str) -> bytes:

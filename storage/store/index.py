@@ -151,11 +151,9 @@ class RowIndex:
         return self._total
 
     def __len__(self) -> int:
-        """Rows that are known."""
         return len(self._leases)
 
     def __contains__(self, lease_id: int) -> bool:
-        """Tell whether anything of a group is known."""
         return lease_id in self._last
 
     def columns(self) -> Columns:

@@ -45,7 +45,6 @@ class KeptTurns:
         return self._leases[lease_id]
 
     def __bool__(self) -> bool:
-        """Tell whether there are any."""
         return bool(self._leases)
 
     def of(self, lease_id: int) -> list[KeptTurn]:

@@ -175,7 +175,7 @@ def covered_entries(
     return len(ends), ends
 
 
-class Layout:
+class SegmentLayout:
     """The entries of `directory` in order, with so many rows each. Threads that share it take turns."""
 
     def __init__(

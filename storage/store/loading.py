@@ -9,7 +9,7 @@ import structlog
 
 from bus.errors import LostDataError, StorageError
 from storage.store.index import Columns, IndexFile, RowIndex, load_index, save_columns
-from storage.store.layout import Layout, SegmentEntry, covered_entries, hull
+from storage.store.layout import SegmentEntry, SegmentLayout, covered_entries, hull
 from storage.store.retired import load_retired
 from storage.store.segments import check_segment, read_columns
 from storage.store.settled import FILE as SETTLED_FILE
@@ -24,7 +24,7 @@ _NOTHING = IndexFile(Columns.none(), np.empty(0, np.int64), np.empty((0, 4), np.
 class Loaded:
     """A store's directory as it was found."""
 
-    layout: Layout
+    layout: SegmentLayout
     index: RowIndex
     settled: Settled
     indexed: tuple[int, int]
@@ -65,10 +65,10 @@ def load_store(directory: Path, entries: Sequence[SegmentEntry]) -> Loaded:
     index = RowIndex(Columns.join(parts), np.concatenate(rows), sum(counts))
     index.forget(settled)
     last = entries[covered - 1].last + 1 if covered else 0
-    return Loaded(Layout(directory, sized, counts), index, settled, (last, indexed))
+    return Loaded(SegmentLayout(directory, sized, counts), index, settled, (last, indexed))
 
 
-def save_index(directory: Path, index: RowIndex, layout: Layout) -> tuple[int, int] | None:
+def save_index(directory: Path, index: RowIndex, layout: SegmentLayout) -> tuple[int, int] | None:
     """Write the index file, and return what it covers; None where the disk refuses: the next start reads the
     segments instead."""
     try:

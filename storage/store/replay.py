@@ -381,7 +381,6 @@ class ReplayStore:
                 return
 
     def _load(self, entries: list[SegmentEntry]) -> None:
-        """Index these entries."""
         loaded = load_store(self.directory, entries)
         self._held.become(loaded)
         self._indexed = loaded.indexed

@@ -19,7 +19,7 @@ from storage.store.settled import Settled
 
 
 @dataclass(frozen=True)
-class Piece:
+class RetiredSegment:
     """A segment that was retired."""
 
     first: int
@@ -30,7 +30,7 @@ class Piece:
     """From its lowest lease to its highest."""
 
 
-def save_pieces(path: Path, pieces: Sequence[Piece]) -> None:
+def save_pieces(path: Path, pieces: Sequence[RetiredSegment]) -> None:
     """Replace `path` durably by these settled neighbours. Raises `StorageError` when the disk refuses."""
     content = [[p.first, p.last, p.rows, p.leases.start, p.leases.stop] for p in pieces]
     try:
@@ -39,7 +39,7 @@ def save_pieces(path: Path, pieces: Sequence[Piece]) -> None:
         raise StorageError(f"cannot write {path}: {error}") from error
 
 
-def load_retired(path: Path, first: int, last: int) -> tuple[Columns | None, list[Piece]]:
+def load_retired(path: Path, first: int, last: int) -> tuple[Columns | None, list[RetiredSegment]]:
     """Return whose trajectories were retired, None if all are settled; and the pieces they were retired in.
 
     Raises `StorageError` when the file cannot be used."""
@@ -49,8 +49,10 @@ def load_retired(path: Path, first: int, last: int) -> tuple[Columns | None, lis
             content = json.loads(b"{" + file.read()) if settled else None
         if content is None:
             columns, _ = load_columns(path)
-            return columns, [Piece(first, last, len(columns), columns.lease_range)]
-        return None, [Piece(a, b, rows, range(start, stop)) for a, b, rows, start, stop in content["pieces"]]
+            return columns, [RetiredSegment(first, last, len(columns), columns.lease_range)]
+        return None, [
+            RetiredSegment(a, b, rows, range(start, stop)) for a, b, rows, start, stop in content["pieces"]
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise LostDataError(f"{path} cannot be used ({error!r}): restore it") from error
     except OSError as error:
@@ -82,7 +84,7 @@ def write_retired(
         retired = replace(entry, retired=True, size_bytes=0)
         save_columns(directory / retired.name, columns)
         return Left(retired, [entry], leases)
-    run, pieces = [entry], [Piece(entry.first, entry.last, len(columns), entry.leases)]
+    run, pieces = [entry], [RetiredSegment(entry.first, entry.last, len(columns), entry.leases)]
     at = entries.index(entry)
     for other in reversed(entries[:at]):
         if not (found := _settled_pieces(directory, other, settled)):
@@ -97,7 +99,7 @@ def write_retired(
     return Left(retired, run, leases)
 
 
-def _settled_pieces(directory: Path, entry: SegmentEntry, settled: Settled) -> list[Piece]:
+def _settled_pieces(directory: Path, entry: SegmentEntry, settled: Settled) -> list[RetiredSegment]:
     """Return the pieces of a retired entry of which all is settled; none of any other entry."""
     if not entry.retired:
         return []

@@ -2,7 +2,7 @@
 
 A hot segment's arrays are one uncompressed chunk each, written directly: the zarr API takes 18 ms of CPU for
 a segment of 128 short trajectories, this takes 2. Its chunks are read by mapping the file. The arrays of a
-merged or archived segment are compressed and sharded by zarr (storage/store/compressed.py).
+merged or archived segment are compressed and sharded by zarr (storage/store/segment_arrays.py).
 
 A segment of N trajectories and T tokens holds `token_ids`, `policy_versions`, `behaviour_logprobs` and
 `loss_mask` [T]; `records` [bytes], a MessagePack list of its other fields for each trajectory; and `rows`
@@ -30,11 +30,10 @@ from bus.codec import fast_constructor
 from bus.errors import LostDataError, StorageError
 from bus.trajectory import Parent, Trajectory, Turn
 from storage.disk.atomic_files import Content, publish_files
-from storage.store.array_document import array_document
-from storage.store.compressed import CompressedArray, compressed_group, open_compressed
 from storage.store.image_blobs import IMAGE_ARRAYS, ImageBlobs, KnownImages, blobs_of, joined_blobs
 from storage.store.index import Columns
-from storage.store.zipped import map_entries, zipped
+from storage.store.segment_arrays import CompressedArray, array_document, compressed_group, open_compressed
+from storage.store.zip_files import map_entries, zipped
 
 if TYPE_CHECKING:
     import zarr

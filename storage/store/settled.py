@@ -44,10 +44,6 @@ class Settled:
         """Return the mask of those of these leases that are settled."""
         return (leases < self.through) & ~np.isin(leases, np.array(sorted(self.open), np.int64))
 
-    def covers_all(self, leases: range) -> bool:
-        """Tell whether every lease from the first to the last of `leases` is settled."""
-        return leases.stop <= self.through and not any(lease in leases for lease in self.open)
-
 
 def refuse_older_ledger(
     ledger: str, store: str, noted: Settled, *, issued: int, seen: int, again: Iterable[int]

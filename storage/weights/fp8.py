@@ -135,5 +135,4 @@ def dequantised(codes: Codes, scales: Floats, blocks: Blocks, threads: Executor 
 
 
 def _spread(scales: Floats, columns: int, width: int) -> Floats:
-    """Return the scale of each column."""
     return np.repeat(scales, columns)[:width]

@@ -57,7 +57,6 @@ class _Fp8Job:
         self.scales = scales_of(magnitudes, powers_of_two=self.format.powers_of_two)
 
     def encode(self, start: int) -> None:
-        """Write the codes of one row of blocks."""
         scales = self.scales[start // BLOCK]
         self.codes[start : start + BLOCK] = encoded(_band(self.tensor, start), scales, BLOCK)
 
@@ -90,7 +89,6 @@ class _Int4Job:
         self.scales = group_scales(magnitudes, self.tensor.dtype)
 
     def encode(self, start: int) -> None:
-        """Write the codes of some rows."""
         rows = slice(start, start + BLOCK)
         self.packed[rows] = packed(_band(self.tensor, start), widened(self.scales[rows], self.tensor.dtype))
 
@@ -123,7 +121,6 @@ class _ChannelJob:
         self.scales = scales_of(magnitudes, powers_of_two=False)
 
     def encode(self, start: int) -> None:
-        """Write the codes of some rows."""
         rows = slice(start, start + BLOCK)
         self.codes[rows] = codes_of(_band(self.tensor, start) / self.scales[rows])
 

@@ -161,7 +161,7 @@ def spare_threads() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ByteRange:
     """Place of a tensor's bytes in a file."""
 
     start: int
@@ -170,7 +170,7 @@ class Place:
 
 def laid_out(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Place]]:
+) -> tuple[bytes, dict[str, ByteRange]]:
     """Return the header of a safetensors file for tensors of these dtypes and shapes, and their places.
 
     The widest dtypes come first, so that each tensor is aligned to its element's size."""
@@ -184,7 +184,7 @@ def laid_out(
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     start = 8 + len(text)
-    places = {name: Place(start + begin, start + end) for name, (begin, end) in offsets.items()}
+    places = {name: ByteRange(start + begin, start + end) for name, (begin, end) in offsets.items()}
     return struct.pack("<Q", len(text)) + text, places
 
 

@@ -28,7 +28,7 @@ from storage.client.reader import ReplayReader
 from storage.dispatch.dispatcher import TOKENS, Counting, Dispatcher
 from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from storage.prompts.mixture import Source
+from storage.prompts.mixture import PromptSource
 from storage.settings.admission import AdmissionConfig
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
@@ -105,7 +105,7 @@ def opened(
     directory: Path,
     admission: AdmissionConfig = SMALL,
     prompts: Sequence[Prompt] = PROMPTS,
-    sources: Sequence[Source] = (),
+    sources: Sequence[PromptSource] = (),
     *,
     counting: Counting = TOKENS,
 ) -> Iterator[Storage]:
@@ -132,7 +132,7 @@ async def serving(
     reissue: bool = False,
     admit: bool = True,
     prompts: Sequence[Prompt] = PROMPTS,
-    sources: Sequence[Source] = (),
+    sources: Sequence[PromptSource] = (),
     counting: Counting = TOKENS,
 ) -> AsyncIterator[Storage]:
     """A storage process on `directory`, from start to stop."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bus.connection import Bus
 from bus.messages import Metrics, PolicyManifest
-from bus.streams.stream_reader import Place, StoredMessage, StreamReader
+from bus.streams.stream_reader import StoredMessage, StreamPosition, StreamReader
 from launch.config import RunConfig
 from storage.metrics.recorder import decoded_event
 from storage.metrics.records import Record, evaluation_record, metrics_record
@@ -97,7 +97,7 @@ class BusEvents:
     def __init__(self, run: str, locate: Locate) -> None:
         self._run = run
         self._locate = locate
-        self._place = Place()
+        self._place = StreamPosition()
 
     async def take(self) -> list[Record]:
         """Return the rows of all events that came since the last call. Raises `BusError` without a bus."""

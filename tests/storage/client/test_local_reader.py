@@ -21,7 +21,7 @@ from storage.disk import host_identity
 from storage.store import addresses, layout
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE
-from storage.store.zipped import zipped
+from storage.store.zip_files import zipped
 from tests.factories import make_trajectory
 from tests.storage.serving import make_shard, running, until
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.ledger.sampling import Candidate, Choice, Question, expired, oldest_first
+from storage.ledger.sampling import Candidate, Choice, StepRequest, expired, oldest_first
 
 
 def groups(*versions_and_ids: tuple[int, int]) -> list[Candidate]:
@@ -13,7 +13,7 @@ def groups(*versions_and_ids: tuple[int, int]) -> list[Candidate]:
 
 
 def choose(stored, rolling_out, *, count: int, at: int, staleness: int) -> Choice:
-    question = Question(groups=count, train_version=at, max_staleness=staleness)
+    question = StepRequest(groups=count, train_version=at, max_staleness=staleness)
     return oldest_first(groups(*stored), groups(*rolling_out), question)
 
 
@@ -99,7 +99,7 @@ class Simulation:
             return True
         bound = {"train_version": step - 1, "max_staleness": self.staleness}
         assert expired(self.stored, **bound) == []
-        choice = oldest_first(self.stored, self.rolling_out, Question(groups=self.count, **bound))
+        choice = oldest_first(self.stored, self.rolling_out, StepRequest(groups=self.count, **bound))
         assert bool(choice.leases) != bool(choice.waiting_for)
         self.steps[step] = [c for c in self.stored if c.lease_id in choice.leases]
         self.stored = [c for c in self.stored if c.lease_id not in choice.leases]

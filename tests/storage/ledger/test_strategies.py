@@ -10,7 +10,7 @@ from storage.ledger.sampling import (
     SPREAD_FLOOR,
     Candidate,
     Index,
-    Question,
+    StepRequest,
     choose,
     draw,
     importance_weights,
@@ -140,7 +140,7 @@ def test_contributions_of_whole_choices_are_equal_within_a_percent():
     stored, sampler = aged(33), FreshnessSampler(exponent=1.0, importance_exponent=1.0)
     contributions = np.zeros((400, 33))
     for step in range(400):
-        question = Question(groups=32, train_version=7, max_staleness=7, step=step, seed=4)
+        question = StepRequest(groups=32, train_version=7, max_staleness=7, step=step, seed=4)
         choice = choose(sampler, stored, (), (), question)
         assert len(set(choice.leases)) == 32
         contributions[step, list(choice.leases)] = np.array(choice.weights) * 33 / 32
@@ -170,7 +170,7 @@ def test_groups_that_no_step_may_have_take_no_share_of_the_weights():
     sampler = FreshnessSampler(max_reuse=2, importance_exponent=1.0)
     contributions = np.zeros(9)
     for step in range(2000):
-        question = Question(groups=2, train_version=4, max_staleness=2, step=step, seed=5)
+        question = StepRequest(groups=2, train_version=4, max_staleness=2, step=step, seed=5)
         choice = choose(sampler, stored, used, rolling_out, question)
         contributions[list(choice.leases)] += np.array(choice.weights)
     eligible = [0, 1, 2, 3, 6]
@@ -215,7 +215,9 @@ ALL: list[Sampler] = [FifoSampler(), UniformSampler(), FreshnessSampler(), Prior
 def test_choice_depends_on_nothing_but_the_seed_the_step_and_the_groups(sampler: Sampler):
     stored = [Candidate(n % 3, n, n / 10) for n in range(12)]
     first, again = (
-        choose(sampler, order, (), (), Question(groups=4, train_version=2, max_staleness=2, step=8, seed=1))
+        choose(
+            sampler, order, (), (), StepRequest(groups=4, train_version=2, max_staleness=2, step=8, seed=1)
+        )
         for order in (stored, stored[::-1])
     )
     assert first == again
@@ -227,7 +229,7 @@ def test_steps_and_seeds_draw_differently():
     chosen = {
         choose(
             UniformSampler(), stored, (), (),
-            Question(groups=5, train_version=0, max_staleness=0, step=step, seed=seed),
+            StepRequest(groups=5, train_version=0, max_staleness=0, step=step, seed=seed),
         ).leases
         for step in range(5) for seed in range(5)
     }  # fmt: skip
@@ -237,7 +239,7 @@ def test_steps_and_seeds_draw_differently():
 @pytest.mark.parametrize("kind", [FifoSampler, UniformSampler, FreshnessSampler, PrioritySampler])
 def test_groups_past_the_window_or_used_up_are_not_chosen(kind: type[Sampler]):
     used = [(Candidate(2, 0), 1), (Candidate(2, 1), 2), (Candidate(1, 2), 1), (Candidate(3, 3), 1)]
-    question = Question(groups=3, train_version=4, max_staleness=2)
+    question = StepRequest(groups=3, train_version=4, max_staleness=2)
     choice = choose(kind(max_reuse=2), [Candidate(4, 4)], used, (), question)
     assert sorted(choice.leases) == [0, 3, 4]
 
@@ -245,7 +247,7 @@ def test_groups_past_the_window_or_used_up_are_not_chosen(kind: type[Sampler]):
 @pytest.mark.parametrize("kind", [UniformSampler, FreshnessSampler, PrioritySampler])
 def test_random_strategies_await_groups_at_their_deadline_and_no_others(kind: type[Sampler]):
     stored = [Candidate(3, n) for n in range(4)]
-    question = Question(groups=2, train_version=3, max_staleness=2)
+    question = StepRequest(groups=2, train_version=3, max_staleness=2)
     assert choose(kind(), stored, (), [Candidate(2, 8), Candidate(0, 9)], question).leases
     waiting = choose(kind(), stored, (), [Candidate(1, 8), Candidate(2, 9)], question)
     assert waiting.blockers == (8,)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from bus.errors import ConfigError
 from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets, PastPrompts
-from storage.prompts.mixture import WINDOW, MixtureOrder, PromptOrder, Source, shares
+from storage.prompts.mixture import WINDOW, MixtureOrder, PromptOrder, PromptSource, shares
 from storage.prompts.sources import load_sources
 from storage.settings.data import DataConfig, PromptKeys, SourceConfig
 
 
-def source(name: str, count: int, share: int, drawn: int = 0) -> Source:
-    return Source(name=name, count=count, digest="", weight=1.0, share=share, drawn=drawn)
+def source(name: str, count: int, share: int, drawn: int = 0) -> PromptSource:
+    return PromptSource(name=name, count=count, digest="", weight=1.0, share=share, drawn=drawn)
 
 
 def rows(path, *contents: str, **metadata: object):

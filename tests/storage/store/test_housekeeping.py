@@ -17,13 +17,14 @@ from zarr.storage import ZipStore
 
 from bus.errors import StorageError
 from storage.disk.atomic_files import remove
-from storage.store import compressed, layout
+from storage.store import layout
+from storage.store import segment_arrays as compressed
 from storage.store.archive import restore
 from storage.store.layout import SegmentEntry, choose_merge, choose_retirement
 from storage.store.loading import INDEX_FILE
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE, TOKEN_ARRAYS
-from storage.store.zipped import map_entries
+from storage.store.zip_files import map_entries
 
 
 @pytest.fixture
@@ -232,7 +233,8 @@ MERGING = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
-from storage.store import compressed, layout
+from storage.store import layout
+from storage.store import segment_arrays as compressed
 from storage.store.replay import ReplayStore
 from test_replay import group
 layout.MERGE_SEGMENTS = 3

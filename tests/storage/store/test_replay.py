@@ -22,11 +22,12 @@ from bus.codec import encode
 from bus.errors import LostDataError, SchemaError, StorageError
 from bus.messages import group_name
 from bus.trajectory import Parent, Trajectory, Turn
-from storage.store import layout, zipped
+from storage.store import layout
+from storage.store import zip_files as zipped
 from storage.store.loading import INDEX_FILE
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
-from storage.store.zipped import map_entries
+from storage.store.zip_files import map_entries
 
 PROPERTY = settings(
     max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -1,11 +1,13 @@
-"""Arrays of merged and archived segments: written and read by zarr, each in one shard of compressed chunks.
+"""Arrays of segments as zarr has them: uncompressed in a hot segment, in compressed chunks in merged and
+archived ones.
 
 A hot segment is written uncompressed and mapped, since it is read soon and often. What is merged or archived
 is kept for longer: zarr's sharding codec (zarr v3 specification, `sharding_indexed`) puts an array's
 compressed chunks and their index into one object, of which a reader decodes the chunks that it needs.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,27 @@ CHUNK_ROWS = 1 << 16
 """Rows of an array that are compressed together: some hundred kilobytes, decoded in about a millisecond."""
 DECODED_CHUNKS = 2
 """Chunks of each array that a reader keeps decoded: a group lies together, and a step's groups often do."""
+
+
+def array_document(parts: Sequence[NDArray[Any]]) -> bytes:
+    """Return the `zarr.json` of an array in a single uncompressed chunk, of which these are the parts."""
+    codec: dict[str, object] = {"name": "bytes"}
+    if parts[0].itemsize > 1:
+        codec["configuration"] = {"endian": "little"}
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    document = {
+        "shape": shape,
+        "data_type": parts[0].dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": parts[0].dtype.type(0).item(),
+        "codecs": [codec],
+        "attributes": {},
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
+    return json.dumps(document).encode()
 
 
 def compressed_group(arrays: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any]) -> dict[str, bytes]:
