@@ -20,9 +20,9 @@ from actors.engines.embedded.vision import VisionPrefill
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import PlacedImage, shown_tokens
 from bus.trajectory import FinishReason
+from storage.exact_arithmetic.exact_model import ExactFunctions, make_exact
+from storage.exact_arithmetic.softmax import log_softmax
 from storage.images.reader import ImageReader
-from storage.numerics.exact_model import ExactFunctions, make_exact
-from storage.numerics.softmax import log_softmax
 from storage.settings.exact_arithmetic import MOST_TOKENS
 
 WITH_STATES = {

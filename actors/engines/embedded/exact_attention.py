@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from bus.errors import ConfigError
-from storage.numerics.attention import attend
-from storage.numerics.functions import exactly
+from storage.exact_arithmetic.attention import attend
+from storage.exact_arithmetic.functions import exactly
 
 EXACT = "sluice_exact"
 """Name of this attention in transformers."""

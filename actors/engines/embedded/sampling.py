@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bus.config import MOST_KEPT
-from storage.numerics.softmax import log_softmax
+from storage.exact_arithmetic.softmax import log_softmax
 
 
 @dataclass(frozen=True, slots=True)

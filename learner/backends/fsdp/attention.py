@@ -27,7 +27,7 @@ from learner.backends.shared.packed_attention import (
 )
 from learner.data.packing import MicroBatch
 from learner.host_memory.transfer import to_device
-from storage.numerics import functions
+from storage.exact_arithmetic import functions
 
 PACKED = "sluice_packed"
 """Name of this attention in transformers."""

@@ -35,9 +35,9 @@ from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.backends.shared.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device
+from storage.exact_arithmetic.exact_model import make_exact
+from storage.exact_arithmetic.self_check import refuse_other_arithmetic
 from storage.images.reader import ImageReader
-from storage.numerics.exact_model import make_exact
-from storage.numerics.self_check import refuse_other_arithmetic
 
 OF_TRAINED = 4
 """Times the memory of a weight that its training takes: with its gradient and two moments of AdamW."""
@@ -53,8 +53,8 @@ class PackedModel(torch.nn.Module):
         self, hf_model: PreTrainedModel, *, exact: bool = False, images: ImageReader | None = None,
         kernels: SglangKernels | None = None,
     ) -> None:  # fmt: skip
-        """With `exact`, have the model compute in exact arithmetic (storage/numerics); with `kernels`, as a
-        server of SGLang does. `images` are those of a vision-language model.
+        """With `exact`, have the model compute in exact arithmetic (storage/exact_arithmetic); with
+        `kernels`, as a server of SGLang does. `images` are those of a vision-language model.
 
         Raises `ConfigError` for models that cannot."""
         super().__init__()

@@ -24,7 +24,7 @@ from learner.backends.shared.packed_attention import (
     has_varlen_kernel,
 )
 from learner.data.packing import MicroBatch
-from storage.numerics.functions import with_gradient
+from storage.exact_arithmetic.functions import with_gradient
 
 FAMILIES = ("qwen3",)
 """Families for which SGLang has that arithmetic, dense and without images."""

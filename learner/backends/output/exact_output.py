@@ -19,9 +19,9 @@ from learner.backends.output.output_layer import (
     in_chunks,
     logprobs_of_logits,
 )
-from storage.numerics.elementary import exp
-from storage.numerics.functions import with_gradient
-from storage.numerics.softmax import largest_and_log_total
+from storage.exact_arithmetic.elementary import exp
+from storage.exact_arithmetic.functions import with_gradient
+from storage.exact_arithmetic.softmax import largest_and_log_total
 
 Values = Callable[[Tensor, Tensor, Tensor, KeptColumns | None], tuple[Tensor, Tensor]]
 """Log-probs and entropies, float32 [c], of logits [c, V], labels, factors of the logits and kept sets."""

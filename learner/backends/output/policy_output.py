@@ -23,7 +23,7 @@ from learner.backends.sglang_kernels.functions import linear as sglang_linear
 from learner.backends.sglang_kernels.functions import logprobs_and_entropy
 from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.data.packing import MicroBatch
-from storage.numerics.functions import linear as exact_linear
+from storage.exact_arithmetic.functions import linear as exact_linear
 
 LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
 """Bytes of logits in memory at a time, counted as float32; longer packs are processed in chunks. On a CPU

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from learner.backends.sglang_kernels.kernels import SglangKernels
-from storage.numerics.functions import with_gradient
+from storage.exact_arithmetic.functions import with_gradient
 
 
 class _Linear(torch.autograd.Function):

@@ -19,10 +19,10 @@ from learner.backends.megatron.model.attention.norm import RMSNorm
 from learner.backends.megatron.model.attention.qkv import HeadSettings, heads_by_group, queries_and_keys
 from learner.data.packing import empty_micro_batch
 from learner.distributed.process_group import device
-from storage.numerics import functions
-from storage.numerics.exact_model import refuse_other_operations
-from storage.numerics.self_check import refuse_other_arithmetic
-from storage.numerics.softmax import refuse_vocabulary
+from storage.exact_arithmetic import functions
+from storage.exact_arithmetic.exact_model import refuse_other_operations
+from storage.exact_arithmetic.self_check import refuse_other_arithmetic
+from storage.exact_arithmetic.softmax import refuse_vocabulary
 
 if TYPE_CHECKING:
     from learner.backends.megatron.model.model import PolicyModel

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from storage.numerics.functions import cos_sin
+from storage.exact_arithmetic.functions import cos_sin
 
 SCALED = ("linear", "dynamic", "llama3", "yarn")
 """Kinds of scaling whose angles are the same in every sequence (learner/backends.rope_scaling.py)."""

@@ -13,7 +13,7 @@ which is 5e-6 of its values. In a row with an element 100 times the others these
 import torch
 from torch import Tensor
 
-from storage.numerics.elementary import power_of_two
+from storage.exact_arithmetic.elementary import power_of_two
 
 BITS = 53
 """Bits of an integer that float64 holds."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from storage.numerics import attention, elementary, sums
-from storage.numerics.sums import IntegerWeight
+from storage.exact_arithmetic import attention, elementary, sums
+from storage.exact_arithmetic.sums import IntegerWeight
 
 Ordinary = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -26,7 +26,7 @@ _depth = _Depth()
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Mark what is computed inside as exact (storage/numerics/exact_model.py looks for what is not)."""
+    """Mark what is computed inside as exact (`exact_model.py` looks for what is not)."""
     _depth.now += 1
     try:
         yield

@@ -3,8 +3,8 @@
 import torch
 
 from bus.errors import ConfigError
-from storage.numerics.elementary import cos_sin, exp, reciprocal_sqrt, silu
-from storage.numerics.sums import BITS, IntegerWeight, term_bits
+from storage.exact_arithmetic.elementary import cos_sin, exp, reciprocal_sqrt, silu
+from storage.exact_arithmetic.sums import BITS, IntegerWeight, term_bits
 
 TERMS = 300
 """Factors of the products that are compared: more than a vector register, a tile or a thread takes."""

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.errors import ConfigError
-from storage.numerics import attention, elementary, functions, self_check, softmax, sums
-from storage.numerics.self_check import refuse_other_arithmetic
+from storage.exact_arithmetic import attention, elementary, functions, self_check, softmax, sums
+from storage.exact_arithmetic.self_check import refuse_other_arithmetic
 
 CPU = torch.device("cpu")
 

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import ConfigError
-from storage.numerics import functions
-from storage.numerics.self_check import refuse_other_arithmetic
-from storage.numerics.softmax import refuse_vocabulary
-from storage.numerics.sums import IntegerWeight
+from storage.exact_arithmetic import functions
+from storage.exact_arithmetic.self_check import refuse_other_arithmetic
+from storage.exact_arithmetic.softmax import refuse_vocabulary
+from storage.exact_arithmetic.sums import IntegerWeight
 
 if (
     TYPE_CHECKING

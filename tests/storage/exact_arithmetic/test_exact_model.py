@@ -10,10 +10,10 @@ from transformers import (
 )
 
 from bus.errors import ConfigError
-from storage.numerics import functions
-from storage.numerics.exact_model import make_exact
+from storage.exact_arithmetic import functions
+from storage.exact_arithmetic.exact_model import make_exact
 from tests.learner.tiny import tiny_config
-from tests.storage.numerics.test_exact_arithmetic import two_threads
+from tests.storage.exact_arithmetic.test_exact_arithmetic import two_threads
 
 KIND = "tests_exact"
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bus.errors import ConfigError
-from storage.numerics.elementary import exp, power_of_two
-from storage.numerics.sums import sum_of_fractions, term_bits, to_integers
+from storage.exact_arithmetic.elementary import exp, power_of_two
+from storage.exact_arithmetic.sums import sum_of_fractions, term_bits, to_integers
 from storage.settings.exact_arithmetic import MOST_TOKENS
 
 SCORES_AT_ONCE = 2**20

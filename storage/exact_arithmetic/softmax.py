@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from bus.errors import ConfigError
-from storage.numerics.elementary import exp, log
-from storage.numerics.sums import MOST_FRACTIONS, sum_of_fractions
+from storage.exact_arithmetic.elementary import exp, log
+from storage.exact_arithmetic.sums import MOST_FRACTIONS, sum_of_fractions
 
 
 def refuse_vocabulary(size: int) -> None:
