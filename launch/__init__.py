@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from launch.api.run import Run
     from launch.api.start import attach, start
     from launch.api.stream import Stream
-    from launch.operations.recorded_runs import RecordedRun
-    from launch.watch.history import Evaluation, Step
+    from launch.run_view.history import Evaluation, Step
+    from launch.run_view.recorded_runs import RecordedRun
 
 __all__ = [
     "BusAwayError", "ConfigError", "Evaluation", "LostDataError", "RecordedRun", "Result", "Run",
@@ -22,13 +22,13 @@ __all__ = [
 _MODULES = {
     "BusAwayError": "bus.errors",
     "ConfigError": "bus.errors",
-    "Evaluation": "launch.watch.history",
+    "Evaluation": "launch.run_view.history",
     "LostDataError": "bus.errors",
-    "RecordedRun": "launch.operations.recorded_runs",
+    "RecordedRun": "launch.run_view.recorded_runs",
     "Result": "launch.api.result",
     "Run": "launch.api.run",
     "SluiceError": "bus.errors",
-    "Step": "launch.watch.history",
+    "Step": "launch.run_view.history",
     "Stream": "launch.api.stream",
     "Trajectory": "bus.trajectory",
     "Turn": "bus.trajectory",

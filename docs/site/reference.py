@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 import launch
 from launch.cli.main import GROUPS, app
 from launch.cli.settings_help import documentation, metavar, on_one_line
-from launch.config import RunConfig
-from launch.settings_tree import members, tag_of
+from launch.settings.run_config import RunConfig
+from launch.settings.tree import members, tag_of
 
 Location = tuple[str, ...]
 NO_FLAGS = "bench", "soak"

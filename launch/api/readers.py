@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from bus.errors import ConfigError
 from bus.trajectory import Trajectory
-from launch.watch.dashboard.metrics_source import MetricsFile
-from launch.watch.stored_groups import stored_groups
+from launch.dashboard.metrics_source import MetricsFile
+from launch.run_view.stored_groups import stored_groups
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record
 

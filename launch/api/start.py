@@ -8,12 +8,11 @@ from pydantic_core import to_jsonable_python
 from bus.config import URL_VARIABLE
 from launch.api.child import start_local
 from launch.api.run import Run
-from launch.config import resolve
-from launch.environment_variables import run_variables, without_setting_variables
-from launch.operations.recorded_runs import find_run
-from launch.operations.run_stop import going_on, supervisor_of
-from launch.settings_sources import merged
-from launch.short_forms import short_sources, sources_of
+from launch.run_view.recorded_runs import find_run, going_on, supervisor_of
+from launch.settings.environment_variables import run_variables, without_setting_variables
+from launch.settings.run_config import resolve
+from launch.settings.short_forms import short_sources, sources_of
+from launch.settings.sources import merged
 from storage.disk.run_directory import RunDirectory
 
 SETTINGS_FILE = "start.json"

@@ -12,11 +12,18 @@ import docstring_parser
 from cyclopts import App, Group, Parameter
 from pydantic import PlainValidator
 
-from bus.config import URL_VARIABLE
+from bus.config import LOG_FORMAT_VARIABLE, URL_VARIABLE
 from bus.errors import ConfigError
 from bus.security.credentials import VARIABLE
 from launch.cli.settings_help import show_summary
-from launch.config import (
+from launch.process.log_settings import Format, Level, configure_logging
+from launch.settings.environment_variables import (
+    DIRECTORY_VARIABLE,
+    LOG_LEVEL_VARIABLE,
+    RUN_VARIABLE,
+    run_variables,
+)
+from launch.settings.run_config import (
     ActorsProcess,
     LearnerProcess,
     ProcessConfig,
@@ -27,9 +34,7 @@ from launch.config import (
     merge,
     validate,
 )
-from launch.environment_variables import DIRECTORY_VARIABLE, RUN_VARIABLE, run_variables
-from launch.process.log_settings import FORMAT_VARIABLE, LEVEL_VARIABLE, Format, Level, configure_logging
-from launch.settings_sources import merged
+from launch.settings.sources import merged
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
 # pydantic has each field's description already: with the commands' docstrings alone, help is twice as quick.
@@ -157,17 +162,17 @@ class LogOptions:
 
     level: Annotated[
         Level | None,
-        _log_parameter("--log-level", LEVEL_VARIABLE, "debug, info, warning or error"),
+        _log_parameter("--log-level", LOG_LEVEL_VARIABLE, "debug, info, warning or error"),
     ] = None
     form: Annotated[
         Format | None,
-        _log_parameter("--log-format", FORMAT_VARIABLE, "text or json"),
+        _log_parameter("--log-format", LOG_FORMAT_VARIABLE, "text or json"),
     ] = None
 
 
 def log_as(options: LogOptions, process: str, *, level: Level = "info") -> None:
     """Begin the log of a process; `level` counts where the user names none. Its children get the options."""
-    chosen = {LEVEL_VARIABLE: options.level, FORMAT_VARIABLE: options.form}
+    chosen = {LOG_LEVEL_VARIABLE: options.level, LOG_FORMAT_VARIABLE: options.form}
     os.environ.update({name: value for name, value in chosen.items() if value is not None})
     configure_logging(options.level or level, options.form or "text", process)
 

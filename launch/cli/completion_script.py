@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from launch.cli.app import app
 from launch.cli.completion_shells import BASH, FISH, ZSH
 from launch.cli.settings_help import flag
-from launch.config import preset_names
 from launch.recipes.recipe import recipe_names
-from launch.settings_tree import Model, members, tag_of
+from launch.settings.run_config import preset_names
+from launch.settings.tree import Model, members, tag_of
 
 Table = Mapping[str, list[str]]
 

@@ -9,11 +9,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from launch.cli.settings_help import COMMON, choices, documentation, on_one_line, setting_at
-from launch.config import RunConfig
-from launch.environment_variables import variable_of
-from launch.settings_sources import Location, leaves
-from launch.settings_toml import assignment
-from launch.settings_tree import Model, members, tag_of
+from launch.settings.environment_variables import variable_of
+from launch.settings.run_config import RunConfig
+from launch.settings.sources import Location, leaves
+from launch.settings.toml import assignment
+from launch.settings.tree import Model, members, tag_of
 
 WIDTH = 98
 REQUIRED = "..."

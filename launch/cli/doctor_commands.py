@@ -18,12 +18,12 @@ from launch.cli.app import (
     Settings,
     app,
 )
-from launch.config import RunConfig, validate
-from launch.environment_variables import run_variables
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.settings_sources import merged
-from launch.short_forms import short_sources, sources_of
+from launch.settings.environment_variables import run_variables
+from launch.settings.run_config import RunConfig, validate
+from launch.settings.short_forms import short_sources, sources_of
+from launch.settings.sources import merged
 
 
 @app.command(usage=USAGE.format("doctor"))
@@ -64,8 +64,8 @@ def doctor(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line: whether it is healthy, and the findings.
     """
-    from launch.operations.doctor.checks import examine
-    from launch.operations.doctor.findings import worst
+    from launch.doctor.checks import examine
+    from launch.doctor.findings import worst
 
     configure_logging("error")
     short = [*run_variables(), *short_sources(bus, creds, prompts, reward, agent)]

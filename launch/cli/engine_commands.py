@@ -9,10 +9,10 @@ from cyclopts import App, Parameter
 
 from bus.errors import ConfigError
 from launch.cli.app import CredsFile, RunBusUrl, RunName, RunsDirectory, app, with_bus_of_run
-from launch.config import RunConfig, validate
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.short_forms import short_forms
+from launch.settings.run_config import RunConfig, validate
+from launch.settings.short_forms import short_forms
 
 engines = App(name="engines", help="List, add and remove the inference servers of a running run.")
 app.command(engines)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from bus.errors import ConfigError
 from launch.cli.app import PresetName, app
-from launch.config import preset
+from launch.settings.run_config import preset
 
 STANDARD_OUTPUT = Path("-")
 

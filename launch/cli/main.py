@@ -31,16 +31,16 @@ from launch.cli import (
 )
 from launch.cli.app import app
 from launch.cli.settings_help import show_topic
-from launch.config import ActorsProcess, LearnerProcess, ProcessConfig, RetrainProcess, RunConfig
-from launch.environment_variables import (
+from launch.process.own_packages import CHECKOUT, CHECKOUT_PACKAGES, find_own_packages_first
+from launch.process.runtime import fail, for_user
+from launch.settings.environment_variables import (
     DASHBOARD_TOKEN_VARIABLE,
     LOG_VARIABLES,
     SETTING_VARIABLES,
     forget_empty_variables,
 )
-from launch.process.own_packages import CHECKOUT, CHECKOUT_PACKAGES, find_own_packages_first
-from launch.process.runtime import fail, for_user
-from launch.settings_tree import Model
+from launch.settings.run_config import ActorsProcess, LearnerProcess, ProcessConfig, RetrainProcess, RunConfig
+from launch.settings.tree import Model
 
 SETTINGS: Mapping[str, Model] = {
     "local": RunConfig,

@@ -9,12 +9,12 @@ from cyclopts.validators import Number
 
 from bus.errors import ConfigError
 from launch.cli.app import SHORT, USAGE, ConfigFiles, PresetName, Settings, app
-from launch.config import RunConfig, validate
-from launch.environment_variables import run_variables
 from launch.process.log_settings import configure_logging
-from launch.settings_sources import merged
-from launch.settings_tree import nearest
-from launch.short_forms import sources_of
+from launch.settings.environment_variables import run_variables
+from launch.settings.run_config import RunConfig, validate
+from launch.settings.short_forms import sources_of
+from launch.settings.sources import merged
+from launch.settings.tree import nearest
 
 Positive = Parameter(group=SHORT, validator=Number(gt=0))
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bus.config import URL_VARIABLE, Config
-from launch.config import RunConfig
-from launch.settings_sources import DEFAULT, Location, Origins, Source, leaves
-from launch.settings_toml import commented, document, setting
-from launch.settings_tree import may_be_none, settings_at
+from launch.settings.run_config import RunConfig
+from launch.settings.sources import DEFAULT, Location, Origins, Source, leaves
+from launch.settings.toml import commented, document, setting
+from launch.settings.tree import may_be_none, settings_at
 
 HIDDEN = "***@"
 """What stands for user and password in an address."""

@@ -40,7 +40,9 @@ from launch.cli.app import (
     log_as,
     run_and_own_settings,
 )
-from launch.config import (
+from launch.process.ranks import become_rank, is_rank
+from launch.process.runtime import run
+from launch.settings.run_config import (
     ActorsProcess,
     LearnerProcess,
     MonitoringConfig,
@@ -48,9 +50,7 @@ from launch.config import (
     RunConfig,
     merge,
 )
-from launch.process.ranks import become_rank, is_rank
-from launch.process.runtime import run
-from launch.short_forms import short_forms
+from launch.settings.short_forms import short_forms
 
 
 @app.command(name="bus", usage=USAGE.format("bus"))
@@ -84,7 +84,7 @@ def bus_command(
     monitoring
         Probes and metrics of this process over HTTP.
     """
-    from launch.process.services import serve_bus
+    from launch.services.bus import serve_bus
 
     log_as(log, "bus")
     named = tuple(runs or (["default"] if secure is not None else []))
@@ -112,7 +112,7 @@ def shards(
     numbers
         Numbers of the shards, such as 2, 0-3 or 0,2-3.
     """
-    from launch.process.services import serve_shards
+    from launch.services.storage import serve_shards
     from storage.settings.replay import shard_numbers
 
     log_as(log, "shards")
@@ -168,7 +168,7 @@ def learner(  # noqa: PLR0913 - each is a flag
     short = merge(short_forms(bus, creds), allowed_here(plugins_from, insecure), world)
     where, own = run_and_own_settings(short, settings)
     if shadow is not None:
-        from launch.process.services import serve_shadow
+        from launch.services.learner import serve_shadow
 
         _refuse_beside_shadow(shadow, policy, where.run, has_world=bool(world) or is_rank())
         run(partial(serve_shadow, where, own, shadow, from_checkpoint))
@@ -186,7 +186,7 @@ def _world(**given: int | str | None) -> dict[str, Any]:
 
 def _train(where: RunConfig, own: dict[str, Any], policy: str | None) -> None:
     """Train as one process, as a rank that torchrun has started, or as the torchrun of several."""
-    from launch.process.services import serve_learner, serve_policy_learner
+    from launch.services.learner import serve_learner, serve_policy_learner
 
     if is_rank():
         become_rank()
@@ -245,7 +245,7 @@ def actors(  # noqa: PLR0913 - each is a flag
         Import and run what the run names although everybody who reaches the bus can define a run: for a
         network that is yours alone.
     """
-    from launch.process.services import serve_actors
+    from launch.services.actors import serve_actors
 
     log_as(log, "actors")
     short = merge(
@@ -299,8 +299,8 @@ def gateway(  # noqa: PLR0913 - each is a flag
         Do what the run names although everybody who reaches the bus can define a run, and listen beyond
         loopback without credentials: for a network that is yours alone.
     """
-    from launch.process.gateway_access import gateway_token
-    from launch.process.services import serve_actors
+    from launch.services.actors import serve_actors
+    from launch.services.gateway_access import gateway_token
 
     listening = {"host": host, "port": port, "certificate": certificate, "certificate_key": certificate_key}
     allowed = allowed_here(plugins_from, insecure, engine_python)

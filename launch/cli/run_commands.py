@@ -10,10 +10,10 @@ from cyclopts.validators import Number
 
 from bus.errors import ConfigError
 from launch.cli.app import BusUrl, CredsFile, RunName, RunsDirectory, app
-from launch.config import validate
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.short_forms import short_forms
+from launch.settings.run_config import validate
+from launch.settings.short_forms import short_forms
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,8 +37,8 @@ def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = F
     as_json
         Print one JSON array on one line.
     """
-    from launch.operations.recorded_runs import recorded_runs
-    from launch.operations.run_tables import list_table
+    from launch.run_view.recorded_runs import recorded_runs
+    from launch.screens.run_tables import list_table
     from storage.disk.run_directories import run_directories
 
     found = recorded_runs(run_directories(directory))
@@ -63,8 +63,8 @@ def show_command(
     as_json
         Print one JSON object on one line.
     """
-    from launch.operations.recorded_runs import find_run
-    from launch.operations.run_tables import run_table, whole_run
+    from launch.run_view.recorded_runs import find_run
+    from launch.screens.run_tables import run_table, whole_run
 
     found = whole_run(find_run(directory, run_name))
     if as_json:
@@ -86,8 +86,8 @@ def compare_command(*names: str, directory: RunsDirectory = Path("runs"), as_jso
     as_json
         Print one JSON object on one line.
     """
-    from launch.operations.recorded_runs import find_run
-    from launch.operations.run_tables import comparison, comparison_table
+    from launch.run_view.recorded_runs import find_run
+    from launch.screens.run_tables import comparison, comparison_table
 
     if len(names) < 2:
         raise ConfigError(f"{len(names) or 'no'} run to compare: give the names of two at least")
@@ -116,8 +116,8 @@ def stop_command(
     timeout_s
         Longest time to wait. The run goes on ending after it.
     """
-    from launch.operations.recorded_runs import find_run
     from launch.operations.run_stop import stop_run
+    from launch.run_view.recorded_runs import find_run
 
     print(stop_run(find_run(directory, run_name), timeout_s))  # noqa: T201 - the user's terminal
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.errors import ConfigError
-from launch.config import RunConfig
-from launch.environment_variables import variable_of
-from launch.settings_tree import Model, members, nearest, settings_at, tag_of
+from launch.settings.environment_variables import variable_of
+from launch.settings.run_config import RunConfig
+from launch.settings.tree import Model, members, nearest, settings_at, tag_of
 
 COMMON: Mapping[str, tuple[str, ...]] = {
     "The run": ("run", "directory", "seed"),

@@ -29,13 +29,13 @@ from launch.cli.app import (
     app,
     log_as,
 )
-from launch.config import RunConfig, resolve
-from launch.environment_variables import run_variables
 from launch.process.runtime import run
 from launch.recipes.recipe import Recipe
 from launch.recipes.recipe import recipe as recipe_of
-from launch.settings_sources import Origins, Source, merged
-from launch.short_forms import short_sources, sources_of
+from launch.settings.environment_variables import run_variables
+from launch.settings.run_config import RunConfig, resolve
+from launch.settings.short_forms import short_sources, sources_of
+from launch.settings.sources import Origins, Source, merged
 
 
 @app.command(usage=USAGE.format("local"))
@@ -88,7 +88,7 @@ def local(  # noqa: PLR0913 - each is a flag
     own_bus = "url" not in layer.get("bus", {})
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
-        from launch.process.start_checks import rehearse_local
+        from launch.checks.start_checks import rehearse_local
 
         print(run(partial(rehearse_local, resolved, own_bus=own_bus)))  # noqa: T201 - the user's terminal
     if looked:
@@ -134,7 +134,7 @@ def try_(  # noqa: PLR0913 - each is a flag
     count
         Number of prompts, from the first.
     """
-    from launch.process.trial import try_model
+    from launch.checks.trial import try_model
 
     log_as(log, "try", level="warning")
     short = [*run_variables(), *short_sources(None, creds, prompts, reward, agent)]
@@ -185,12 +185,12 @@ def storage(  # noqa: PLR0913 - each is a flag
     resolved = resolve(merged(sources))
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
-        from launch.process.start_checks import rehearse_storage
+        from launch.checks.start_checks import rehearse_storage
 
         print(run(partial(rehearse_storage, resolved)))  # noqa: T201 - the user's terminal
     if looked:
         return
-    from launch.process.services import serve_storage
+    from launch.services.storage import serve_storage
 
     run(partial(serve_storage, resolved, summary=summary))
 
@@ -202,7 +202,8 @@ def _sources(
     """Return the settings of a start, and say which of them a later choice of another `type` leaves out."""
     import structlog  # not for help
 
-    sources = sources_of(preset_name, configs, short, settings, recipe=recipe)
+    of_recipe = None if recipe is None else Source(f"recipe {recipe.name}", recipe.settings)
+    sources = sources_of(preset_name, configs, short, settings, recipe=of_recipe)
     for replaced in Origins(sources).replaced:
         structlog.get_logger().warning("settings_left_out", reason=replaced)
     return sources

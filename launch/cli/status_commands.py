@@ -10,10 +10,10 @@ from cyclopts.validators import Number
 
 from bus.errors import ConfigError
 from launch.cli.app import CredsFile, RunBusUrl, RunName, RunsDirectory, app, with_bus_of_run
-from launch.config import validate
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.short_forms import short_forms
+from launch.settings.run_config import validate
+from launch.settings.short_forms import short_forms
 
 
 @app.command(usage="Usage: launch status --run NAME [OPTIONS]")
@@ -39,8 +39,8 @@ def status(
     as_json
         Print one JSON object on one line, whose keys docs/operations.md describes.
     """
-    from launch.operations.run_status import look_at_run
-    from launch.operations.status_report import report, screen
+    from launch.run_view.run_status import look_at_run
+    from launch.screens.status_report import report, screen
 
     configure_logging("error")
     where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
@@ -74,8 +74,8 @@ def verify(
     as_json
         Print one JSON object on one line, which names everything that was found.
     """
-    from launch.operations.verify.comparison import BROKEN
-    from launch.operations.verify.verify import screen, verify_run
+    from launch.verify.comparison import BROKEN
+    from launch.verify.verify import screen, verify_run
 
     configure_logging("error")
     where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
@@ -121,7 +121,7 @@ def tail(  # noqa: PLR0913 - each is a flag
     token_ids
         Add token ids and loss mask to the JSON objects.
     """
-    from launch.operations.tail import Wanted, lines, tail_run
+    from launch.screens.tail import Wanted, lines, tail_run
 
     if token_ids and not as_json:
         raise ConfigError("--token-ids is for --json: give both")

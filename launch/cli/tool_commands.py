@@ -21,14 +21,14 @@ from launch.cli.app import (
     with_bus_of_run,
 )
 from launch.cli.convert_commands import convert
-from launch.config import (
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import fail, run
+from launch.settings.run_config import (
     RetrainProcess,
     resolve,
     validate,
 )
-from launch.process.log_settings import configure_logging
-from launch.process.runtime import fail, run
-from launch.short_forms import short_forms
+from launch.settings.short_forms import short_forms
 
 app.command(convert)
 
@@ -60,8 +60,9 @@ def retrain(
     as_json
         Print the report, with each step, as one JSON object on one line.
     """
-    from launch.history.retrain import recorded_config, retrain_status, verdict
-    from launch.history.retrain import retrain as retrain_run
+    from launch.operations.retrain import retrain as retrain_run
+    from launch.operations.retrain import retrain_status, verdict
+    from launch.run_view.recorded_runs import recorded_config
     from storage.disk.run_directory import RunDirectory
 
     configure_logging("warning" if as_json else "info")
@@ -100,7 +101,8 @@ def witness(
     as_json
         Print the report as one JSON object on one line.
     """
-    from launch.history.retrain import ask_witness, recorded_config
+    from launch.operations.retrain import ask_witness
+    from launch.run_view.recorded_runs import recorded_config
     from storage.disk.run_directory import RunDirectory
 
     configure_logging("warning")
@@ -141,7 +143,7 @@ def restore(
     archive
         Directory or fsspec URL of the archive; without it the run's replay.archive.
     """
-    from launch.history.retrain import restore_run
+    from launch.operations.retrain import restore_run
     from storage.disk.run_directory import RunDirectory
 
     try:
@@ -255,7 +257,7 @@ def rescore(  # noqa: PLR0913 - each is a flag
     as_json
         Print the result as one JSON object on one line.
     """
-    from launch.history.rescore import Interval, parse_leases, run_rescore
+    from launch.operations.rescore import Interval, parse_leases, run_rescore
 
     configure_logging("warning")
     if leases is not None and (from_step is not None or to_step is not None):

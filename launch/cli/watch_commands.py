@@ -21,11 +21,11 @@ from launch.cli.app import (
     app,
     with_bus_of_run,
 )
-from launch.config import RunConfig, validate
-from launch.environment_variables import RUN_VARIABLE
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.short_forms import short_forms
+from launch.settings.environment_variables import RUN_VARIABLE
+from launch.settings.run_config import RunConfig, validate
+from launch.settings.short_forms import short_forms
 
 
 @app.command(name="watch", usage="Usage: launch watch --run RUN [--bus URL] [--creds FILE] [--directory DIR]")
@@ -48,7 +48,7 @@ def watch_command(
     directory
         Directory of all runs. On the host of the run's storage it holds steps that the bus has no more.
     """
-    from launch.watch.remote import watch_run
+    from launch.screens.watch import watch_run
 
     configure_logging("warning")
     where = with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)})
@@ -108,10 +108,10 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
     insecure
         Allow readers beyond this host without TLS.
     """
-    from launch.watch.dashboard.access import Address, dashboard_token
-    from launch.watch.dashboard.open_runs import OpenRuns
-    from launch.watch.dashboard.run_list import without_files
-    from launch.watch.dashboard.server import serve_dashboard
+    from launch.dashboard.access import Address, dashboard_token
+    from launch.dashboard.open_runs import OpenRuns
+    from launch.dashboard.run_list import without_files
+    from launch.dashboard.server import serve_dashboard
 
     configure_logging("error")
     token = dashboard_token(short_forms(bus, creds).get("bus", {}).get("creds"))

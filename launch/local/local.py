@@ -14,22 +14,21 @@ import structlog
 from rich.console import Console
 
 from bus.config import URL_VARIABLE
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.connection.status import peak_rss_bytes
 from bus.process.child_process import module_command
 from bus.server.nats_server import free_port
 from bus.waiting import RETRY_S, set_within
-from launch.config import RunConfig
+from launch.checks.resumption import finished, remarks, stage_of
+from launch.checks.start_checks import check_start, start_remarks
 from launch.local.supervisor import Part, Supervisor
-from launch.operations.run_stop import going_on
 from launch.process.ranks import SMALLER_LEARNER
-from launch.process.services import policy_config
-from launch.process.start_checks import check_start, start_remarks
-from launch.process.taking_up import finished, remarks, stage_of
-from launch.watch.conclusion import conclude
-from launch.watch.monitor import RunMonitor, RunSettings, watch
-from launch.watch.summary import Summary, print_summary
-from launch.watch.view import TerminalView
+from launch.run_view.monitor import RunMonitor, RunSettings, watch
+from launch.run_view.recorded_runs import going_on
+from launch.screens.conclusion import conclude
+from launch.screens.summary import Summary, print_summary
+from launch.screens.terminal_view import TerminalView
+from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.atomic_files import read_json, try_lock
 from storage.disk.free_space import lack_of_room
 from storage.disk.run_directory import RunDirectory

@@ -16,8 +16,8 @@ import structlog
 from bus.errors import ConfigError, LostDataError, SluiceError
 from bus.process.child_process import tied_to_parent
 from bus.process.host_limits import MemoryKills
-from launch.config import SupervisionConfig
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
+from launch.settings.run_config import SupervisionConfig
 from storage.disk.free_space import lack_of_room
 from storage.disk.log_files import rotated
 

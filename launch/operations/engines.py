@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 from actors.engines.fleet.engine_admin import subject_of
 from bus.codec import Json
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import Status
 from bus.requests import Done, EngineChange
-from launch.config import RunConfig
+from launch.settings.run_config import RunConfig
 
 LISTEN_S = 2.0
 """Time to listen for actors, each of which sends its status twice a second."""

@@ -8,9 +8,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import ConfigError
-from launch.config import RunConfig
+from launch.settings.run_config import RunConfig
 from storage.client.rewards import RewardSender, Tally, give_lines
 
 STDIN = Path("-")

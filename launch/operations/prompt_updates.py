@@ -8,8 +8,8 @@ from bus.errors import BusError, ConfigError
 from bus.requests import DataAccepted, NewData
 from bus.streams.blob_store import delete_blob, put_blob
 from bus.streams.publish import Publisher
-from launch.config import RunConfig
-from launch.process.services import joined
+from launch.process.run_connection import joined
+from launch.settings.run_config import RunConfig
 from storage.prompt_files.dataset import encoded_prompts, load_prompts
 
 RUN_TIMEOUT_S = 5.0

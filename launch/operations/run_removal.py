@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
 from bus.errors import ConfigError
 from bus.topology import remove, stored_bytes
-from launch.config import RunConfig
-from launch.operations.disk_use import bytes_of
+from launch.run_view.recorded_runs import bytes_of
+from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import try_lock
 from storage.disk.run_directory import RunDirectory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from bus.errors import ConfigError, SluiceError
-from launch.operations.recorded_runs import lock_files
+from launch.run_view.recorded_runs import lock_files, supervisor_of
 from storage.disk.file_users import hidden_owner, processes_holding
 
 POLL_S = 0.2
@@ -66,21 +66,6 @@ def _runs(process: psutil.Process) -> bool:
 
 def _pids(path: Path) -> list[int]:
     return sorted({pid for pids in processes_holding(lock_files(path)).values() for pid in pids})
-
-
-def supervisor_of(path: Path) -> int | None:
-    """Return the process that its own lock file names, if it still holds that: its number may be reused."""
-    lock = path / "lock"
-    text = lock.read_text().strip() if lock.exists() else ""
-    named = int(text) if text.isdecimal() else None
-    return named if named in processes_holding([lock]).get(lock, ()) else None
-
-
-def going_on(path: Path, holder: int, remedy: str = "choose another --run") -> ConfigError:
-    """Return the error of a start beside `holder`, the process that has the run of the directory `path`."""
-    return ConfigError(
-        f"run {path.name!r} is already going on in {path}, process {holder}: stop that first, or {remedy}"
-    )
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:

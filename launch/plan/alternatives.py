@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
-from launch.config import merge
 from launch.plan.memory import Model
+from launch.settings.run_config import merge
 from learner.backends.factory import refuse_other_world
 from learner.backends.suitability import refuse_untrainable, trains
 from learner.config.learner import LearnerConfig

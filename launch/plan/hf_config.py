@@ -2,9 +2,9 @@
 
 from transformers import PretrainedConfig
 
-from launch.config import RunConfig
-from launch.process.hub_revision import pinned
-from launch.process.model_directory import model_on_disk
+from launch.model_files.hub_revision import pinned
+from launch.model_files.model_directory import model_on_disk
+from launch.settings.run_config import RunConfig
 from learner.initial.scratch_model import scratch_config
 from learner.model_directories.model_directory import load_hf_config
 from storage.disk.run_directory import RunDirectory

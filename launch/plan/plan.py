@@ -7,7 +7,6 @@ from transformers import PretrainedConfig
 from actors.engines.sglang.gpu_count import gpus_of_engine
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
-from launch.config import RunConfig
 from launch.plan.alternatives import alternatives
 from launch.plan.memory import (
     Model,
@@ -20,6 +19,7 @@ from launch.plan.memory import (
 from launch.plan.sizes import kv_bytes
 from launch.plan.speed import Gpu, decode_tokens_per_s, mfu, step_flops
 from launch.plan.weights import weights_of
+from launch.settings.run_config import RunConfig
 from learner.backends.factory import refuse_other_world
 from learner.backends.shared.trainable import TrainableWeights
 from learner.backends.suitability import refuse_untrainable

@@ -13,7 +13,7 @@ import structlog
 
 from bus.connection.process_state import ProcessState
 from bus.errors import ConfigError
-from launch.config import MonitoringConfig
+from launch.settings.run_config import MonitoringConfig
 
 log = structlog.get_logger()
 MOST_REQUESTS = 32

@@ -9,12 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, TextIO, cast
 
-from bus.config import LOG_FORMAT_VARIABLE
-
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["text", "json"]
-LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
-FORMAT_VARIABLE = LOG_FORMAT_VARIABLE
 FAILED = "process_failed"
 """Event of JSON logs with the error that a process ends with."""
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from actors.settings.engines import SglangEngineConfig
 from bus.config import without_credentials
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
 from bus.server.local_server import reaches_own_server
 from bus.server.nats_server import is_loopback
-from launch.config import RunConfig, validate
+from launch.settings.run_config import RunConfig, validate
 
 RUNS_CODE = ("python", "environment", "server")
 """Settings of an SGLang server that decide which code it runs."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import structlog
 
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError, SchemaError
 from bus.messages import RunRecord
-from launch.config import RunConfig
-from launch.settings_sources import by_name
+from launch.settings.run_config import RunConfig
+from launch.settings.sources import by_name
 
 log = structlog.get_logger()
 PERIOD_S = 5.0

@@ -1,7 +1,7 @@
 """The account of trajectories: small files of what was sent, acknowledged, dropped and trained on.
 
 Each process writes files of its own, which `launch verify` compares with the store
-(launch/operations/verify.py). A file begins with a line of JSON that says whose it is; then records of 72
+(launch/verify). A file begins with a line of JSON that says whose it is; then records of 72
 bytes follow, each with a checksum. The kernel has a record when `add` returns, so that a kill of the process
 loses none; a power cut may lose what was written in the seconds before it, for only a finished file is
 synced. A file ends at `FILE_BYTES`, and the oldest of a directory are removed above `DIRECTORY_BYTES`.

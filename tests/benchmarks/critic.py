@@ -22,7 +22,7 @@ from benchmarks.whole_runs.curves import smoothed, steps_to_target
 from bus.codec import Json
 from bus.errors import ConfigError, SluiceError
 from bus.waiting import cancelled, ended_before
-from launch.config import Layer, RunConfig, merge, resolve
+from launch.settings.run_config import Layer, RunConfig, merge, resolve
 from soak.local_run import LocalRun
 from storage.disk.atomic_files import read_json, write_json
 from storage.disk.run_directory import RunDirectory

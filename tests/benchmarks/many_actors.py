@@ -35,7 +35,7 @@ from bus.server.nats_server import NatsServer, free_port
 from bus.streams.blob_store import put_only_blob
 from bus.streams.publish import Publisher
 from bus.waiting import cancelled
-from launch.environment_variables import without_setting_variables
+from launch.settings.environment_variables import without_setting_variables
 from learner.initial.scratch_model import character_tokenizer
 from storage.model_files.packed_files import bundle
 

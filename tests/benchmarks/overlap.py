@@ -21,7 +21,7 @@ from benchmarks.overlap_report import MODES, account_of, figures, staleness, tra
 from bus.codec import Json
 from bus.errors import SluiceError
 from bus.waiting import cancelled, ended_before, set_within
-from launch.config import RunConfig
+from launch.settings.run_config import RunConfig
 from soak.local_run import END_TIMEOUT_S, LocalRun
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.random_models import shape, write_model
 from bus.errors import ConfigError
-from launch.config import Layer, RunConfig, resolve
+from launch.settings.run_config import Layer, RunConfig, resolve
 from storage.disk.atomic_files import make_directory, write_file
 from storage.metrics.records import integer
 

@@ -29,7 +29,7 @@ from actors.weights.follow import PolicyFollower
 from benchmarks.replay_workload import Material
 from bus.codec import Json, encode
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.connection.reporting_rate import follow_pace
 from bus.connection.status import report_status
 from bus.evaluation_messages import EvaluationTask
@@ -41,8 +41,8 @@ from bus.streams.received import Received
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
 from bus.waiting import set_within
-from launch.watch.monitor import RunMonitor, RunSettings, watch
-from launch.watch.view import TerminalView
+from launch.run_view.monitor import RunMonitor, RunSettings, watch
+from launch.screens.terminal_view import TerminalView
 
 if TYPE_CHECKING:
     import torch

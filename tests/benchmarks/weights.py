@@ -33,12 +33,12 @@ from benchmarks.random_models import refuse_several
 from benchmarks.weights_learner import Learning, medium, named
 from bus.codec import Json
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.messages import BlobRef, PolicyManifest
 from bus.process.process_tuning import few_collections
 from bus.server.nats_server import NatsServer
 from bus.topology import ensure
-from launch.config import Layer, RunConfig, validate
+from launch.settings.run_config import Layer, RunConfig, validate
 from learner.backends.factory import close_world, init_world
 from learner.distributed.process_group import device
 from learner.publication.announcement import AdapterBase

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from launch.cli import main as cli
-from launch.config import resolve
 from launch.local.local import LEARNER_DRAIN_S
 from launch.process.runtime import FINAL
+from launch.settings.run_config import resolve
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"

@@ -15,7 +15,7 @@ from cyclopts import App
 from pydantic import BaseModel
 
 from launch.cli import main as cli
-from launch.config import RunConfig, validate
+from launch.settings.run_config import RunConfig, validate
 
 ROOT = Path(__file__).parents[2]
 PAGES = {

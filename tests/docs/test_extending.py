@@ -25,12 +25,12 @@ from actors.settings.actors import PluginEnvironmentConfig
 from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError
 from bus.server.nats_server import NatsServer
 from launch.cli.app import app
-from launch.config import RunConfig, validate
-from launch.watch.monitor import RunMonitor, RunSettings
+from launch.run_view.monitor import RunMonitor, RunSettings
+from launch.settings.run_config import RunConfig, validate
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.aggregation import aggregation
 from learner.algorithms.hooks import with_processed_rewards
@@ -235,7 +235,7 @@ async def test_the_transport_keeps_and_verifies_blobs():
 
 
 async def test_the_screen_prints_until_the_run_ends(capsys: pytest.CaptureFixture):
-    screen = example("launch/watch/reward_line")
+    screen = example("launch/screens/reward_line")
     facts = RunSettings(name="r", steps=1, warmup_steps=0, max_staleness=0, samples_per_prompt=2)
     stop, printed = asyncio.Event(), ""
     async with asyncio.TaskGroup() as tasks:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import RunConfig, validate
 from launch.plan.hf_config import run_hf_config
 from launch.plan.plan import GIB, Question, plan
 from launch.plan.speed import GPUS
-from launch.settings_sources import merged
-from launch.short_forms import sources_of
+from launch.settings.run_config import RunConfig, validate
+from launch.settings.short_forms import sources_of
+from launch.settings.sources import merged
 from learner.backends.suitability import refuse_untrainable
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import yaml
 
 import launch
 from launch.cli import main as cli
-from launch.config import RunConfig
-from launch.settings_sources import leaves
+from launch.settings.run_config import RunConfig
+from launch.settings.sources import leaves
 from tests.docs.test_docs import all_commands, exists
 
 ROOT = Path(__file__).parents[2]

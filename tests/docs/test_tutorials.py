@@ -78,7 +78,7 @@ def test_the_runs_of_a_tutorial_may_start(page: str, beside, monkeypatch, capsys
     build_model_directory(directory / "Qwen3-8B", sizes, seed=0)
     (directory / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "label": "2"}) + "\n")
     assert starts(page)
-    monkeypatch.setattr("launch.process.start_checks.refuse_no_sglang", lambda config: None)  # not here
+    monkeypatch.setattr("launch.checks.start_checks.refuse_no_sglang", lambda config: None)  # not here
     for words in starts(page):
         with pytest.raises(SystemExit) as ended:
             cli.main([*words, "--dry-run"])

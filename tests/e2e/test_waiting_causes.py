@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import validate
-from launch.watch.dashboard.status_watch import StatusWatch
+from launch.dashboard.status_watch import StatusWatch
+from launch.settings.run_config import validate
 from soak.disk import fill, small_disk
 from tests.e2e.commands import ENVIRONMENT, Command, wait_for_step, wait_until
 

@@ -3,7 +3,7 @@
 from bus.codec import Json
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Status
-from launch.watch.monitor import RunSettings
+from launch.run_view.monitor import RunSettings
 
 MIB = 1 << 20
 FACTS = RunSettings(

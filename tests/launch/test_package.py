@@ -40,8 +40,8 @@ def test_the_wheel_has_what_processes_read_and_neither_tests_nor_docs(built: Pat
         "launch/presets/sorting_agents.py",
         "launch/presets/sort.toml",
         "launch/recipes/sums.toml",
-        "launch/watch/dashboard/web/index.html",
-        "launch/watch/dashboard/web/vendor/uPlot.LICENSE",
+        "launch/dashboard/web/index.html",
+        "launch/dashboard/web/vendor/uPlot.LICENSE",
     } <= names
     assert {name.split("/")[0] for name in names} == {*PACKAGES, "sluice_rl-0.1.0.dist-info"}
 

@@ -11,8 +11,8 @@ import psutil
 
 from bus.errors import SluiceError
 from bus.process.child_process import RUN_MODULE, module_command, tied_to_parent
-from launch.environment_variables import without_setting_variables
 from launch.process.runtime import TEMPORARY
+from launch.settings.environment_variables import without_setting_variables
 from storage.disk.run_directory import RunDirectory
 
 END_TIMEOUT_S = 180.0

@@ -10,11 +10,11 @@ from contextlib import suppress
 import nats.errors
 
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import SluiceError
-from launch.operations.verify.comparison import Verdicts
-from launch.operations.verify.evidence import Acknowledgement
-from launch.operations.verify.verify import verified
+from launch.verify.comparison import Verdicts
+from launch.verify.evidence import Acknowledgement
+from launch.verify.verify import verified
 from storage.disk.run_directory import RunDirectory
 
 CONNECT_S = 3.0

@@ -11,8 +11,8 @@ import psutil
 from bus.config import URL_VARIABLE
 from bus.process.child_process import die_with_parent, module_command
 from bus.topology import ACK_WAIT_S
-from launch.environment_variables import without_setting_variables
 from launch.process.runtime import TEMPORARY, USAGE
+from launch.settings.environment_variables import without_setting_variables
 from soak.disk import fill
 from soak.faults import Fault, Target, send_signal
 

@@ -11,12 +11,12 @@ import structlog
 from nats.errors import Error as NatsError
 
 from bus.config import BusConfig
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import RoleHolder
 from bus.server.nats_server import ClusterMember, NatsServer, free_port
 from bus.waiting import cancelled
-from launch.process.write_check import until_it_cannot_store
+from launch.services.write_check import until_it_cannot_store
 from soak.link import HOST, FaultyLink
 
 log = structlog.get_logger()

@@ -13,9 +13,8 @@ import numpy as np
 from bus.codec import Json
 from bus.errors import SluiceError
 from bus.waiting import set_within
-from launch.history.trajectory_account import account, ks_p
-from launch.operations.verify.comparison import Verdicts
-from launch.operations.verify.verify import verified
+from launch.verify.comparison import Verdicts
+from launch.verify.verify import verified
 from soak.bus_faults import bus_faults, kill_leader
 from soak.clock import ShiftedClock
 from soak.disk import small_disk
@@ -27,6 +26,7 @@ from soak.resume_check import ask_witness, retrain
 from soak.run_faults import RUN_FAULTS
 from soak.segment_check import check_segments, segments_broken
 from soak.servers import BusServers
+from soak.trajectory_account import account, ks_p
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import leases_of_steps
 from storage.store.many_groups import each_trajectory

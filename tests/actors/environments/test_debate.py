@@ -16,7 +16,7 @@ from actors.rewards.base import LATER, RewardError
 from actors.settings.actors import ActorsConfig
 from actors.settings.debate import DebateConfig
 from bus.errors import ConfigError, RequestRefusedError
-from launch.config import resolve
+from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks.agent_demonstrations import DEBATERS, debate_demonstration
 

@@ -19,7 +19,7 @@ from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.games import GameConfig, GymnasiumGame, Nim, PluginGame, TextArenaGame
 from bus.errors import ConfigError
-from launch.config import resolve
+from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks import agent_demonstrations as demonstrations
 from storage.built_in_tasks.generators import TASKS

@@ -27,8 +27,8 @@ from bus.streams.publish import Publisher
 from bus.streams.received import understood
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled
-from launch.config import RunConfig, validate
-from launch.process.gateway_access import gateway_token, refuse_open_gateway
+from launch.services.gateway_access import gateway_token, refuse_open_gateway
+from launch.settings.run_config import RunConfig, validate
 from tests.actors.gateway.served import TOKENIZER, script
 from tests.factories import make_lease
 

@@ -10,8 +10,8 @@ from benchmarks.commands.parts import AsJson, bench
 from benchmarks.commands.whole_run import run_bench
 from benchmarks.whole_runs.extent import Extent, plan_of, refuse_own
 from launch.cli.app import Settings
-from launch.config import RunConfig, flags
 from launch.process.log_settings import configure_logging
+from launch.settings.run_config import RunConfig, flags
 
 NAME = "length"
 

@@ -8,8 +8,8 @@ from benchmarks.commands.parts import AsJson, Model, bench, measure
 from benchmarks.commands.server import server_to_measure
 from bus.errors import ConfigError
 from launch.cli.app import ActorsSettings
-from launch.config import ActorsProcess
 from launch.process.log_settings import configure_logging
+from launch.settings.run_config import ActorsProcess
 
 
 @bench.command(name="on-policy", usage="Usage: launch bench on-policy [OPTIONS]")

@@ -12,9 +12,9 @@ from benchmarks.commands.whole_run import run_bench
 from benchmarks.whole_runs.extent import Extent, plan_of, refuse_own
 from bus.errors import ConfigError
 from launch.cli.app import Settings
-from launch.config import Layer, RunConfig, flags
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
+from launch.settings.run_config import Layer, RunConfig, flags
 
 if TYPE_CHECKING:
     from benchmarks.off_policy.bench import Kind

@@ -14,9 +14,9 @@ from cyclopts import App, Parameter
 from benchmarks.commands.server import server_to_measure
 from bus.errors import ConfigError, SluiceError
 from launch.cli.app import ActorsSettings, ConfigFiles, Settings, app
-from launch.config import ActorsProcess, RunConfig, config_file, flags, merge
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import fail, run
+from launch.settings.run_config import ActorsProcess, RunConfig, config_file, flags, merge
 
 if TYPE_CHECKING:
     from benchmarks.overlap import Plan

@@ -2,7 +2,7 @@
 
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
-from launch.config import ActorsProcess, flags, validate
+from launch.settings.run_config import ActorsProcess, flags, validate
 
 
 def server_to_measure(model: str, settings: ActorsProcess) -> SglangEngineConfig:

@@ -12,7 +12,7 @@ from benchmarks.learning.cells import Cell
 from benchmarks.learning.outcome import Outcome, outcome_of
 from benchmarks.whole_runs.comparable import comparable_settings
 from benchmarks.whole_runs.run import ONE_THREAD, run_to_its_end
-from launch.config import Layer, RunConfig, merge, preset, resolve
+from launch.settings.run_config import Layer, RunConfig, merge, preset, resolve
 from storage.metrics.records import older, read_records
 
 NEVER = 1_000_000

@@ -12,7 +12,7 @@ from benchmarks.length.outcome import Outcome, outcome_of
 from benchmarks.length.task import LIMIT, VERSION, write_task
 from benchmarks.whole_runs.comparable import comparable_settings
 from benchmarks.whole_runs.run import ONE_THREAD, run_to_its_end
-from launch.config import PARTS, Layer, RunConfig, merge, resolve
+from launch.settings.run_config import PARTS, Layer, RunConfig, merge, resolve
 from storage.metrics.records import read_records
 
 NEVER = 1_000_000

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Literal
 
 from benchmarks.off_policy.cells import METHODS as ALL_METHODS
-from launch.config import Layer
+from launch.settings.run_config import Layer
 
 METHODS = {
     name: ALL_METHODS[name]

@@ -19,7 +19,7 @@ from benchmarks.off_policy.report import report, reuse_table, staleness_tables
 from benchmarks.whole_runs.call import Call
 from benchmarks.whole_runs.extent import Plan
 from bus.codec import Json
-from launch.config import Layer
+from launch.settings.run_config import Layer
 from storage.disk.atomic_files import make_directory, write_file
 
 MODEL = "model"

@@ -12,7 +12,7 @@ from benchmarks.off_policy.cells import METHODS, Cell
 from benchmarks.off_policy.outcome import Outcome, outcome_of
 from benchmarks.whole_runs.comparable import comparable_settings
 from benchmarks.whole_runs.run import ONE_THREAD, run_to_its_end
-from launch.config import PARTS, Layer, RunConfig, merge, preset, resolve
+from launch.settings.run_config import PARTS, Layer, RunConfig, merge, preset, resolve
 from storage.disk.atomic_files import make_directory
 from storage.metrics.records import older, read_records
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from benchmarks.whole_runs.cells import chosen_names
-from launch.config import Layer
+from launch.settings.run_config import Layer
 
 METHODS: dict[str, Layer] = {
     "none": {"loss": {"type": "reinforce"}, "correction": {"type": "none"}},

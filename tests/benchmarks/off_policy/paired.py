@@ -21,8 +21,9 @@ from benchmarks.whole_runs.run import run_to_its_end
 from bus.codec import Json
 from bus.errors import SluiceError
 from bus.waiting import ended_before
-from launch.config import Layer, resolve
-from launch.history.retrain import as_then, recorded_config
+from launch.operations.retrain import as_then
+from launch.run_view.recorded_runs import recorded_config
+from launch.settings.run_config import Layer, resolve
 from storage.disk.run_directory import RunDirectory
 from storage.prompt_files.dataset import load_prompts
 from storage.settings.data import PromptKeys

@@ -3,7 +3,7 @@
 import json
 
 from bus.codec import Json
-from launch.config import RunConfig
+from launch.settings.run_config import RunConfig
 
 NAMED_BY_CELL = ("run", "directory", "seed", "bus", "monitoring", "allow", "supervision")
 """Sections that each cell has of its own, or that change no outcome."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from benchmarks.whole_runs.cells import AnyCell
 from bus.config import Config
 from bus.errors import ConfigError
-from launch.config import Layer
+from launch.settings.run_config import Layer
 
 MEASUREMENTS = Path("docs/measurements")
 """Directory of a checkout whose files of outcomes are committed."""

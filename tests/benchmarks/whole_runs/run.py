@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bus.errors import SluiceError
 from bus.waiting import ended_before
-from launch.config import RunConfig
-from launch.watch.conclusion import saved_progress
+from launch.run_view.recorded_runs import saved_progress
+from launch.settings.run_config import RunConfig
 from soak.local_run import LocalRun
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory

@@ -13,7 +13,8 @@ import pytest
 
 from bus.codec import decode, encode
 from bus.config import BusConfig
-from bus.connection import Bus, key_bucket, own_records
+from bus.connection import key_bucket, own_records
+from bus.connection.bus import Bus
 from bus.connection.own_records import OwnRecords
 from bus.connection.roles import hold_role
 from bus.connection.status import report_status
@@ -27,7 +28,7 @@ from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
 from bus.streams.consume import Inbox, consume
 from bus.streams.publish import Publisher
-from launch.process.bus_keys import follow_directory
+from launch.services.bus_keys import follow_directory
 from tests.bus.security.secured import As, by_role, make_streams, secured_bus
 from tests.bus.security.test_signatures import forgeries
 

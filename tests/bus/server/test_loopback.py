@@ -8,7 +8,7 @@ import pytest
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.server.nats_server import is_loopback
-from launch.process.services import serve_bus
+from launch.services.bus import serve_bus
 from storage.settings.weights_transport import ServerConfig
 from storage.weights.blob_http import BlobServer
 

@@ -12,12 +12,12 @@ import pytest
 
 import launch
 from launch.api.child import LocalProcess
-from launch.config import RunConfig
-from launch.watch.stored_groups import GroupReader
+from launch.run_view.stored_groups import GroupReader
+from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
+from tests.launch.dashboard.run_on_disk import GROUPS_A_STEP, SAMPLES, WORDS, make_run
 from tests.launch.messages import metrics
-from tests.launch.watch.dashboard.run_on_disk import GROUPS_A_STEP, SAMPLES, WORDS, make_run
 
 HEAVY = ("numpy", "torch", "transformers", "megatron", "zarr", "nats", "pydantic")
 

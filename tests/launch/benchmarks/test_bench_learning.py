@@ -18,7 +18,7 @@ from benchmarks.learning.report import arms, comparisons, report, table, welch_p
 from benchmarks.whole_runs.extent import Extent, Plan, plan_of
 from benchmarks.whole_runs.results import Results
 from bus.errors import ConfigError, SluiceError
-from launch.config import RunConfig, resolve
+from launch.settings.run_config import RunConfig, resolve
 
 CELL = Cell(0, "guess", 0.1)
 

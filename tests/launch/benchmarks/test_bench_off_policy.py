@@ -41,7 +41,7 @@ from benchmarks.whole_runs.schedule import Schedule
 from benchmarks.whole_runs.spread import Spread
 from bus.errors import ConfigError, SluiceError
 from launch.cli import main as cli
-from launch.config import RunConfig, resolve
+from launch.settings.run_config import RunConfig, resolve
 
 CELL = Cell(seed=0, reuse=1, lag=2, method="token_tis")
 

@@ -9,7 +9,7 @@ from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from soak.lost_with_bus import LostWithBus
-from tests.launch.operations.test_verify import group, no_pause, run  # noqa: F401 - fixtures
+from tests.launch.verify.test_verify import group, no_pause, run  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.nats
 

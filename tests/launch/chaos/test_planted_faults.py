@@ -22,14 +22,14 @@ from bus.process.child_process import module_command
 from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
-from launch.history.trajectory_account import exit_status
-from launch.operations.verify.comparison import Verdicts
-from launch.operations.verify.verify import verified
+from launch.verify.comparison import Verdicts
+from launch.verify.verify import verified
 from learner.initial.scratch_model import character_tokenizer
 from soak import soak
 from soak.bus_faults import kill_server
 from soak.faults import Fault
 from soak.soak import SoakPlan, run_soak
+from soak.trajectory_account import exit_status
 from storage.account.records import ACTORS
 from storage.disk.run_directory import RunDirectory
 from storage.model_files.packed_files import bundle

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from actors.environments.length_profile import LengthProfile
-from launch.history.trajectory_account import ks_p
 from soak.clock import ShiftedClock
 from soak.paced_lengths import LONGEST, PacedLengths, expected_lengths
+from soak.trajectory_account import ks_p
 
 ASK = "import time; print(time.time(), time.monotonic())"
 

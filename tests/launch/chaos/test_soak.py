@@ -5,9 +5,9 @@ import psutil
 import pytest
 
 from bus.errors import SluiceError
-from launch.history.trajectory_account import exit_status, ks_p
 from soak import soak
 from soak.soak import SoakPlan, run_soak
+from soak.trajectory_account import exit_status, ks_p
 
 CLEAN = {
     "lost": 0, "trained_too_often": 0, "trained_but_not_in_ledger": 0, "length_ks_p": 0.5,

@@ -8,8 +8,8 @@ import pytest
 from bus.errors import ConfigError
 from launch.cli.app import with_bus_of_run
 from launch.cli.watch_commands import located
-from launch.config import RunConfig, validate
-from launch.short_forms import short_forms
+from launch.settings.run_config import RunConfig, validate
+from launch.settings.short_forms import short_forms
 
 
 @pytest.fixture(autouse=True)

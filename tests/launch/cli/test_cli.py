@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main as cli
-from launch.config import RunConfig
+from launch.settings.run_config import RunConfig
 
 COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "retrain", "restore", "convert")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}

@@ -14,12 +14,12 @@ from safetensors.numpy import save_file
 from bus.errors import BusAwayError, ConfigError
 from bus.messages import Prompt
 from bus.server.nats_server import NatsServer, free_port
-from launch.config import resolve
+from launch.checks.scratch_prompts import scratch_tokens
+from launch.checks.start_checks import rehearse_local, rehearse_storage
+from launch.checks.weights_transport import transport_remark
 from launch.local.local import run_local
-from launch.process.scratch_prompts import scratch_tokens
-from launch.process.services import serve_storage
-from launch.process.start_checks import rehearse_local, rehearse_storage
-from launch.process.weights_transport import transport_remark
+from launch.services.storage import serve_storage
+from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.disk.run_directory import RunDirectory
 from tests.users import public_directory, unprivileged

@@ -8,14 +8,14 @@ import pytest
 from bus.config import URL_VARIABLE
 from launch.cli import main as cli
 from launch.cli.app import run_and_own_settings
-from launch.config import RunConfig, resolve, validate
-from launch.environment_variables import (
+from launch.local.local import _run_parts
+from launch.settings.environment_variables import (
     DASHBOARD_TOKEN_VARIABLE,
     LOG_VARIABLES,
     SETTING_VARIABLES,
     without_setting_variables,
 )
-from launch.local.local import _run_parts
+from launch.settings.run_config import RunConfig, resolve, validate
 from storage.disk.run_directory import RunDirectory
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main as cli
-from launch.config import RunConfig, config_file, flags, preset, resolve, validate
-from launch.settings_sources import leaves
+from launch.settings.run_config import RunConfig, config_file, flags, preset, resolve, validate
+from launch.settings.sources import leaves
 
 SETTING = re.compile(r"^#?([a-z_]+(?:\.[a-z_0-9]+)*) = (.*)$")
 PRESETS = sorted(path.stem for path in (Path(cli.__file__).parents[1] / "presets").glob("*.toml"))

@@ -7,9 +7,9 @@ import pytest
 
 from launch.cli import main as cli
 from launch.cli.print_config import printed_toml
-from launch.config import RunConfig, config_file, preset, resolve
-from launch.settings_sources import Origins, Source, leaves, merged
-from launch.settings_tree import Model, may_be_none, members
+from launch.settings.run_config import RunConfig, config_file, preset, resolve
+from launch.settings.sources import Origins, Source, leaves, merged
+from launch.settings.tree import Model, may_be_none, members
 
 RICH = {
     "run": 'quoted "name" \\ with\ttab',

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from launch.config import RunConfig
 from launch.local.local import _run_parts
 from launch.local.supervisor import Part
+from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from bus.config import URL_VARIABLE
-from launch.config import resolve
 from launch.local.local import _run_parts
-from launch.short_forms import short_forms
+from launch.settings.run_config import resolve
+from launch.settings.short_forms import short_forms
 from storage.disk.run_directory import RunDirectory
 
 URL = "nats://me:hunter2@bus.example:4222"

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from launch.config import RunConfig
 from launch.local.local import dashboard_hint
+from launch.settings.run_config import RunConfig
 
 
 def test_the_command_names_the_run_and_where_it_lies():

@@ -10,9 +10,9 @@ from urllib.request import urlopen
 import pytest
 
 from bus.server.nats_server import HTTP_HOST, free_port
-from launch.config import MonitoringConfig, resolve
 from launch.local.local import _bus_part, _run_parts
-from launch.process.services import serve_bus
+from launch.services.bus import serve_bus
+from launch.settings.run_config import MonitoringConfig, resolve
 from storage.disk.run_directory import RunDirectory
 
 

@@ -1,7 +1,7 @@
 """Variables of the environment that `launch local` gives its processes."""
 
-from launch.config import resolve
 from launch.local.local import _run_parts
+from launch.settings.run_config import resolve
 from storage.disk.run_directory import RunDirectory
 
 POLICY = "OMP_WAIT_POLICY"

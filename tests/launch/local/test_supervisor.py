@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from bus.errors import ConfigError, LostDataError, SluiceError
-from launch.config import SupervisionConfig
 from launch.local import supervisor as supervising
 from launch.local.supervisor import Part, Supervisor
 from launch.process.runtime import KILLED, SUPERVISOR, complaints
+from launch.settings.run_config import SupervisionConfig
 from storage.disk import log_files
 
 WAIT_S = 20.0

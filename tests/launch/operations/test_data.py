@@ -15,9 +15,9 @@ from bus.errors import BusAwayError, ConfigError
 from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
-from launch.config import RunConfig
 from launch.operations import prompt_updates
 from launch.operations.prompt_updates import add_data
+from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.service import StorageSettings, run_storage
 from tests.storage.conftest import quick  # noqa: F401 - a fixture

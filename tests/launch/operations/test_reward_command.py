@@ -12,8 +12,8 @@ from bus.codec import decode
 from bus.errors import ConfigError
 from bus.messages import RewardGiven, RunRecord
 from launch.cli.main import main
-from launch.config import RunConfig, resolve
 from launch.operations.give_rewards import give_rewards
+from launch.settings.run_config import RunConfig, resolve
 
 pytestmark = pytest.mark.nats
 

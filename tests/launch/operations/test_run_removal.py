@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
 from bus.errors import ConfigError
 from bus.server.nats_server import NatsServer
 from bus.topology import stored_bytes
 from launch.cli import run_commands
 from launch.cli.main import main
-from launch.config import RunConfig, resolve
 from launch.operations.run_removal import remove_run
+from launch.settings.run_config import RunConfig, resolve
 from storage.disk.atomic_files import try_lock
 
 pytestmark = pytest.mark.nats

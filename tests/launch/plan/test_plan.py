@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3Moe
 
 from bus.errors import ConfigError
 from launch.cli.main import main
-from launch.config import resolve
 from launch.plan.memory import Model, checkpoint_bytes, learner_rank
 from launch.plan.plan import Question, plan
 from launch.plan.sizes import kv_bytes
 from launch.plan.speed import GPUS
 from launch.plan.weights import adapter_elements, weights_of
+from launch.settings.run_config import resolve
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.learner import LearnerConfig
 from learner.config.lora import NO_LORA

@@ -12,8 +12,8 @@ from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from bus.errors import ConfigError
-from launch.config import preset, resolve
-from launch.process.start_checks import rehearse_local
+from launch.checks.start_checks import rehearse_local
+from launch.settings.run_config import preset, resolve
 from storage.built_in_tasks.lookup_tasks import SHOP_TOOLS, search_demonstration, search_problem, shop_problem
 from tests.actors.gateway.served import TOKENIZER, script
 

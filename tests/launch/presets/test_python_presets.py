@@ -10,7 +10,7 @@ from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
-from launch.config import preset, resolve
+from launch.settings.run_config import preset, resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks.generators import TASKS
 

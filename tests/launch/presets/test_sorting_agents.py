@@ -11,7 +11,7 @@ from actors.environments.base import Environment
 from actors.episodes.episode import Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
-from launch.config import preset, resolve
+from launch.settings.run_config import preset, resolve
 from soak.failing_environment import FAILURES, FailingEnvironment
 from tests.actors.gateway.served import TOKENIZER, script
 

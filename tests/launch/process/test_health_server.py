@@ -9,13 +9,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bus.config import BusConfig
-from bus.connection import Bus, process_state
+from bus.connection import process_state
+from bus.connection.bus import Bus
 from bus.connection.process_state import ProcessState
 from bus.connection.status import report_status
 from bus.errors import ConfigError
 from bus.server.nats_server import NatsServer, free_port
-from launch.config import MonitoringConfig
 from launch.process.health_server import monitored
+from launch.settings.run_config import MonitoringConfig
 
 
 def get(url: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ import pytest
 from actors.environments.build import build_environment
 from actors.settings.engines import SglangEngineConfig
 from bus.config import AllowConfig, BusConfig
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from bus.messages import RunRecord
 from bus.process import plugins
@@ -22,9 +22,10 @@ from bus.security.credentials import load_credentials
 from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
 from launch.cli.app import allowed_here, run_and_own_settings
-from launch.config import RunConfig, resolve, validate
 from launch.process.record_trust import with_own_engine
-from launch.process.services import joined, serve_actors
+from launch.process.run_connection import joined
+from launch.services.actors import serve_actors
+from launch.settings.run_config import RunConfig, resolve, validate
 
 pytestmark = pytest.mark.nats
 NAME = "stranger_plugin"

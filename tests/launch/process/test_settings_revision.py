@@ -6,16 +6,16 @@ import json
 import pytest
 from structlog.testing import capture_logs
 
-from bus.connection import Bus
+from bus.connection.bus import Bus
 from bus.connection.status import report_status
 from bus.messages import RunRecord, Status
-from launch.config import RunConfig, validate
-from launch.operations.run_status import RunState
-from launch.operations.status_report import report
-from launch.operations.waiting_reasons import problems
 from launch.process import settings_revision
-from launch.process.services import connected, joined
+from launch.process.run_connection import connected, joined
 from launch.process.settings_revision import differences, revision_of
+from launch.run_view.run_status import RunState
+from launch.run_view.waiting_reasons import problems
+from launch.screens.status_report import report
+from launch.settings.run_config import RunConfig, validate
 
 LR = "learner.optimizer.lr"
 

@@ -12,9 +12,9 @@ from actors.environments.base import Environment
 from actors.environments.build import built_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
-from launch.config import resolve
 from launch.recipes.agent import prompts
 from launch.recipes.recipe import recipe
+from launch.settings.run_config import resolve
 from tests.actors.gateway.served import TOKENIZER, script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

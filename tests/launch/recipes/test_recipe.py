@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from bus.errors import ConfigError
 from bus.process.child_process import module_command
-from launch.config import resolve
 from launch.recipes.recipe import Recipe, recipe, recipe_names
+from launch.settings.run_config import resolve
 from learner.convert import gguf_file
 from tests.learner.convert.test_gguf_file import CONFIG, write
 

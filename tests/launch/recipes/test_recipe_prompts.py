@@ -11,10 +11,10 @@ from actors.episodes.task import Answer
 from actors.rewards.base import Scored
 from actors.rewards.registry import REWARDS
 from actors.tools.calculator import evaluated
-from launch.config import resolve
 from launch.recipes import instructions
 from launch.recipes.prompt_files import PromptFiles, PromptRow
 from launch.recipes.recipe import PROMPTS, recipe
+from launch.settings.run_config import resolve
 from storage.built_in_tasks.reasoning_gym_tasks import asked_entry, data_set
 
 FOLLOWED: Mapping[str, Callable[[str, Mapping], str]] = {

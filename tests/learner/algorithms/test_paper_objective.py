@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from launch.config import resolve
-from launch.process.start_checks import start_remarks
+from launch.checks.start_checks import start_remarks
+from launch.settings.run_config import resolve
 from learner.algorithms.aggregation import aggregated
 from learner.algorithms.losses.objective import LOSSES, Objective
 from learner.config.algorithm import AutoAggregation, ConstantDenominator, SequenceMean, TokenMean

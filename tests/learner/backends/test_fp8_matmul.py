@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bus.errors import ConfigError
-from launch.config import resolve
+from launch.settings.run_config import resolve
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.matmul import Fp8Linear, product

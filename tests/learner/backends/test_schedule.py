@@ -3,7 +3,7 @@ import torch
 from pydantic import ValidationError
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from launch.config import RunConfig, resolve
+from launch.settings.run_config import RunConfig, resolve
 from learner.backends.update.learning_rate import learning_rate
 from learner.config.optimizer import ConstantSchedule, CosineSchedule, OptimizerConfig, WSDSchedule
 

@@ -10,7 +10,7 @@ from actors.weights.follow import fetch_state
 from bus.codec import decode
 from bus.errors import ConfigError
 from bus.messages import ModelFiles, PolicyManifest
-from launch.config import resolve
+from launch.settings.run_config import resolve
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.initial.scratch_model import ensure_model_directory

@@ -83,7 +83,7 @@ def soak(
 
 def _print_account(result: "dict[str, Json]", as_json: bool) -> NoReturn:
     """Print the account of a soak, and exit with its status."""
-    from launch.history.trajectory_account import exit_status
+    from soak.trajectory_account import exit_status
 
     print(json.dumps(result, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
     raise SystemExit(exit_status(result))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bus.codec import Json
 from bus.topology import MIB
-from launch.config import Layer
+from launch.settings.run_config import Layer
 
 RUN = "growth"
 GROUPS, SAMPLES, MAX_STALENESS, SHARDS = 2, 2, 4, 2

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bus.errors import ConfigError
-from launch.config import resolve
+from launch.settings.run_config import resolve
 from storage.disk.run_directory import RunDirectory
 from storage.prompts.run_prompts import read_prompts
 from storage.settings.data import DataConfig

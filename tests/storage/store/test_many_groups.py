@@ -9,9 +9,9 @@ import pytest
 from bus.codec import encode
 from bus.errors import LostDataError, StorageError
 from bus.trajectory import TrajectoryBatch
-from launch.history.trajectory_account import _stored_lengths
 from learner.history.retrain import _groups
 from learner.progress.lineage import TrainedStep
+from soak.trajectory_account import _stored_lengths
 from storage.disk.run_directory import RunDirectory
 from storage.store import layout
 from storage.store.many_groups import each_trajectory, read_groups

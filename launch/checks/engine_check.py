@@ -1,0 +1,47 @@
+"""Whether the interpreter that SGLang's servers run with on this host has SGLang."""
+
+import subprocess
+
+from actors.engines.sglang.settings import interpreter, server_environment
+from actors.settings.engines import SglangEngineConfig
+from bus.errors import ConfigError
+from launch.settings.run_config import RunConfig
+
+ANSWER_S = 60.0
+"""Longest time that an interpreter may take to name a package's version."""
+ASKED = "import importlib.metadata as m; print(m.version('sglang'))"
+
+
+def own_servers(config: RunConfig) -> SglangEngineConfig | None:
+    """Return the settings of the run's servers on this host; None where it starts none."""
+    engine = config.actors.engine
+    if not isinstance(engine, SglangEngineConfig) or engine.attached:
+        return None
+    own = config.allow.engine_python
+    return engine if own is None else engine.model_copy(update={"python": own})
+
+
+def refuse_no_sglang(config: RunConfig) -> None:
+    """Raise `ConfigError` where this host is to start servers of SGLang, and has none for them."""
+    if (engine := own_servers(config)) is not None:
+        sglang_version(engine)
+
+
+def sglang_version(engine: SglangEngineConfig) -> str:
+    """Return the version of SGLang that a server finds, and where. Raises `ConfigError` for none."""
+    python = interpreter(engine)
+    environment = dict(server_environment(engine, {}, python))
+    try:
+        done = subprocess.run(
+            [str(python), "-c", ASKED],
+            capture_output=True, text=True, timeout=ANSWER_S, check=False, env=environment,
+        )  # fmt: skip
+        said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if not said[:1].isdecimal():
+        raise ConfigError(
+            f"{python} has no SGLang ({said}): install it in an environment of its own (docs/engines.md), "
+            "name its interpreter with --engine-python, or use --actors.engine.type embedded"
+        )
+    return f"{said} in {python}"

@@ -1,0 +1,109 @@
+"""Asks whether the learner would train a run's models, in a process that ends with the answer.
+
+It is the learner's own code that is asked, which loads torch: the process that supervises a run keeps none of
+it, and a model of any size or kind ends the question at most."""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bus.errors import ConfigError
+from bus.process.child_process import module_command
+from bus.process.host_limits import MemoryKills
+from launch.model_files.hub_revision import pinned
+from launch.model_files.model_directory import model_on_disk
+from launch.settings.run_config import RunConfig
+from learner.config.parallel import UNDIVIDED
+from storage.disk.run_directory import RunDirectory
+
+LIMIT_S = 300.0
+"""Longest time of the question, which takes seconds: of the largest models a minute."""
+
+
+async def refuse_models(configs: Sequence[RunConfig]) -> None:
+    """Raise `ConfigError` for the first model that the learner would refuse; `configs` are those of the run's
+    policies. A model on another host is not seen from here: the learner refuses it when it loads it."""
+    seen = [here for config in configs if (here := _with_model_here(config)) is not None]
+    if not seen:
+        return
+    kills = MemoryKills()
+    child = await asyncio.create_subprocess_exec(
+        *module_command("launch.checks.model_check"),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            asked = json.dumps([config.model_dump_json() for config in seen]).encode()
+            told, said = await child.communicate(asked)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"model.path={seen[0].model.path}: it could not be told within {LIMIT_S:g} s whether the learner "
+            "trains this model: is its config.json right?"
+        ) from error
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    try:
+        problem = str(json.loads(told))
+    except ValueError:
+        [last] = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        problem = (
+            f"model.path={seen[0].model.path}: the process that looked at this model ended with "
+            f"{kills.ending(child.returncode or 0)} ({last}): look whether this host has memory left, and "
+            "whether the files of the model are whole"
+        )
+    if problem:
+        raise ConfigError(problem)
+
+
+def _with_model_here(config: RunConfig) -> RunConfig | None:
+    """Return the settings with the directory of the model; None where there is nothing to ask of it: it is on
+    another host, or made here in a shape that nobody divides."""
+    if config.model.path is None:
+        return config if config.learner.parallel != UNDIVIDED or config.learner.lora.exists else None
+    directory = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    if not (directory / "config.json").is_file():
+        return None
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": directory.resolve()})})
+
+
+def refuse_model(config: RunConfig) -> None:
+    """Raise `ConfigError` for a model that the learner would refuse. Loads torch and the learner; a scratch
+    model is made in a directory that is gone afterwards."""
+    from launch.checks.memory_check import refuse_too_large
+    from launch.services.learner import learner_settings
+    from learner.initial.initial import prepare
+    from learner.initial.unfit_settings import refuse_before_start
+
+    shown = config.warmup.demonstrations
+    warmup = config.warmup if shown is not None else config.warmup.model_copy(update={"steps": 0})
+    with tempfile.TemporaryDirectory(prefix="sluice-model-") as scratch:
+        run = RunDirectory(Path(scratch), config.run)
+        settings, _ = learner_settings(config.model_copy(update={"warmup": warmup}), run)
+        initial = prepare(settings, shown)
+        refuse_before_start(replace(settings, warmup=config.warmup), initial)
+        refuse_too_large(config, initial.hf_config)
+
+
+def main() -> None:
+    """Write what is wrong with the models of the settings on standard input, as JSON; nothing is an empty
+    text. What the learner's code prints goes to the standard error."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    problem = ""
+    try:
+        for config in json.load(sys.stdin):
+            refuse_model(RunConfig.model_validate_json(config))
+    except ConfigError as error:
+        problem = str(error)
+    print(json.dumps(problem), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main()

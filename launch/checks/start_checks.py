@@ -1,0 +1,185 @@
+"""What is checked before a run starts: in earnest, and by a dry run that starts nothing."""
+
+import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from actors.environments.build import check_environment
+from actors.environments.prompt_choices import refuse_unknown_choices
+from actors.environments.sample_calls import sample_calls, sample_scores
+from actors.rewards.group_filters import load_filter
+from actors.rewards.sample_call import check_calls
+from bus.config import without_credentials
+from bus.connection import Bus
+from bus.policy_names import DEFAULT_POLICY
+from bus.server.nats_server import nats_binary
+from launch.checks.chat_conventions import chat_remark
+from launch.checks.engine_check import refuse_no_sglang
+from launch.checks.model_check import refuse_models
+from launch.checks.resumption import finished
+from launch.checks.scratch_prompts import refuse_long_for_scratch
+from launch.checks.weights_transport import transport_remark
+from launch.model_files.hub_revision import pinned
+from launch.model_files.model_directory import (
+    model_directory,
+    model_here,
+    refuse_full_context,
+    refuse_headless_model,
+    refuse_other_angles,
+)
+from launch.model_files.vision_checks import refuse_unfit_vision
+from launch.run_view.recorded_runs import going_on
+from launch.settings.evaluation_checks import refuse_nobody_rolls_out
+from launch.settings.run_config import RunConfig, of_policy
+from storage.built_in_tasks.generators import load_demonstrations
+from storage.disk.file_users import hidden_owner, processes_holding
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.sinks import refuse_missing
+from storage.prompt_files.dataset import refuse_large
+from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
+from storage.prompts.run_prompts import Prompts, read_prompts
+
+
+async def check_start(
+    config: RunConfig, run: RunDirectory, *, own_bus: bool = False, models: bool = True
+) -> Prompts:
+    """Check what can be wrong before anything starts; prompts of a generated task are written into `run`.
+
+    Returns the prompts. `models=False` leaves out what the learner would refuse of models. Raises
+    `ConfigError` for the first thing that is wrong."""
+    if own_bus:
+        nats_binary()  # raises where there is none to start
+    refuse_nobody_rolls_out(config)
+    await check_environment(config.actors)
+    load_filter(config.actors.group_filter, config.actors.group_limits)
+    for one in _of_each_policy(config):
+        await asyncio.to_thread(_check_model, one)
+    if models:
+        await refuse_models(_of_each_policy(config))
+    await asyncio.to_thread(refuse_no_sglang, config)
+    refuse_missing(config.metrics)
+    prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
+    refuse_unknown_choices(prompts.training, config.actors, where=prompts.source)
+    refuse_unknown_choices(prompts.heldout, config.actors, where="held-out prompts")
+    for name, found in prompts.sets.items():
+        refuse_unknown_choices(found, config.actors, where=f"evaluation.sets {name!r}")
+    await _call_rewards(config, prompts)
+    return prompts
+
+
+async def _call_rewards(config: RunConfig, prompts: Prompts) -> None:
+    """Call each reward once for each source of prompts. Raises `ConfigError` for one that does not work."""
+    parts = [source.count for source in prompts.sources]
+    calls = sample_calls(prompts.training, config.actors, where=prompts.source, parts=parts)
+    for name, measured in prompts.measured.items():
+        calls += sample_calls(measured, config.actors, where=name)
+    await check_calls(calls)
+
+
+def _of_each_policy(config: RunConfig) -> list[RunConfig]:
+    """Return the run's settings, and those of each further policy's run."""
+    return [config, *(of_policy(config, name) for name in config.policies)]
+
+
+def _check_model(config: RunConfig) -> None:
+    """Refuse a model directory, its context, head or angles, a transport for its weights, and demonstrations
+    that cannot be what they are to be."""
+    where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
+    if config.model.path is not None:
+        run = RunDirectory(config.directory, config.run)
+        model_directory(pinned(config.model.path, run), setting=f"{where}model.path")
+    refuse_full_context(config)
+    refuse_headless_model(config)
+    refuse_other_angles(config)
+    refuse_unfit_vision(config)
+    transport_remark(config)
+    if config.warmup.steps and config.warmup.demonstrations is not None:
+        load_demonstrations(config.warmup.demonstrations)
+
+
+async def rehearse_local(
+    config: RunConfig, stop: asyncio.Event, *, own_bus: bool, models: bool = True
+) -> str:
+    """Check what `launch local` and the processes that it starts check first, as far as this host shows it.
+
+    Starts nothing that stays and leaves no file; a bus that is not the run's own must answer. Returns what
+    was found, in words. Raises `ConfigError` for the first thing that is wrong, `BusError` for a bus that is
+    away."""
+    from learner.algorithms.plugin import refuse_bad_plugins
+
+    run = RunDirectory(config.directory, config.run)
+    if (complete := finished(config, run)) is not None:
+        return complete
+    run.refuse_unwritable()
+    remark = _refuse_live(config)
+    for one in _of_each_policy(config):
+        refuse_bad_plugins(one.learner)
+    with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
+        prompts = await check_start(
+            config, RunDirectory(Path(scratch), config.run), own_bus=own_bus, models=models
+        )
+        if config.model.path is None:
+            refuse_long_for_scratch(prompts.training, config)
+        found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
+        scores = sample_scores(prompts.training, config.actors)
+        return "\n".join([found, *scores, *start_remarks(config)])
+
+
+def start_remarks(config: RunConfig) -> list[str]:
+    """Say for each policy how its weights travel, as `transport_remark` does, what its chats are like, as
+    `chat_remark` does, and what of its objective is set otherwise than in the papers that its parts are from.
+    """
+    policies = list(_of_each_policy(config))
+    different = [_of_policy(one, said) for one in policies for said in one.learner.differences_from_papers]
+    said = (remark(one) for remark in (transport_remark, chat_remark) for one in policies)
+    return [*filter(None, said), *different]
+
+
+def _of_policy(config: RunConfig, sentence: str) -> str:
+    return sentence if config.trains == DEFAULT_POLICY else f"Policy {config.trains!r}: {sentence}"
+
+
+async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
+    """Check what `launch storage` checks first, as `rehearse_local` does."""
+    RunDirectory(config.directory, config.run).refuse_unwritable()
+    refuse_missing(config.metrics)
+    for one in _of_each_policy(config):
+        refuse_full_context(one)
+    with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
+        run = RunDirectory(Path(scratch), config.run)
+        prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
+        return await _rehearse_storage(config, prompts, stop)
+
+
+async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.Event | None) -> str:
+    """Check the prompts against the model and, with `stop`, against the bus; return what was found."""
+    run = RunDirectory(config.directory, config.run)
+    run.refuse_other_format()
+    model, limit = model_here(config.model.path, run), config.sampling.max_new_tokens
+    if model is not None:
+        await asyncio.to_thread(check_measured_prompts, prompts.measured, model)
+        if config.data.long_prompts == "refuse":
+            await asyncio.to_thread(check_prompt_lengths, prompts.training, model, max_new_tokens=limit)
+    bus = "a bus of its own"
+    if stop is not None:
+        bus = f"the bus at {without_credentials(config.bus.url)} answers"
+        async with Bus.connect(config.bus, config.run, name="dry-run", stop=stop) as connected:
+            largest = connected.client.max_payload
+            refuse_large(prompts.training, prompts.source, largest_message=largest)
+    generated = config.data.prompts is None and not config.data.sources
+    source = f"task {config.data.task}" if generated else prompts.source
+    return (
+        f"run {config.run!r} may start: {len(prompts.training)} prompts of {source}, "
+        f"{len(prompts.heldout)} held-out, {bus}"
+    )
+
+
+def _refuse_live(config: RunConfig) -> str:
+    """Raise `ConfigError` for a run that goes on in its directory; return a remark if that cannot be seen."""
+    lock = config.directory / config.run / "lock"
+    if holders := processes_holding([lock])[lock]:
+        raise going_on(lock.parent, holders[0])
+    owner = hidden_owner(lock.parent)
+    if owner is None:
+        return ""
+    return f"; {lock.parent} belongs to {owner}, whose processes cannot be seen: it may be going on already"

@@ -1,0 +1,222 @@
+"""The dashboard's pages and the objects that they ask for. It changes nothing in any run."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from bus.codec import Json
+from bus.errors import ConfigError, SluiceError
+from bus.waiting import set_within
+from launch.dashboard.access import LOGIN, Access, Address
+from launch.dashboard.alerts import RunAlerts
+from launch.dashboard.charts import CHARTS
+from launch.dashboard.curve_feed import CurveFeed
+from launch.dashboard.live_curves import LiveCurves
+from launch.dashboard.open_runs import OpenRuns
+from launch.dashboard.run_list import run_facts
+from launch.dashboard.status_watch import StatusWatch
+from launch.dashboard.timeline import timeline
+from launch.dashboard.trajectories import Wanted, one_trajectory, trajectory_list
+from storage.disk.run_directory import RunDirectory
+
+WEB = Path(__file__).with_name("web")
+LOOK_S = 0.5
+"""Time between two looks for news of a run that somebody watches."""
+LONGEST_WINDOW_S = 3600
+"""Longest time that the timeline shows."""
+LARGEST_NUMBER = 2**53
+"""Largest step, version or lease that can be asked for: a larger number is none of a page's."""
+QUIET_S = 15.0
+"""Silence after which a line is sent: a connection that broke is noticed by it."""
+SMALLEST_COMPRESSED_BYTES = 1024
+LARGEST_FORM_BYTES = 4096
+
+
+class Dashboard:
+    """Answers requests about the runs, until `stop`."""
+
+    def __init__(self, runs: OpenRuns, stop: asyncio.Event) -> None:
+        self._runs = runs
+        self._stop = stop
+
+    @property
+    def routes(self) -> list[Route | Mount]:
+        """Return what can be asked for."""
+        return [
+            Route("/", _page),
+            Route("/api/runs", self.list_runs),
+            Route("/api/runs/{run}", self.run),
+            Route("/api/runs/{run}/curves", self.curves),
+            Route("/api/runs/{run}/live", self.live),
+            Route("/api/runs/{run}/timeline", self.timeline),
+            Route("/api/runs/{run}/trajectories", self.list_trajectories),
+            Route("/api/runs/{run}/trajectories/{trajectory}", self.trajectory),
+            Mount("/static", StaticFiles(directory=WEB)),
+        ]
+
+    async def list_runs(self, request: Request) -> Response:
+        """Answer with the facts of every run of the directory."""
+        names = self._runs.names()
+        facts = await asyncio.to_thread(lambda: [run_facts(self._runs.root, name) for name in names])
+        return JSONResponse({"directory": str(self._runs.root), "runs": facts})
+
+    async def run(self, request: Request) -> Response:
+        """Answer with the facts of a run and what its charts show."""
+        name = self._name(request)
+        facts = await asyncio.to_thread(run_facts, self._runs.root, name)
+        return JSONResponse(facts | {"charts": [asdict(chart) for chart in CHARTS]})
+
+    async def curves(self, request: Request) -> Response:
+        """Answer with the curves as far as they were read; with `all`, those of every quantity."""
+        feed = self._runs.curves(self._name(request))
+        await feed.refresh()
+        everything = "all" in request.query_params
+        async with feed.lock:
+            payload = await asyncio.to_thread(feed.curves.payload, everything=everything)
+        return JSONResponse(payload | {"read": feed.read_fraction, "problem": feed.problem})
+
+    async def live(self, request: Request) -> Response:
+        """Send the curves, and then what changes of them and of the run's status, as it comes."""
+        name = self._name(request)
+        runs = self._runs
+        events = _events(runs.curves(name), runs.status(name), runs.alerts(name), self._stop)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+    async def timeline(self, request: Request) -> Response:
+        """Answer with what the learner and the actors did in the last `seconds`, one to 3,600."""
+        run = RunDirectory(self._runs.root, self._name(request))
+        seconds = _whole("seconds", request.query_params.get("seconds", "300"), 1, LONGEST_WINDOW_S)
+        return JSONResponse(await asyncio.to_thread(timeline, run, float(seconds)))
+
+    async def list_trajectories(self, request: Request) -> Response:
+        """Answer with the newest trajectories that the query's filters want."""
+        source = self._runs.trajectories(self._name(request))
+        return JSONResponse(await trajectory_list(source, _wanted(request.query_params)))
+
+    async def trajectory(self, request: Request) -> Response:
+        """Answer with one trajectory, token by token."""
+        source = self._runs.trajectories(self._name(request))
+        return JSONResponse(await one_trajectory(source, str(request.path_params["trajectory"])))
+
+    def _name(self, request: Request) -> str:
+        name = str(request.path_params["run"])
+        if name not in self._runs.names():
+            raise HTTPException(404, f"there is no run {name!r} in {self._runs.root}")
+        return name
+
+
+async def _events(
+    curves: CurveFeed, status: StatusWatch, alerts: RunAlerts, stop: asyncio.Event
+) -> AsyncIterator[bytes]:
+    """Yield the news of a run until `stop` or until the reader goes, which cancels this."""
+    sent, told, quiet_s = LiveCurves(), -1, 0.0
+    warned: list[str] | None = None  # a reader who comes back may show some that have gone
+    while not stop.is_set():
+        status.look()
+        await curves.refresh()
+        lines: list[bytes] = []
+        async with curves.lock:
+            news = sent.news(curves)
+        if news is not None:
+            lines.append(_event("curves", news))
+        if status.revision != told:
+            told = status.revision
+            lines.append(_event("status", status.payload() if told else None))
+        found = await asyncio.to_thread(alerts.look, curves.curves.alerts, status.state)
+        if found != warned:
+            warned = found
+            lines.append(_event("alerts", {"alerts": [*found]}))
+        quiet_s = 0.0 if lines else quiet_s + LOOK_S
+        if quiet_s > QUIET_S:
+            quiet_s, lines = 0.0, [b": nothing new\n\n"]
+        for line in lines:
+            yield line
+        await set_within(stop, LOOK_S if curves.read_fraction == 1 else 0.01)
+
+
+def _wanted(query: Mapping[str, str]) -> Wanted:
+    """Return the filters of a query. Raises `ConfigError` for one that is no such number."""
+    given = {name: text for name, text in query.items() if text}
+    try:
+        return Wanted(
+            step=_whole("step", given["step"]) if "step" in given else None,
+            version=_whole("version", given["version"]) if "version" in given else None,
+            least_reward=float(given["least"]) if "least" in given else None,
+            most_reward=float(given["most"]) if "most" in given else None,
+            end=given.get("end"),
+            recorded="ratios" in given,
+            text=given.get("text"),
+            below=_whole("below", given["below"]) if "below" in given else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"a filter is no number: {error}") from error
+
+
+def _whole(name: str, text: str, least: int = 0, most: int = LARGEST_NUMBER) -> int:
+    """Return a whole number of a query. Raises `ConfigError` for what is none, or is out of bounds."""
+    if text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most:
+        return int(text)
+    raise ConfigError(f"{name}={text[:40]}: it is a whole number from {least} to {most}")
+
+
+def _event(name: str, value: Mapping[str, Json] | None) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+
+
+async def _page(request: Request) -> Response:
+    return FileResponse(WEB / "index.html")
+
+
+def application(runs: OpenRuns, address: Address, token: str | None, stop: asyncio.Event) -> Access:
+    """Return the application, behind the check of who may read it."""
+    dashboard = Dashboard(runs, stop)
+
+    async def login(request: Request) -> Response:
+        if request.method == "GET":
+            return FileResponse(WEB / "login.html")
+        if access.is_token(await _form_token(request)):
+            return access.let_in(RedirectResponse("/", 303))
+        page = (WEB / "login.html").read_text()
+        return HTMLResponse(page.replace("<!-- refusal -->", "That is not the token."), 403)
+
+    app = Starlette(
+        routes=[Route(LOGIN, login, methods=["GET", "POST"]), *dashboard.routes],
+        exception_handlers={SluiceError: _told, OSError: _told},
+    )
+    app.add_middleware(GZipMiddleware, minimum_size=SMALLEST_COMPRESSED_BYTES)
+    access = Access(app, address, token)
+    return access
+
+
+async def _form_token(request: Request) -> str:
+    """Return the token of a form, empty without one; a longer form is not read to its end."""
+    form = b""
+    async for part in request.stream():
+        form += part
+        if len(form) > LARGEST_FORM_BYTES:
+            return ""
+    return parse_qs(form.decode(errors="replace")).get("token", [""])[0]
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    """Answer with the message of an error that its user can mend."""
+    return JSONResponse({"error": str(error)}, 404 if isinstance(error, ConfigError) else 503)

@@ -1,0 +1,183 @@
+"""The way of a run's data from prompts to weights: what each place does, its rates and its queue."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from bus.codec import Json
+from bus.messages import Status
+from launch.run_view.run_status import RunState
+from launch.run_view.units import UNKNOWN, count, duration
+from launch.run_view.waiting_reasons import of_role, problems, waits
+from launch.screens.status_report import report
+from storage.metrics.records import integer, number
+
+Condition = Literal["works", "waits", "trouble", "silent"]
+
+
+def flow(state: RunState) -> list[Json]:
+    """Return the places in the order of the data, each as an object.
+
+    Its keys: name, condition, doing (a phrase), figures (pairs of value and label), queue (label, used and
+    bound, or null), out (the rate at which data leaves it, or an empty text)."""
+    found = report(state)
+    return [
+        _prompts(state),
+        _actors(state, found),
+        _store(state, found),
+        _learner(state, found),
+        _weights(found),
+    ]
+
+
+def _place(
+    name: str, condition: Condition, doing: str, figures: list[tuple[str, str]],
+    queue: tuple[str, int, int] | None = None, out: str = "",
+) -> dict[str, Json]:  # fmt: skip
+    shown: Json = None if queue is None else dict(zip(("label", "used", "bound"), queue, strict=True))
+    return {
+        "name": name,
+        "condition": condition,
+        "doing": doing,
+        "figures": [[value, label] for value, label in figures],
+        "queue": shown,
+        "out": out,
+    }
+
+
+def _prompts(state: RunState) -> Json:
+    values, rollout = _values(state, "storage"), state.consumers.get("TASKS/rollout")
+    waiting = UNKNOWN if rollout is None else count(rollout.num_pending or 0)
+    out = integer(values, "rolling_out") + integer(values, "stored")
+    return _place(
+        "Prompts",
+        _condition(state, "storage"),
+        _doing(state, "storage"),
+        [(waiting, "leases wait for actors"), (_count(values, "issued"), "groups issued")],
+        ("groups under way, of what the staleness bound allows", out, _allowed(state)) if values else None,
+    )
+
+
+def _allowed(state: RunState) -> int:
+    if state.config is None:
+        return 0
+    bound = _values(state, "storage").get("max_staleness", state.config.admission.max_staleness)
+    return (int(bound) + 1) * state.config.admission.groups_per_step if isinstance(bound, int) else 0
+
+
+def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
+    actors = of_role(state, "actor")
+    running = sum(integer(one.values, "running") for one in actors)
+    queued = sum(integer(one.values, "waiting") for one in actors)
+    waiting = next((text for text in waits(state) if " actor wait" in text or " actors wait" in text), "")
+    condition: Condition = "waits" if waiting else "works"
+    if not actors:
+        condition = "silent"
+    if any(one.values.get("alarm") for one in actors):
+        condition = "trouble"
+    doing = waiting or ("generating" if running else "no request runs in an engine")
+    return _place(
+        "Actors and engines",
+        condition,
+        doing if actors else "no actor was heard",
+        [
+            (str(len(actors)), "actor" if len(actors) == 1 else "actors"),
+            (count(running), "requests run in engines"),
+            (count(queued), "requests queue for a slot"),
+        ],
+        out=_per_s(found, "generated_tokens_per_minute", "tokens/s sampled"),
+    )
+
+
+def _store(state: RunState, found: Mapping[str, Json]) -> Json:
+    values, stream = _values(state, "storage"), state.streams.get("TRAJECTORIES")
+    pending = UNKNOWN if stream is None else count(stream.state.messages)
+    full = any(text.startswith("the stream") for text in problems(state))
+    wanted = 0 if state.config is None else state.config.admission.groups_per_step
+    return _place(
+        "Replay store",
+        "trouble" if full else _condition(state, "storage"),
+        "a stream to it is full" if full else "storing what arrives",
+        [(pending, "results on the bus"), (_count(values, "rejected"), "groups rejected")],
+        ("complete groups, of what a step needs", integer(values, "stored"), wanted) if values else None,
+        out=_per_s(found, "trained_tokens_per_minute", "tokens/s trained"),
+    )
+
+
+def _learner(state: RunState, found: Mapping[str, Json]) -> Json:
+    versions, last = _table(found, "versions"), state.steps[-1].values if state.steps else {}
+    rate = number(_table(found, "rates"), "steps_per_minute")
+    figures = [
+        (f"{_known(versions.get('trained_step'))} of {_known(versions.get('steps'))}", "steps trained")
+    ]
+    if last:
+        figures += [
+            (duration(number(last, "time/step_s")), "the last step took"),
+            (duration(number(last, "time/waiting_for_batch_s")), "of which it waited"),
+        ]
+    return _place(
+        "Learner",
+        _condition(state, "learner"),
+        _doing(state, "learner").partition(":")[0],
+        figures,
+        out=f"{rate:.1f} steps/min" if rate == rate else "",
+    )
+
+
+def _weights(found: Mapping[str, Json]) -> Json:
+    versions, staleness = _table(found, "versions"), _table(found, "staleness")
+    published, oldest = versions.get("published"), versions.get("oldest_in_use")
+    doing = "nothing is published yet"
+    if published is not None:
+        lag = number(versions, "published") - number(versions, "oldest_in_use")
+        behind = f"the oldest is {lag:.0f} {'version' if lag == 1 else 'versions'} behind"
+        doing = "no engine has weights yet" if oldest is None else behind if lag else "every engine has them"
+    last = staleness.get("last_step")
+    label = "staleness of the last step, of what is allowed"
+    return _place(
+        "Weights",
+        "silent" if published is None else "works",
+        doing,
+        [(_version(published), "published"), (_version(oldest), "oldest in an engine")],
+        None if last is None else (label, integer(staleness, "last_step"), integer(staleness, "bound")),
+    )
+
+
+def _condition(state: RunState, source: str) -> Condition:
+    status = state.statuses.get(source)
+    if status is None:
+        return "silent"
+    if status.doing.startswith("the bus stores nothing"):
+        return "trouble"
+    return "waits" if "waiting" in status.doing else "works"
+
+
+def _doing(state: RunState, source: str) -> str:
+    status: Status | None = state.statuses.get(source)
+    return f"{source} was not heard" if status is None else status.doing
+
+
+def _values(state: RunState, source: str) -> Mapping[str, Json]:
+    status = state.statuses.get(source)
+    return {} if status is None else status.values
+
+
+def _table(found: Mapping[str, Json], name: str) -> Mapping[str, Json]:
+    table = found.get(name)
+    return table if isinstance(table, dict) else {}
+
+
+def _count(values: Mapping[str, Json], name: str) -> str:
+    return count(integer(values, name)) if name in values else UNKNOWN
+
+
+def _known(value: Json) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def _version(value: Json) -> str:
+    return UNKNOWN if value is None else f"v{value}"
+
+
+def _per_s(found: Mapping[str, Json], name: str, unit: str) -> str:
+    rate = number(_table(found, "rates"), name)
+    return f"{count(rate / 60)} {unit}" if rate == rate else ""

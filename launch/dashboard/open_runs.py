@@ -1,0 +1,68 @@
+"""What the dashboard holds of the runs that somebody looks at."""
+
+from collections import OrderedDict
+from pathlib import Path
+
+from launch.dashboard.alerts import RunAlerts
+from launch.dashboard.curve_feed import CurveFeed
+from launch.dashboard.metrics_source import Locate
+from launch.dashboard.run_list import run_names
+from launch.dashboard.status_watch import StatusWatch
+from launch.dashboard.trajectory_sources import BusTrajectories, StoredTrajectories, TrajectorySource
+from storage.disk.run_directory import RunDirectory
+
+MOST = 16
+"""Runs whose curves are held; those that were looked at longest ago are read again."""
+
+
+class OpenRuns:
+    """The runs of a directory, and a further one that may be on the bus alone."""
+
+    def __init__(self, root: Path, locate: Locate, named: str | None = None) -> None:
+        self.root = root
+        self.named = named
+        self._locate = locate
+        self._feeds: OrderedDict[str, CurveFeed] = OrderedDict()
+        self._watches: dict[str, StatusWatch] = {}
+        self._alerts: dict[str, RunAlerts] = {}
+        self._sources: dict[tuple[str, bool], TrajectorySource] = {}
+
+    def names(self) -> list[str]:
+        """Return the names of the runs, that of the command line first, then the latest used."""
+        found = run_names(self.root)
+        return [*dict.fromkeys([self.named, *found] if self.named is not None else found)]
+
+    def curves(self, name: str) -> CurveFeed:
+        """Return the curves of a run. Raises `ConfigError` for what cannot be a run's name."""
+        if name not in self._feeds:
+            self._feeds[name] = CurveFeed(RunDirectory(self.root, name), self._locate)
+            if len(self._feeds) > MOST:
+                self._feeds.popitem(last=False)
+        self._feeds.move_to_end(name)
+        return self._feeds[name]
+
+    def status(self, name: str) -> StatusWatch:
+        """Return what asks a run how it is."""
+        if name not in self._watches:
+            self._watches[name] = StatusWatch(name, self._locate)
+        return self._watches[name]
+
+    def alerts(self, name: str) -> RunAlerts:
+        """Return what finds out which things of a run want attention."""
+        if name not in self._alerts:
+            self._alerts[name] = RunAlerts(self.root, name)
+        return self._alerts[name]
+
+    def trajectories(self, name: str) -> TrajectorySource:
+        """Return what reads the trajectories of a run: its stores, once they are here."""
+        run = RunDirectory(self.root, name)
+        here = (self.root / name / "replay").is_dir()
+        if (name, here) not in self._sources:
+            source = StoredTrajectories(run) if here else BusTrajectories(name, self._locate)
+            self._sources[name, here] = source
+        return self._sources[name, here]
+
+    async def close(self) -> None:
+        """Give up the questions that are under way."""
+        for watch in self._watches.values():
+            await watch.close()

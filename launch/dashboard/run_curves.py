@@ -1,0 +1,108 @@
+"""The curves of one run, gathered from the rows of its metrics, as the page draws them."""
+
+from collections.abc import Iterable, Sequence
+from math import isfinite
+
+import numpy as np
+
+from bus.codec import Json
+from launch.dashboard.alerts import StepAlerts
+from launch.dashboard.buckets import Buckets, Floats
+from launch.dashboard.charts import CHARTS, with_computed
+from launch.dashboard.columns import HEAD, columns, steps_of
+from launch.dashboard.scores import Scores
+from storage.metrics.records import Record, integer
+
+HELD_OUT = "held-out"
+DIGITS = 6
+"""Significant digits of the values that are sent."""
+
+
+class RunCurves:
+    """Curves over the steps of reinforcement learning, and the scores of each data set. Its size is bounded,
+    whatever the run's length."""
+
+    def __init__(self) -> None:
+        self.steps = Buckets()
+        self.warmup = Buckets()
+        """Steps of the supervised stage before, which are counted for themselves."""
+        self.alerts = StepAlerts()
+        """What is wrong in the latest steps."""
+        self._scores: dict[str, Scores] = {}
+        self._last = -1
+
+    def add(self, rows: Iterable[Record]) -> bool:
+        """Add rows in their order; tells whether any of them was drawn."""
+        steps: list[Record] = []
+        warmup: list[Record] = []
+        scored = False
+        for row in rows:
+            if row.get("kind") == "evaluation":
+                self._scores.setdefault(str(row.get("data_set", HELD_OUT)), Scores()).add(row)
+                scored = True
+            elif row.get("train/stage") == "rl" and row.get("source") == "learner":
+                self._forget_undone(row)
+                self.alerts.add(row)
+                steps.append(with_computed(row))
+            elif row.get("train/stage") == "warmup":
+                warmup.append(row)
+        if steps:
+            self.steps.append(steps_of(steps), columns(steps, HEAD))
+        if warmup:
+            self.warmup.append(steps_of(warmup), columns(warmup, HEAD))
+        return scored or bool(steps or warmup)
+
+    def _forget_undone(self, row: Record) -> None:
+        """Forget evaluations of weights that are undone if a learner resumed with this step: it does not lie
+        above the one before."""
+        step = integer(row, "step")
+        if step <= self._last:
+            for scores in self._scores.values():
+                scores.forget_undone(row)
+        self._last = step
+
+    def payload(self, *, everything: bool = False, begin: int = 0) -> dict[str, Json]:
+        """Return what the page draws from step `begin` on: the curves of the charts, or every quantity that
+        the rows have. The warm-up and the scores of data sets are always all there."""
+        names = self.steps.names
+        if not everything:
+            drawn = {name for chart in CHARTS for name in chart.curves}
+            names = [name for name in names if name in drawn]
+        return {
+            "steps": _table(self.steps, [name for name in names if name != "time_s"], begin),
+            "warmup": _table(self.warmup, ["train/loss"]),
+            "evaluations": {
+                name: _all_scores(self._scores[name])
+                for name in sorted(self._scores, key=lambda name: name != HELD_OUT)
+            },
+        }
+
+
+def _all_scores(scores: Scores) -> dict[str, Json]:
+    curves = scores.curves
+    return _table(curves, [name for name in curves.names if name != "time_s"])
+
+
+def _table(buckets: Buckets, names: Sequence[str], begin: int = 0) -> dict[str, Json]:
+    """Return the intervals that have any value, from step `begin` on: their first steps, times and columns of
+    values."""
+    time_s = buckets.mean("time_s")
+    there = np.isfinite(time_s)
+    there[: begin // buckets.width] = False
+    table: dict[str, Json] = {
+        "width": buckets.width,
+        "step": [*(np.flatnonzero(there) * buckets.width).tolist()],
+        "time_s": [round(value, 1) for value in time_s[there].tolist()],
+    }
+    drawn: dict[str, Json] = {}
+    for name in names:
+        column: dict[str, Json] = {"mean": _rounded(buckets.mean(name)[there])}
+        if buckets.width > 1:
+            low, high = buckets.bounds(name)
+            column |= {"low": _rounded(low[there]), "high": _rounded(high[there])}
+        drawn[name] = column
+    return table | {"columns": drawn}
+
+
+def _rounded(values: Floats) -> list[Json]:
+    return [float(f"{value:.{DIGITS}g}") if isfinite(value) else None for value in values.tolist()]

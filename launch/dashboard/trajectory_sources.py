@@ -1,0 +1,231 @@
+"""Where the trajectories of a run are read from: the stores in its directory, or its shards over the bus."""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+)
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from bus.connection import Bus
+from bus.errors import ConfigError, UnreadableGroupsError
+from bus.messages import PolicyManifest, RunRecord
+from bus.requests import ReadRequest, StoredGroups, StoredRequest
+from bus.topology import shard_of
+from bus.trajectory import Trajectory, TrajectoryBatch
+from launch.dashboard.metrics_source import CONNECT_S, Locate
+from launch.dashboard.token_texts import Decode, decoder, has_tokenizer
+from launch.model_files.model_directory import model_of_run
+from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.stored_groups import GroupReader, stored_groups
+from launch.settings.run_config import validate
+from learner.metrics import trained_logprobs
+from learner.metrics.trained_logprobs import TrainedLogprobs
+from storage.disk.run_directory import RunDirectory
+from storage.ledger.ledger_reader import leases_of_step, steps_of_lease
+
+log = structlog.get_logger()
+ANSWER_TIMEOUT_S = 10.0
+NEWEST = 2048
+"""Groups of each shard that are asked for over the bus: the latest complete ones."""
+NOTHING_AFTER = 1 << 40
+"""A shard that is asked for its groups from this one on answers with none, and how many there are."""
+
+
+class Groups(Protocol):
+    """Reads the complete groups of a run, for the time of one request."""
+
+    async def leases(self) -> list[int]:
+        """Return the leases of complete groups, ascending."""
+
+    async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
+        """Return the groups that can be read of these."""
+
+
+class TrajectorySource(Protocol):
+    """Tells of the trajectories of a run; nothing is taken from it."""
+
+    def groups(self) -> AbstractAsyncContextManager[Groups]:
+        """Open what reads the groups: once for each request, since that takes longer than to read a few."""
+
+    async def of_step(self, step: int) -> list[int]:
+        """Return the leases that a step trained on. Raises `ConfigError` where that is not known."""
+
+    async def steps(self, lease: int) -> list[int] | None:
+        """Return the steps that trained on a lease; None where that is not known."""
+
+    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
+        """Return what the learner made of a trajectory; None where it recorded nothing."""
+
+    async def recorded(self) -> set[str]:
+        """Return the trajectories of which it recorded that. Raises `ConfigError` where it is not known."""
+
+    async def decode(self) -> Decode:
+        """Return what turns token ids into text."""
+
+
+class StoredTrajectories:
+    """Reads the stores of a run whose directory is here; a storage that writes them may go on."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._decode: Decode | None = None
+
+    @asynccontextmanager
+    async def groups(self) -> AsyncIterator[Groups]:
+        """Open the stores. Raises `ConfigError` where shards are on other hosts."""
+        with ExitStack() as stack:
+            yield _StoredGroups(await asyncio.to_thread(stack.enter_context, stored_groups(self._run)))
+
+    async def of_step(self, step: int) -> list[int]:
+        """Return the leases that a step trained on."""
+        return await asyncio.to_thread(leases_of_step, self._run.ledger, step)
+
+    async def steps(self, lease: int) -> list[int] | None:
+        """Return the steps that trained on a lease; None without a ledger."""
+        try:
+            return await asyncio.to_thread(steps_of_lease, self._run.ledger, lease)
+        except ConfigError:
+            return None
+
+    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
+        """Return what the learner made of a trajectory; None where it recorded nothing."""
+        return await asyncio.to_thread(trained_logprobs.read, self._run.path, trajectory)
+
+    async def recorded(self) -> set[str]:
+        """Return the trajectories of which it recorded that; none where the learner is on another host."""
+        return await asyncio.to_thread(trained_logprobs.trajectories, self._run.path)
+
+    async def decode(self) -> Decode:
+        """Return what turns token ids into text, by the run's model."""
+        return await asyncio.to_thread(self._decoder) if self._decode is None else self._decode
+
+    def _decoder(self) -> Decode:
+        model = model_of_run(recorded_config(self._run), self._run)
+        found = decoder(model)
+        if has_tokenizer(model):  # it may come only after the run was looked at
+            self._decode = found
+        return found
+
+
+class _StoredGroups:
+    """Reads stores in threads, since that waits for the disk."""
+
+    def __init__(self, groups: GroupReader) -> None:
+        self._groups = groups
+
+    async def leases(self) -> list[int]:
+        """Return the leases of complete groups, ascending."""
+        return await asyncio.to_thread(self._groups.complete)
+
+    async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
+        """Return the groups that are stored of these; retired and damaged ones are left out."""
+        return await asyncio.to_thread(self._groups.read, leases)
+
+
+class BusTrajectories:
+    """Asks the shards of a live run on other hosts, as `launch tail` does."""
+
+    def __init__(self, run: str, locate: Locate) -> None:
+        self._run = run
+        self._locate = locate
+        self._decode: Decode | None = None
+
+    @asynccontextmanager
+    async def groups(self) -> AsyncIterator[Groups]:
+        """Connect to the run's bus. Raises `ConfigError` for a bus that has no such run."""
+        async with self._bus() as bus:
+            yield _SentGroups(bus, await _shards(bus))
+
+    async def of_step(self, step: int) -> list[int]:
+        """Raise `ConfigError`: which step trained on which group stands in the ledger alone."""
+        raise ConfigError("steps are known on the host of the run's storage only: leave out the step")
+
+    async def steps(self, lease: int) -> list[int] | None:
+        """Return None: the ledger is on another host."""
+        return None
+
+    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
+        """Return None: the learner's records are on another host."""
+        return None
+
+    async def recorded(self) -> set[str]:
+        """Raise `ConfigError`: the learner's records are on another host."""
+        raise ConfigError(
+            "importance ratios are known on the host of the run's learner only: list all trajectories"
+        )
+
+    async def decode(self) -> Decode:
+        """Return what turns token ids into text, by the tokenizer that the newest policy names."""
+        if self._decode is None:
+            from actors.weights.follow import fetch_model_files
+
+            async with self._bus() as bus:
+                found = await bus.get("policy", PolicyManifest)
+                if found is None:
+                    raise ConfigError(f"run {self._run!r} has no policy yet: its learner has not started")
+                with tempfile.TemporaryDirectory(prefix="sluice-tokenizer-") as directory:
+                    await fetch_model_files(bus, found[0].model, Path(directory))
+                    decode = await asyncio.to_thread(decoder, Path(directory))
+                    if not has_tokenizer(Path(directory)):
+                        return decode  # a later policy may name one
+            self._decode = decode
+        return self._decode
+
+    @asynccontextmanager
+    async def _bus(self) -> AsyncIterator[Bus]:
+        where = self._locate(self._run)
+        impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": CONNECT_S})
+        async with Bus.connect(impatient, where.run, name="dashboard") as bus:
+            yield bus
+
+
+class _SentGroups:
+    """Reads groups that shards send over the bus."""
+
+    def __init__(self, bus: Bus, shards: int) -> None:
+        self._bus = bus
+        self._shards = shards
+
+    async def leases(self) -> list[int]:
+        """Return the leases of the latest complete groups, ascending."""
+        found = [await self._latest(shard) for shard in range(self._shards)]
+        return sorted(lease for leases in found for lease in leases)
+
+    async def _latest(self, shard: int) -> tuple[int, ...]:
+        total = (await self._stored(shard, NOTHING_AFTER)).total
+        return tuple((await self._stored(shard, max(0, total - NEWEST))).lease_ids)
+
+    async def _stored(self, shard: int, after: int) -> StoredGroups:
+        subject, request = self._bus.subject("rpc", "stored", shard), StoredRequest(after=after)
+        return await self._bus.request(subject, request, StoredGroups, timeout_s=ANSWER_TIMEOUT_S)
+
+    async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
+        """Return the groups that their shards can read of these."""
+        found = [await self._group(lease) for lease in leases]
+        return [group for group in found if group]
+
+    async def _group(self, lease: int) -> list[Trajectory]:
+        subject = self._bus.subject("rpc", "read", shard_of(lease, self._shards))
+        request, timeout_s = ReadRequest(lease_ids=(lease,)), ANSWER_TIMEOUT_S
+        try:
+            answers = await self._bus.request_many(subject, request, TrajectoryBatch, timeout_s=timeout_s)
+        except UnreadableGroupsError as error:
+            log.debug("group_not_shown", lease=lease, reason=str(error))
+            return []
+        return [trajectory for batch in answers for trajectory in batch.trajectories]
+
+
+async def _shards(bus: Bus) -> int:
+    """Return how many shards the run has."""
+    found = await bus.get("run", RunRecord)
+    if found is None:
+        raise ConfigError(f"this bus has no run {bus.topology.run!r}")
+    return validate(json.loads(found[0].config_json)).replay.shards

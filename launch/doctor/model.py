@@ -1,0 +1,110 @@
+"""The model directory of a run: whether it is whole and its parts load."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bus.errors import ConfigError
+from launch.doctor.findings import Finding, brief, worst
+from launch.model_files.hub_model import is_hub_name
+from launch.model_files.model_directory import (
+    model_on_disk,
+    refuse_full_context,
+    refuse_headless_model,
+    refuse_other_angles,
+)
+from launch.model_files.weight_files import tensors_in, weight_files
+from launch.settings.run_config import RunConfig
+from storage.model_files.model_reading import context_of, read_config, read_tokenizer, refuse_no_template
+
+COMPLETE = "download the directory again: a copy was cut short"
+
+
+def check_model(config: RunConfig) -> Iterator[Finding]:
+    """Tell whether configuration, tokenizer and weights of the model load. Loads transformers."""
+    if config.model.path is None:
+        yield Finding("model", "ok", "none is named (model.path): a small random one is made")
+        return
+    path = model_on_disk(config.model.path)
+    if is_hub_name(path):
+        yield Finding(
+            "model", "warning", f"{path} is not on this host: it is fetched from the Hugging Face hub when a "
+            "run starts, if it is a name there",
+            "fetch it before, with `hf download NAME`, or give --model.path a directory",
+        )  # fmt: skip
+        return
+    if not (path / "config.json").is_file():
+        yield Finding(
+            "model", "error", f"{path} is not a model directory: it has no config.json",
+            "give --model.path a directory in Hugging Face format, such as `hf download NAME --local-dir "
+            "DIR` makes",
+        )  # fmt: skip
+        return
+    findings = [*_load(path), *_weights(path)]
+    yield from findings
+    if worst(findings) != "error":
+        yield from _trained(config, path)
+    for refuse in (refuse_full_context, refuse_headless_model, refuse_other_angles):
+        try:
+            refuse(config)
+        except ConfigError as error:
+            yield _refused(error)
+
+
+def _trained(config: RunConfig, path: Path) -> Iterator[Finding]:
+    """Tell whether the learner trains this model as the settings say."""
+    from launch.checks.model_check import refuse_model
+
+    found = config.model_copy(update={"model": config.model.model_copy(update={"path": path.resolve()})})
+    try:
+        refuse_model(found)
+    except ConfigError as error:
+        yield _refused(error)
+    else:
+        yield Finding("training", "ok", f"learner.backend={config.learner.backend} trains this model")
+
+
+def _load(path: Path) -> Iterator[Finding]:
+    try:
+        import transformers  # noqa: F401 - what follows needs it
+    except (ImportError, OSError, RuntimeError) as error:  # the last from a torch that is half loaded
+        yield Finding(
+            "model", "error", f"transformers does not load: {brief(error)}",
+            "install torch and transformers again, in versions that fit each other",
+        )  # fmt: skip
+        return
+    try:
+        config = read_config(path)
+        context = context_of(config, path)
+        tokenizer = read_tokenizer(path)
+    except ConfigError as error:
+        yield _refused(error)
+        return
+    yield Finding("model", "ok", f"{path}: {config.model_type}, context {context}, {len(tokenizer)} tokens")
+    try:
+        refuse_no_template(tokenizer, path)
+    except ConfigError as error:
+        yield _refused(error)
+
+
+def _refused(error: ConfigError) -> Finding:
+    """Return a refusal of a start as a finding."""
+    found, _, remedy = str(error).rpartition(": ")
+    return Finding("model", "error", found or remedy, remedy if found else COMPLETE)
+
+
+def _weights(path: Path) -> Iterator[Finding]:
+    """Tell whether every file of weights is there, whole and with the tensors that the index names."""
+    try:
+        wanted = weight_files(path)
+        found = {name: tensors_in(path / name) for name in wanted}
+    except (OSError, ValueError) as error:
+        yield Finding("weights", "error", f"{path}: {error}", COMPLETE)
+        return
+    missing = [tensor for name, tensors in wanted.items() for tensor in sorted(tensors - found[name])]
+    if missing:
+        yield Finding(
+            "weights", "error", f"{path} lacks {len(missing)} tensors, such as {missing[0]}", COMPLETE
+        )
+    else:
+        count = sum(map(len, found.values()))
+        yield Finding("weights", "ok", f"{count} tensors in {len(found)} files")

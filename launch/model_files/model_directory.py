@@ -1,0 +1,119 @@
+"""What a model directory on this host says before anything is loaded from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from actors.engines.dynamic_angles import refuse_dynamic_angles
+from bus.errors import ConfigError
+from launch.model_files.hub_model import REMEDY, fetched, fetched_before, is_hub_name
+from launch.model_files.hub_revision import pinned
+from launch.model_files.weight_files import all_tensors
+from launch.settings.run_config import RunConfig
+from learner.config.mtp import Heads, refuse_headless
+from storage.disk.run_directory import RunDirectory
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+"""Files of which a tokenizer has one at least."""
+
+
+def model_directory(path: Path, *, setting: str = "model.path") -> Path:
+    """Return the directory that `setting` names as `path`, fetching a model of the Hugging Face hub.
+
+    Raises `ConfigError` when there is no such model."""
+    found = fetched(path, setting) if is_hub_name(path) else path
+    if not (found / "config.json").is_file():
+        raise ConfigError(f"{setting}: {found} is not a model directory: it has no config.json; {REMEDY}")
+    return found
+
+
+def model_on_disk(path: Path) -> Path:
+    """Return the directory that `model.path` names, without fetching anything; it may be missing."""
+    return (fetched_before(path) if is_hub_name(path) else path) or path
+
+
+def model_of_run(config: RunConfig, run: RunDirectory) -> Path:
+    """Return the directory of the model that a run began with, without fetching anything."""
+    if config.model.path is None:
+        return run.path / "model"
+    return model_on_disk(pinned(config.model.path, run))
+
+
+def model_here(path: Path | None, run: RunDirectory) -> Path | None:
+    """Return the run's model directory if it is on this host, with all that prompts are checked against."""
+    if path is None:
+        return None
+    found = model_on_disk(pinned(path, run))
+    tokenizer = any((found / name).is_file() for name in TOKENIZERS)
+    return found if (found / "config.json").is_file() and tokenizer else None
+
+
+def refuse_full_context(config: RunConfig) -> None:
+    """Raise `ConfigError` for answers that leave no room for a prompt in the model's context.
+
+    A model on another host is not seen from here: storage checks it, when the learner has published it."""
+    limit, context = config.sampling.max_new_tokens, config.model.scratch.context
+    name = "model.scratch.context is"
+    if config.model.path is not None:
+        run = RunDirectory(config.directory, config.run)
+        found = _context_of(model_on_disk(pinned(config.model.path, run)))
+        if found is None:
+            return
+        context, name = found, f"{config.model.path} has a context of"
+    elif config.model.scratch == type(config.model.scratch)():
+        return  # nobody has chosen that model: the learner's host may name another
+    if limit >= context:
+        raise ConfigError(
+            f"sampling.max_new_tokens={limit} leaves no room for a prompt, since {name} {context}: lower it"
+        )
+
+
+def refuse_other_angles(config: RunConfig) -> None:
+    """Raise `ConfigError` for a model that SGLang computes otherwise than the learner, where it serves any.
+
+    A model on another host is not seen from here: actors refuse it before they start an engine."""
+    serves = config.actors.engine.type == "sglang" or config.actors.evaluation.has_own_servers
+    if config.model.path is not None and serves:
+        model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+        refuse_dynamic_angles(config.model.path, described(model))
+
+
+def refuse_headless_model(config: RunConfig) -> None:
+    """Raise `ConfigError` where `learner.mtp` is to train a head that the model or its files do not have.
+
+    A model on another host is not seen from here: the learner refuses it when it loads it. Nor are files that
+    cannot be read: whoever loads the model says what is wrong with them."""
+    mtp = config.learner.mtp
+    if not mtp.exists:
+        return
+    if config.model.path is None:
+        refuse_headless(mtp, Heads.of({"model_type": "qwen3"}, None))  # the scratch model
+        return
+    model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    found = described(model)
+    if not found.get("model_type"):
+        return
+    refuse_headless(mtp, Heads.of(found, None))
+    try:
+        names = all_tensors(model)
+    except (OSError, ValueError):
+        return
+    refuse_headless(mtp, Heads.of(found, names))
+
+
+def described(model: Path) -> dict[str, Any]:
+    """Return what a model directory's config.json says; nothing if it is not here or not JSON, of which
+    whoever loads the model says what is wrong."""
+    try:
+        found = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _context_of(model: Path) -> int | None:
+    """Return the context that a model directory's config.json names, if it is here and names one."""
+    found = described(model)
+    text = found.get("text_config")
+    context = (text if isinstance(text, dict) else found).get("max_position_embeddings")
+    return context if isinstance(context, int) else None

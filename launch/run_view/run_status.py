@@ -1,0 +1,212 @@
+"""`launch status`: asks a live run over the bus how it is, each question with a limit."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import nats.errors
+from nats.js.api import ConsumerInfo, StreamInfo
+from nats.js.errors import NotFoundError
+
+from bus.codec import decode
+from bus.connection import Bus
+from bus.errors import BusAwayError, BusError, ConfigError, SchemaError
+from bus.messages import Metrics, PolicyManifest, RoleHolder, RunRecord, Status
+from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from launch.settings.run_config import RunConfig, validate
+from storage.disk.free_space import lack_of_room
+
+CONNECT_S = 1.5
+"""Longest time to wait for the bus."""
+FIRST_S = 0.7
+"""Longest time for the questions that the others follow from."""
+LISTEN_S = 1.3
+"""Time to listen; each process sends its status twice a second, and renews its role every second."""
+RECENT_EVENTS = 48
+"""Newest events that are searched for the learner's metrics."""
+NOTHING_AFTER = 1 << 40
+"""A shard that is asked for its groups from this one on answers with none, and so at once."""
+T = TypeVar("T")
+
+
+@dataclass
+class RunState:
+    """What a live run said of itself within a moment; what is missing here did not answer."""
+
+    run: str
+    asked_s: float
+    """Time of the first question, in seconds since the epoch."""
+    config: RunConfig | None = None
+    """Settings of the run; none before its storage has announced it."""
+    policy: PolicyManifest | None = None
+    statuses: dict[str, Status] = field(default_factory=dict)
+    """Latest status of each process that sent one, by source."""
+    holders: dict[str, RoleHolder] = field(default_factory=dict)
+    """Processes that hold a role of the run, alive or not."""
+    roles_known: bool = True
+    """Whether the bus said who holds the roles."""
+    renewed: set[str] = field(default_factory=set)
+    """Roles that their holder renewed meanwhile."""
+    dispatcher: StepGroups | None = None
+    shards: set[int] = field(default_factory=set)
+    """Shards that answered."""
+    streams: dict[str, StreamInfo] = field(default_factory=dict)
+    consumers: dict[str, ConsumerInfo] = field(default_factory=dict)
+    """Consumers by stream and name, such as TASKS/rollout."""
+    steps: list[Metrics] = field(default_factory=list)
+    """Recent metrics of the learner's steps, oldest first."""
+    unanswered: list[str] = field(default_factory=list)
+    """Questions that the bus itself did not answer."""
+    full_disk: str = ""
+    """What is wrong with the disk of the run's directory, where that is on this host and full."""
+
+
+async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
+    """Return the state of a run. Takes three seconds at most, whoever is away.
+
+    Raises `BusAwayError` when the bus is, and `ConfigError` when it has no such run."""
+    impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": FIRST_S})
+    async with Bus.connect(impatient, where.run, name="status", stop=stop) as bus:
+        state = await _Questions(bus).ask()
+    state.full_disk = await asyncio.to_thread(lack_of_room, where.directory / where.run)
+    return state
+
+
+class _Questions:
+    """Asks everything about one run, at the same time where it can."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._state = RunState(bus.topology.run, time.time())
+
+    async def ask(self) -> RunState:
+        state, bus = self._state, self._bus
+        heard = await bus.listen(bus.subject("status", "*"), Status, self._hear)
+        await self._within(FIRST_S, "the keys of the run", self._refuse_missing())
+        if state.unanswered:
+            raise BusAwayError(f"the bus accepts connections, but does not answer: {state.unanswered[0]}")
+        before, _ = await asyncio.gather(
+            self._within(FIRST_S, "the roles of the run", self._roles()),
+            self._within(FIRST_S, "the settings of the run", self._settings()),
+        )
+        shards = state.config.replay.shards if state.config is not None else 0
+        asked = [
+            *(self._within(LISTEN_S, f"the stream {name}", self._stream(name)) for name in self._names()),
+            self._dispatcher(),
+            *(self._shard(shard) for shard in range(shards)),
+            asyncio.sleep(LISTEN_S),
+        ]
+        await asyncio.gather(*asked)
+        after, _ = await asyncio.gather(
+            self._within(FIRST_S, "the roles of the run", self._roles()),
+            self._within(
+                FIRST_S, "the policy", self._policy()
+            ),  # last: nobody uses a newer version than this
+        )
+        state.roles_known = before is not None and after is not None
+        if before is not None and after is not None:
+            state.holders = {role: holder for role, (holder, _) in after.items()}
+            state.renewed = {role for role, found in after.items() if found != before.get(role)}
+        await heard.unsubscribe()
+        return state
+
+    def _hear(self, status: Status) -> None:
+        self._state.statuses[status.source] = status
+
+    def _names(self) -> Iterable[str]:
+        prefix = f"{self._bus.topology.run}-"
+        return (str(config.name).removeprefix(prefix) for config in self._bus.topology.streams())
+
+    async def _within(self, limit_s: float, what: str, work: Awaitable[T]) -> T | None:
+        """Return what `work` does, or note that it did not end in time or was refused."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
+        except (TimeoutError, BusError, SchemaError, nats.errors.Error) as error:
+            self._state.unanswered.append(f"{what} ({str(error) or 'no answer'})")
+            return None
+
+    async def _refuse_missing(self) -> None:
+        """Raise `ConfigError` for a run that this bus has never heard of."""
+        try:
+            await self._bus.js.stream_info(f"KV_{self._bus.topology.bucket}")
+        except NotFoundError as error:
+            raise ConfigError(
+                f"this bus has no run {self._state.run!r}: name another with --run, or its bus with --bus"
+            ) from error
+
+    async def _roles(self) -> dict[str, tuple[RoleHolder, int]]:
+        names = await self._bus.keys("role")
+        found = await asyncio.gather(*(self._bus.get(name, RoleHolder) for name in names))
+        return {
+            name.removeprefix("role."): holder
+            for name, holder in zip(names, found, strict=True)
+            if holder is not None
+        }
+
+    async def _settings(self) -> None:
+        found = await self._bus.get("run", RunRecord)
+        if found is not None:
+            self._state.config = validate(json.loads(found[0].config_json))
+
+    async def _policy(self) -> None:
+        found = await self._bus.get("policy", PolicyManifest)
+        self._state.policy = None if found is None else found[0]
+
+    async def _stream(self, name: str) -> None:
+        js, stream = self._bus.js, self._bus.topology.stream(name)
+        try:
+            found = await js.stream_info(stream)
+        except NotFoundError:
+            return  # storage has not made it yet
+        self._state.streams[name] = found
+        config = self._state.config
+        shards = config.replay.shards if config is not None else 0
+        durables = [
+            str(consumer.durable_name)
+            for owner, consumer in self._bus.topology.consumers(shards)
+            if owner == name
+        ]
+        for durable, consumer in zip(
+            durables, await asyncio.gather(*(js.consumer_info(stream, d) for d in durables)), strict=True
+        ):
+            self._state.consumers[f"{name}/{durable}"] = consumer
+        if name == "EVENTS":
+            await self._recent_steps(stream, found)
+
+    async def _recent_steps(self, stream: str, found: StreamInfo) -> None:
+        """Search the newest events for the learner's metrics."""
+        first = max(found.state.first_seq, found.state.last_seq - RECENT_EVENTS + 1)
+        numbers = range(max(1, first), found.state.last_seq + 1)
+        read = await asyncio.gather(*(self._event(stream, number) for number in numbers))
+        steps = [one for one in read if one is not None and one.source == "learner"]
+        self._state.steps = [one for one in steps if one.values.get("train/stage") == "rl"]
+
+    async def _event(self, stream: str, number: int) -> Metrics | None:
+        try:
+            raw = await self._bus.js.get_msg(stream, number)
+        except NotFoundError:
+            return None  # the stream has dropped it just now
+        try:
+            return decode(raw.data or b"", Metrics)
+        except SchemaError:
+            return None  # another kind of event
+
+    async def _dispatcher(self) -> None:
+        subject, request = self._bus.subject("rpc", "step_groups"), StepGroupsRequest(step=0)
+        try:
+            answer = await self._bus.request(subject, request, StepGroups, timeout_s=LISTEN_S)
+        except BusError:
+            return
+        self._state.dispatcher = answer
+
+    async def _shard(self, shard: int) -> None:
+        subject, request = self._bus.subject("rpc", "stored", shard), StoredRequest(after=NOTHING_AFTER)
+        try:
+            await self._bus.request(subject, request, StoredGroups, timeout_s=LISTEN_S)
+        except BusError:
+            return
+        self._state.shards.add(shard)

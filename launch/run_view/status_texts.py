@@ -1,0 +1,125 @@
+"""What the statuses of processes say, in the words that all screens share."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from bus.actor_counters import failed_by, failed_fraction
+from bus.codec import Json
+from bus.messages import Status
+from launch.run_view.units import UNKNOWN, count, duration, fraction, share
+from storage.metrics.records import integer, number
+
+
+def best_text(best: Json) -> str:
+    """Return what the learner says of its best checkpoint, for a human; empty if it names none."""
+    if not isinstance(best, dict):
+        return ""
+    value, version, step = number(best, "value"), integer(best, "policy_version"), integer(best, "step")
+    return f"{fraction(value)} {best.get('metric')} at v{version}, checkpoint of step {step}"
+
+
+def recent_ends(actors: Iterable[Mapping[str, Json]]) -> dict[str, int]:
+    """Return the recent episodes of all actors by end.
+
+    Args:
+        actors: the values of each actor's status.
+    """
+    found: Counter[str] = Counter()
+    for values in actors:
+        ends = values.get("recent_ends")
+        for end, episodes in ends.items() if isinstance(ends, Mapping) else ():
+            if isinstance(episodes, int):
+                found[str(end)] += episodes
+    return dict(found)
+
+
+def ends_text(ends: Mapping[str, int]) -> str:
+    """Return the fraction of episodes that something around the policy broke, and by which ends.
+
+    Before an episode has ended it is `UNKNOWN`."""
+    fraction = failed_fraction(ends)
+    if fraction is None:
+        return UNKNOWN
+    failed = sorted((-number, end) for end, number in ends.items() if failed_by(end))
+    why = ", ".join(f"{-number} {end}" for number, end in failed)
+    return f"{share(fraction)} failed of {count(sum(ends.values()))} recent" + (f": {why}" if why else "")
+
+
+def further_policies(actors: Iterable[Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
+    """Return the state of each further policy by name: what the actor that heard most of it knows.
+
+    `oldest_in_use` is the oldest version that any actor's engines have.
+
+    Args:
+        actors: the values of each actor's status.
+    """
+    found: dict[str, dict[str, Json]] = {}
+    for values in actors:
+        policies = values.get("policies")
+        for name, told in policies.items() if isinstance(policies, Mapping) else ():
+            if not isinstance(told, dict):
+                continue
+            known = found.get(name, told)
+            newest = max(known, told, key=lambda one: integer(one, "published"))
+            oldest = min(integer(known, "oldest_in_use"), integer(told, "oldest_in_use"))
+            found[name] = {**newest, "oldest_in_use": oldest}
+    return found
+
+
+def policy_text(state: Mapping[str, Json]) -> str:
+    """Return the stage, step and versions of one further policy in words."""
+    published, used = integer(state, "published"), integer(state, "oldest_in_use")
+    if published < 0:
+        return "not published yet"
+    return f"{state.get('stage')}, step {integer(state, 'step')}: v{published} published, v{used} in use"
+
+
+def holders_text(actors: Sequence[Status]) -> str:
+    """Return what these actors do with the groups that they have, with its speed; empty without actors.
+
+    What has the most rollouts comes first."""
+    if not actors:
+        return ""
+    requests = sum(integer(one.values, "running") + integer(one.values, "waiting") for one in actors)
+    rewards = sum(integer(one.values, "rewards_running") for one in actors)
+    found = [(rewards, _rewards(actors, rewards)), (requests, _engines(actors))]
+    held = [text for size, text in sorted(found, reverse=True) if size]
+    if held:
+        return "; ".join(held)
+    engines = (engine for one in actors for engine in engines_of(one.values).values())
+    states = Counter(str(engine.get("state")) for engine in engines)
+    if states and not states["serving"]:
+        return f"no engine serves: {', '.join(f'{number} {state}' for state, number in states.items())}"
+    if all("rewards_running" in one.values for one in actors):
+        return "no engine has a request and no reward runs: environments hold them, or they are being stored"
+    return "no engine has a request, so environments or rewards hold them"
+
+
+def engines_of(values: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """Return what an actor's status tells of each of its engines, by name."""
+    found = values.get("engines")
+    return {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
+
+
+def _engines(actors: Sequence[Status]) -> str:
+    running = sum(integer(one.values, "running") for one in actors)
+    queued = sum(integer(one.values, "waiting") for one in actors)
+    rates = [number(one.values, "generated_tokens_per_s") for one in actors]
+    rate = sum(one for one in rates if one == one)
+    more = f" and {queued} more queue" if queued else ""
+    each = f" ({_rate(rate / running)} each)" if running else ""
+    run = "request" if running == 1 else "requests"
+    return f"engines run {running} {run}{more}, at {_rate(rate)} tokens/s{each}"
+
+
+def _rewards(actors: Sequence[Status], running: int) -> str:
+    longest_s = max((number(one.values, "rewards_longest_s") for one in actors), default=0.0)
+    took = [number(one.values, "reward_s") for one in actors]
+    known = [seconds for seconds in took if seconds == seconds]
+    usual = f"; before, one took {duration(sum(known) / len(known))}" if known else ""
+    run = "reward runs" if running == 1 else "rewards run"
+    return f"{running} {run}, the longest for {duration(longest_s)}{usual}"
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.1f}" if per_s < 10 else count(per_s)

@@ -1,0 +1,241 @@
+"""Tables of runs: a list, one run in full, and several side by side."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bus.codec import Json
+from launch.run_view.history import History, Step
+from launch.run_view.recorded_runs import (
+    NO_RUNS,
+    NOT_COMPARED,
+    RecordedRun,
+    bytes_of,
+    chosen_settings,
+    history_of,
+    recorded_runs,
+    saved_steps,
+    settings_of,
+    starts_of,
+)
+from launch.run_view.units import UNKNOWN, duration, fraction, size
+
+COLOURS = {"running": "green", "done": "cyan", "damaged": "red", "unseen": "yellow"}
+LONGEST = 80
+"""Characters of a setting's value that a table shows."""
+RECENT_STEPS = 10
+"""Steps over which a mean reward is taken."""
+
+
+def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
+    """Return one line for each run of a directory."""
+    if not runs:
+        return Text(f"no run in {directory}: {NO_RUNS}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "state", "stage", "step", "reward", "accuracy", "started", "written"):
+        table.add_column(column, no_wrap=column in ("run", "state"))
+    for run in runs:
+        steps = f"{run.step}/{run.steps}" if run.steps is not None else str(run.step)
+        table.add_row(
+            run.run, Text(run.state, COLOURS.get(run.state, "")), run.stage, steps,
+            fraction(run.reward), fraction(run.accuracy), at(run.started), ago(run.written),
+        )  # fmt: skip
+    damaged = [Text(f"{run.run}: {run.problem}", "red") for run in runs if run.problem]
+    return Group(table, *damaged)
+
+
+def whole_run(path: Path) -> dict[str, Any]:
+    """Return everything that a run's directory tells of it."""
+    [run] = recorded_runs([path])
+    if run.problem:
+        return run.to_json()
+    starts = starts_of(path)
+    last = starts[-1] if starts else None
+    started_by_hand = [start for start in starts if "--no-summary" not in start.argv]
+    settings = settings_of(path)
+    evaluations = history_of(path).evaluations
+    return {
+        **run.to_json(),
+        "bus": settings.get("bus.url"),
+        "host": last.host if last else None,
+        "git_commit": last.git_commit if last else None,
+        "packages": last.packages if last else {},
+        "command": (started_by_hand or starts)[-1].argv if starts else [],
+        "settings": chosen_settings(settings),
+        "evaluations": {str(version): found.sampled for version, found in evaluations.items()},
+        "checkpoints": saved_steps(path),
+        "bytes": dict(_sizes(path)),
+    }
+
+
+def run_table(found: Mapping[str, Any]) -> Table:
+    """Return what `whole_run` found, a line for each thing and for each setting that is not the default."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _facts(found):
+        table.add_row(name, text)
+    for name, value in found.get("settings", {}).items():
+        table.add_row(f"  {name}", _value(value))
+    return table
+
+
+def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    pids = ", ".join(map(str, found["pids"]))
+    yield "run", f"{found['run']}, {found['state']}{f', processes {pids}' if pids else ''}"
+    yield "directory", found["directory"]
+    if found["problem"]:
+        yield "problem", found["problem"]
+        return
+    yield "started", f"{at(found['started'])} on {found['host']}"
+    yield "written", ago(found["written"])
+    yield "bus", str(found["bus"] or UNKNOWN)
+    yield "code", str(found["git_commit"] or found["packages"].get("sluice-rl", UNKNOWN))
+    yield "last command", " ".join(found["command"])
+    yield "progress", f"{found['stage']}, step {found['step']} of {found['steps'] or UNKNOWN}"
+    yield "reward", f"{fraction(found['reward'])}, mean of the last {RECENT_STEPS} steps"
+    measured = list(found["evaluations"].items())[-5:]
+    yield "accuracy", ", ".join(f"{fraction(value)} at v{version}" for version, value in measured) or UNKNOWN
+    yield (
+        "checkpoints",
+        f"of steps {', '.join(map(str, found['checkpoints']))}" if found["checkpoints"] else "none",
+    )
+    parts = sorted(found["bytes"].items(), key=lambda part: -part[1])
+    yield (
+        "disk",
+        f"{size(sum(found['bytes'].values()))}: " + ", ".join(f"{n} {size(b)}" for n, b in parts[:5]),
+    )
+    yield "settings", "those that are not the defaults" if found["settings"] else "the defaults"
+
+
+# --- side by side ---
+
+
+def comparison(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return what differs between runs: settings, versions, and results also at the last step they share."""
+    runs = recorded_runs(paths)
+    histories = [history_of(path) for path in paths]
+    shared = min((history.last.step if history.last else 0) for history in histories)
+    return {
+        "runs": [run.run for run in runs],
+        "settings": _different_settings(paths),
+        "versions": _different([_versions(path) for path in paths]),
+        "results": {
+            "state": [run.state for run in runs],
+            "step": [run.step for run in runs],
+            "reward": [run.reward for run in runs],
+            "accuracy": [run.accuracy for run in runs],
+            "best_accuracy": [_best(history) for history in histories],
+            "seconds_of_steps": [sum(step.step_s for step in _finite_steps(h)) for h in histories],
+            "seconds_waiting": [sum(step.waiting_s for step in _finite_steps(h)) for h in histories],
+        },
+        "shared_step": shared,
+        "at_shared_step": {
+            "reward": [_reward_until(history, shared) for history in histories],
+            "seconds": [_seconds_until(history, shared) for history in histories],
+        },
+    }
+
+
+def comparison_table(found: Mapping[str, Any]) -> Table:
+    """Return what `comparison` found, a column for each run."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", style="cyan", overflow="fold")
+    for name in found["runs"]:
+        table.add_column(name, overflow="fold")
+    shown: Mapping[str, Callable[[Any], str]] = {
+        "reward": fraction, "accuracy": fraction, "best_accuracy": fraction, "seconds": duration,
+        "seconds_of_steps": duration, "seconds_waiting": duration,
+    }  # fmt: skip
+    for title, rows in (
+        ("results", found["results"]),
+        (f"at step {found['shared_step']}", found["at_shared_step"] if found["shared_step"] else {}),
+        ("settings that differ", found["settings"]),
+        ("versions that differ", found["versions"]),
+    ):
+        if rows:
+            table.add_row(Text(title, "bold"))
+        for name, values in rows.items():
+            words = shown.get(name, _value)
+            table.add_row(f"  {name.replace('_', ' ') if '.' not in name else name}", *map(words, values))
+    return table
+
+
+def _different_settings(paths: Sequence[Path]) -> dict[str, list[Json]]:
+    """Return the settings in which runs differ, of those that are not the default in each."""
+    each = [settings_of(path) for path in paths]
+    chosen = {name for settings in each for name in chosen_settings(settings)}
+    return {name: values for name, values in _different(each).items() if name in chosen}
+
+
+def _different(each: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
+    """Return the entries in which the mappings differ; None where one has none."""
+    names = dict.fromkeys(name for one in each for name in one)
+    rows = {name: [one.get(name) for one in each] for name in names}
+    return {
+        name: values for name, values in rows.items()
+        if any(value != values[0] for value in values) and name.partition(".")[0] not in NOT_COMPARED
+    }  # fmt: skip
+
+
+def _versions(path: Path) -> dict[str, Json]:
+    if not (starts := starts_of(path)):
+        return {}
+    return {"commit": starts[-1].git_commit, "host": starts[-1].host, **starts[-1].packages}
+
+
+def _finite_steps(history: History) -> list[Step]:
+    return [step for step in history.steps.values() if isfinite(step.step_s) and isfinite(step.waiting_s)]
+
+
+def _best(history: History) -> float | None:
+    found = [one.sampled for one in history.evaluations.values() if isfinite(one.sampled)]
+    return max(found, default=None)
+
+
+def _reward_until(history: History, step: int) -> float | None:
+    """Return the mean reward of the ten steps up to this one."""
+    rewards = [s.reward_mean for s in history.steps.values() if s.step <= step and isfinite(s.reward_mean)]
+    recent = rewards[-RECENT_STEPS:]
+    return sum(recent) / len(recent) if recent else None
+
+
+def _seconds_until(history: History, step: int) -> float | None:
+    """Return the wall-clock time from the end of the first step to that of this one."""
+    times = [s.time_s for s in history.steps.values() if s.step <= step and isfinite(s.time_s)]
+    return times[-1] - times[0] if times else None
+
+
+# --- words ---
+
+
+def at(time_s: float | None) -> str:
+    """Return a time as a clock of this host shows it."""
+    return UNKNOWN if time_s is None else f"{datetime.fromtimestamp(time_s).astimezone():%Y-%m-%d %H:%M}"
+
+
+def ago(time_s: float | None) -> str:
+    """Return how long ago something was."""
+    return UNKNOWN if time_s is None else f"{duration(max(0.0, time.time() - time_s))} ago"
+
+
+def _value(value: Json) -> str:
+    if value is None:
+        return UNKNOWN
+    text = " ".join(str(value).split())
+    return (
+        text.lower() if isinstance(value, bool) else text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    )
+
+
+def _sizes(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield what each part of a run's directory takes, in bytes."""
+    for part in sorted(path.iterdir()):
+        yield part.name, bytes_of(part)

@@ -1,0 +1,269 @@
+"""The status of a run as one JSON object, and as a screen of 80 columns made from it."""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bus.actor_counters import failed_fraction
+from bus.codec import Json
+from bus.messages import Status
+from launch.run_view.run_status import RunState
+from launch.run_view.status_texts import (
+    best_text,
+    ends_text,
+    engines_of,
+    further_policies,
+    policy_text,
+    recent_ends,
+)
+from launch.run_view.units import UNKNOWN, count, duration, size
+from launch.run_view.waiting_reasons import of_role, problems, stage, waits
+from storage.metrics.records import integer, number
+
+WIDTH = 80
+LABEL = 11
+SHOWN_MEMBERS = 12
+"""Most members that the screen has a line for; the JSON object has all."""
+Report = dict[str, Any]
+"""JSON object whose keys docs/operations.md describes."""
+
+
+def report(state: RunState) -> Report:
+    """Return the object that `launch status --json` prints. What nobody told is null."""
+    missing = problems(state)
+    return {
+        "run": state.run,
+        "time_s": state.asked_s,
+        "healthy": not missing,
+        "stage": stage(state),
+        "problems": missing,
+        "waits": waits(state),
+        "members": [*map(_member, _ordered(state)), *_silent(state)],
+        "versions": _versions(state),
+        "policies": further_policies(actor.values for actor in of_role(state, "actor")),
+        "best": _values(state, "learner").get("best"),
+        "leases": _leases(state),
+        "episodes": _episodes(state),
+        "streams": {
+            name: {
+                "messages": info.state.messages,
+                "bytes": info.state.bytes,
+                "bytes_max": info.config.max_bytes if (info.config.max_bytes or 0) > 0 else None,
+            }
+            for name, info in sorted(state.streams.items())
+        },
+        "consumers": {
+            name: {"waiting": info.num_pending, "out": info.num_ack_pending}
+            for name, info in sorted(state.consumers.items())
+        },
+        "rates": _rates(state),
+        "staleness": _staleness(state),
+    }
+
+
+def _ordered(state: RunState) -> list[Status]:
+    order = {"storage": 0, "shards": 1, "learner": 2, "actor": 4}
+    return sorted(state.statuses.values(), key=lambda one: (order.get(one.role, 3), one.source))
+
+
+def _member(status: Status) -> Report:
+    values = status.values
+    return {
+        "source": status.source,
+        "role": status.role,
+        "state": "alive",
+        "host": status.host,
+        "pid": status.pid,
+        "since_s": status.started_s or None,
+        "doing": status.doing,
+        "revision": status.revision or None,
+        "policy_version": values.get("policy_version") if status.role in ("actor", "learner") else None,
+        "engines": values.get("engines") if status.role == "actor" else None,
+    }
+
+
+def _silent(state: RunState) -> Iterator[Report]:
+    """Return the holders of a role which sent no status."""
+    heard = {(status.host, status.pid) for status in state.statuses.values()}
+    for role, holder in sorted(state.holders.items()):
+        if (holder.host, holder.pid) not in heard:
+            renewed = role in state.renewed
+            yield {
+                "source": role,
+                "role": role.partition("-")[0],
+                "state": "busy" if renewed else "silent",
+                "host": holder.host,
+                "pid": holder.pid,
+                "since_s": None,
+                "doing": "renews its role, but sends no status" if renewed else "sends nothing",
+                "revision": None,
+                "policy_version": None,
+                "engines": None,
+            }
+
+
+def _values(state: RunState, source: str) -> Mapping[str, Json]:
+    status = state.statuses.get(source)
+    return {} if status is None else status.values
+
+
+def _versions(state: RunState) -> Report:
+    policy, learner = state.policy, _values(state, "learner")
+    used = list(_versions_in_use(state))
+    trained = learner.get("step")
+    if trained is None and policy is not None and policy.stage != "warmup":
+        trained = policy.policy_version - policy.trains_from
+    return {
+        "published": None if policy is None else policy.policy_version,
+        "trained_step": trained,
+        "steps": None if state.config is None else state.config.learner.steps,
+        "oldest_in_use": min(used, default=None),
+    }
+
+
+def _versions_in_use(state: RunState) -> Iterator[int]:
+    """Return the version of each engine, or of an actor that names no engines."""
+    for actor in of_role(state, "actor"):
+        for values in engines_of(actor.values).values() or [actor.values]:
+            if "policy_version" in values and integer(values, "policy_version") >= 0:
+                yield integer(values, "policy_version")
+
+
+def _leases(state: RunState) -> Report:
+    storage, rollout = _values(state, "storage"), state.consumers.get("TASKS/rollout")
+    return {
+        "waiting": None if rollout is None else rollout.num_pending,
+        "out": None if rollout is None else rollout.num_ack_pending,
+        "stored_groups": storage.get("stored"),
+        "trained_groups": storage.get("trained"),
+        "rejected_groups": storage.get("rejected"),
+        "issued": storage.get("issued"),
+    }
+
+
+def _episodes(state: RunState) -> Report:
+    """Return how recent episodes ended, and the fractions that failed by anything, and by infrastructure."""
+    ends = recent_ends(actor.values for actor in of_role(state, "actor"))
+    return {
+        "recent_ends": ends,
+        "failed_fraction": failed_fraction(ends),
+        "infra_failed_fraction": failed_fraction(ends, "infrastructure"),
+    }
+
+
+def _rates(state: RunState) -> Report:
+    """Return rates over the learner's recent steps; tokens are those of the last second or step."""
+    steps, learner = state.steps, _values(state, "learner")
+    per_minute = trajectories = None
+    if len(steps) > 1 and (seconds := steps[-1].time_s - steps[0].time_s) > 0:
+        per_minute = 60 * (len(steps) - 1) / seconds
+        trajectories = 60 * sum(integer(one.values, "train/trajectories") for one in steps[1:]) / seconds
+    generated = [number(actor.values, "generated_tokens_per_s") for actor in of_role(state, "actor")]
+    trained = number(learner, "trained_tokens_per_s")
+    return {
+        "steps_per_minute": per_minute,
+        "trained_trajectories_per_minute": trajectories,
+        "generated_tokens_per_minute": 60 * sum(rate for rate in generated if rate == rate),
+        "trained_tokens_per_minute": 60 * trained if trained == trained else None,
+    }
+
+
+def _staleness(state: RunState) -> Report:
+    storage, learner = _values(state, "storage"), _values(state, "learner")
+    configured = None if state.config is None else state.config.admission.max_staleness
+    return {
+        "last_step": state.steps[-1].values.get("staleness/max_versions") if state.steps else None,
+        "worst": learner.get("max_staleness_seen"),
+        "bound": storage.get("max_staleness", configured),
+    }
+
+
+# --- the screen ---
+
+
+def screen(found: Report) -> str:
+    """Return the report as lines of at most `WIDTH` columns."""
+    lines = [f"{found['run']}  {found['stage']}  {'healthy' if found['healthy'] else 'NOT HEALTHY'}"]
+    lines += [line for problem in found["problems"] for line in _row("problem", problem, most=8)]
+    lines += [line for wait in found["waits"] or ["nobody waits"] for line in _row("waiting", wait)]
+    for label, text in _figures(found):
+        lines += _row(label, text)
+    members = found["members"]
+    for member in members[:SHOWN_MEMBERS]:
+        lines += _row("member", _member_line(member, found["time_s"]))
+    if len(members) > SHOWN_MEMBERS:
+        lines += _row("member", f"... and {len(members) - SHOWN_MEMBERS} more: --json has all")
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str, most: int = 3) -> list[str]:
+    """Return the text in at most so many lines. A problem has more: the end of a failure says its cause."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL, max_lines=most
+    )
+
+
+def _figures(found: Report) -> Iterator[tuple[str, str]]:
+    versions, leases, rates = found["versions"], found["leases"], found["rates"]
+    yield (
+        "versions",
+        (
+            f"{_known(versions['published'])} published, {_known(versions['oldest_in_use'])} oldest in use; "
+            f"step {_known(versions['trained_step'])} of {_known(versions['steps'])} trained"
+        ),
+    )
+    for name, policy in found["policies"].items():
+        yield name[: LABEL - 1], policy_text(policy)
+    staleness = found["staleness"]
+    yield (
+        "staleness",
+        (
+            f"{_known(staleness['last_step'])} in the last step, {_known(staleness['worst'])} worst, "
+            f"{_known(staleness['bound'])} allowed"
+        ),
+    )
+    yield (
+        "leases",
+        (
+            f"{_known(leases['waiting'])} waiting, {_known(leases['out'])} out; groups: "
+            f"{_known(leases['stored_groups'])} stored, {_known(leases['trained_groups'])} trained, "
+            f"{_known(leases['rejected_groups'])} rejected"
+        ),
+    )
+    if best := best_text(found["best"]):
+        yield "best", best
+    yield "episodes", ends_text(found["episodes"]["recent_ends"])
+    yield (
+        "a minute",
+        (
+            f"{_rate(rates['steps_per_minute'])} steps, {_rate(rates['trained_trajectories_per_minute'])} "
+            f"trajectories trained, tokens: {_rate(rates['generated_tokens_per_minute'])} generated, "
+            f"{_rate(rates['trained_tokens_per_minute'])} trained"
+        ),
+    )
+    full = (f"{name} {_fill(stream)}" for name, stream in found["streams"].items())
+    yield "streams", ", ".join(full) or UNKNOWN
+    waiting = (f"{name} {one['waiting']}+{one['out']}" for name, one in found["consumers"].items())
+    yield "pending", ", ".join(waiting) or UNKNOWN
+
+
+def _fill(stream: Mapping[str, Any]) -> str:
+    bound = stream["bytes_max"]
+    return f"{size(stream['bytes'])} of {size(bound)}" if bound else size(stream["bytes"])
+
+
+def _known(value: object) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.1f}" if value < 10 else count(value)
+
+
+def _member_line(member: Mapping[str, Any], now_s: float) -> str:
+    version = member["policy_version"]
+    since = "" if member["since_s"] is None else f" for {duration(max(0.0, now_s - member['since_s']))}"
+    at = f"{member['source']} {member['state']}{since} on {member['host']}, pid {member['pid']}"
+    return f"{at}{'' if version is None else f', version {version}'}: {member['doing']}"

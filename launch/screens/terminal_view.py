@@ -1,0 +1,392 @@
+"""The terminal view of a run: its progress, its rewards, and what each process waits for."""
+
+import asyncio
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from math import isfinite
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from bus.codec import Json
+from bus.waiting import set_within
+from launch.run_view.absent_processes import ABSENT, absent_processes
+from launch.run_view.history import Evaluation, Step
+from launch.run_view.monitor import Process, RunMonitor
+from launch.run_view.status_texts import best_text, ends_text, engines_of, holders_text, policy_text
+from launch.run_view.units import UNKNOWN, count, duration, fraction, size
+from storage.metrics.records import integer, number
+
+REFRESH_S = 0.5
+LINE_S = 5.0
+"""Time between two lines where there is no terminal; important changes are printed at once."""
+MAX_LINES = 21
+MOST_SETS = 3
+"""Further data sets that the live screen has a row for."""
+LABEL = 11
+NAME = 18
+STAGES = {
+    "starting": "starting",
+    "warmup": "warm-up",
+    "rl": "reinforcement learning",
+    "done": "done",
+}
+
+
+class TerminalView:
+    """Shows `monitor` on `console` until stopped: a live screen on a terminal, else plain lines."""
+
+    def __init__(self, monitor: RunMonitor, console: Console) -> None:
+        self._monitor = monitor
+        self._console = console
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Show until `stop`; the last screen stays."""
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            await self._run_live(stop)
+        else:
+            await self._run_plain(stop)
+
+    async def _run_live(self, stop: asyncio.Event) -> None:
+        with Live(console=self._console, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                stopping = stop.is_set()
+                lines = screen(self._monitor, self._console.width)
+                # in a thread: a terminal held with Ctrl-S blocks its writer
+                await asyncio.to_thread(live.update, Group(*lines), refresh=True)
+                if stopping:
+                    return
+                await set_within(stop, REFRESH_S)
+
+    async def _run_plain(self, stop: asyncio.Event) -> None:
+        news, next_s = News(self._monitor), 0.0
+        while True:
+            stopping = stop.is_set()
+            lines = news.take()
+            if lines or stopping or time.monotonic() >= next_s:
+                next_s = time.monotonic() + LINE_S
+                lines.append(status_line(self._monitor))
+            for line in lines:
+                self._console.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
+            if stopping:
+                return
+            await set_within(stop, REFRESH_S)
+
+
+# --- the live screen ---
+
+
+def screen(monitor: RunMonitor, width: int) -> list[Text]:
+    """Return the screen, at most `MAX_LINES` lines of at most `width` columns."""
+    lines = [_title(monitor), *_rows(monitor)]
+    lines += _process_lines(monitor, width, max_lines=MAX_LINES - len(lines))
+    for line in lines:
+        line.no_wrap = True
+        line.overflow = "ellipsis"
+    return lines
+
+
+def _title(monitor: RunMonitor) -> Text:
+    line = Text(monitor.settings.name, style="bold")
+    return line.append(f"  {_stage(monitor)}  {duration(monitor.elapsed_s)}", style="not bold")
+
+
+def _stage(monitor: RunMonitor) -> str:
+    learner, settings = monitor.values("learner"), monitor.settings
+    stage = STAGES.get(monitor.stage, monitor.stage)
+    if monitor.stage == "warmup":
+        return f"{stage}, step {integer(learner, 'warmup_step')} of {settings.warmup_steps}"
+    if monitor.stage in ("rl", "done"):
+        version = integer(learner, "policy_version")
+        return f"{stage}, step {integer(learner, 'step')} of {settings.steps}, policy v{version}"
+    return stage
+
+
+def _rows(monitor: RunMonitor) -> Iterator[Text]:
+    learner, storage, last = monitor.values("learner"), monitor.values("storage"), monitor.history.last
+    for name, policy in monitor.policies.items():
+        yield _row(name[: LABEL - 1], policy_text(policy))
+    recent, latest = monitor.history.recent_reward(), last.reward_mean if last else None
+    yield _row("reward", f"{fraction(recent)} mean of the last 10 steps, latest {fraction(latest)}")
+    yield _row("held-out", _held_out(monitor))
+    yield from (_row(label, text) for label, text in _measured(monitor))
+    trained = count(number(learner, "trained_tokens_per_s"))
+    yield _row("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained")
+    yield _row("step time", _step_time(last))
+    yield _row("staleness", f"{_staleness(monitor)} (policy versions)")
+    yield _row("queues", _queues(storage))
+    if held := monitor.full_disk or _held(monitor):
+        yield _row("waiting", held)
+    published, used = count(monitor.trajectories_published), count(integer(learner, "trajectories_trained"))
+    closed = integer(storage, "closed_short")
+    short = f"; {count(closed)} groups closed short" if closed else ""
+    yield _row("rollouts", f"{published} trajectories published, {used} trained on{short}")
+    yield _row("rejected", _rejected(storage))
+    if sources := _sources(storage):
+        yield _row("sources", sources)
+    yield _row("episodes", ends_text(monitor.recent_ends))
+
+
+def _row(label: str, text: str) -> Text:
+    return Text(f"{label:<{LABEL}}", style="cyan").append(text, style="default")
+
+
+def _held_out(monitor: RunMonitor) -> str:
+    target = monitor.settings.target_accuracy
+    wanted = "" if target is None else f", target {fraction(target)}"
+    evaluations = monitor.history.evaluations
+    if not evaluations:
+        return f"not measured yet{wanted}"
+    first, *_ = evaluations.values()
+    *_, last = evaluations.values()
+    since = "" if first is last else f", was {fraction(first.sampled)} at {first.where}"
+    return f"{_accuracy(last)}{_lag(last)}{wanted}{since}"
+
+
+def _accuracy(evaluation: Evaluation) -> str:
+    sampled, greedy = fraction(evaluation.sampled), fraction(evaluation.greedy)
+    return f"{sampled} sampled, {greedy} greedy at {evaluation.where}"
+
+
+def _measured(monitor: RunMonitor) -> Iterator[tuple[str, str]]:
+    """Return what was measured last on each further data set, and the best checkpoint."""
+    sets = monitor.history.sets
+    for name, evaluations in list(sets.items())[:MOST_SETS]:
+        *_, last = evaluations.values()
+        yield name[: LABEL - 1], set_scores(last)
+    if len(sets) > MOST_SETS:
+        yield "...", f"and {len(sets) - MOST_SETS} more data sets: metrics.jsonl has all"
+    if text := best_text(monitor.values("learner").get("best")):
+        yield "best", text
+
+
+def set_scores(evaluation: Evaluation) -> str:
+    """Return the scores of a data set with the version, and how far the learner was past it."""
+    shown = {name: value for name, value in evaluation.scores.items() if name.startswith("pass@")}
+    scores = ", ".join(f"{fraction(value)} {name}" for name, value in shown.items())
+    return f"{_accuracy(evaluation)}{_lag(evaluation)}{', ' + scores if scores else ''}"
+
+
+def _lag(evaluation: Evaluation) -> str:
+    """Return by how many versions the learner was past the one that was measured; empty for none."""
+    if not evaluation.lag:
+        return ""
+    return f", {evaluation.lag} version{'s' if evaluation.lag > 1 else ''} behind"
+
+
+def _step_time(step: Step | None) -> str:
+    if step is None:
+        return UNKNOWN
+    parts = (step.training_s, "training"), (step.waiting_s, "waiting"), (step.publish_stall_s, "publishing")
+    return f"{duration(step.step_s)} = " + " + ".join(f"{duration(part)} {name}" for part, name in parts)
+
+
+def _staleness(monitor: RunMonitor) -> str:
+    last = monitor.history.last
+    now = count(last.staleness_max) if last else UNKNOWN
+    worst = integer(monitor.values("learner"), "max_staleness_seen")
+    return f"{now} now, {worst} worst, {monitor.max_staleness_allowed} allowed"
+
+
+def _queues(storage: dict[str, Json]) -> str:
+    if not storage:
+        return UNKNOWN
+    return (
+        f"{integer(storage, 'rolling_out')} groups rolling out, {integer(storage, 'stored')} stored; "
+        f"on the bus {integer(storage, 'tasks_pending')} tasks, "
+        f"{integer(storage, 'trajectories_pending')} results"
+    )
+
+
+def _held(monitor: RunMonitor) -> str:
+    """Return what holds the groups that a learner without its batch waits for; empty when it does not."""
+    latest = monitor.processes.get("learner")
+    waits = latest is not None and latest.status.doing.startswith("waiting for the batch")
+    if not waits or not integer(monitor.values("storage"), "rolling_out"):
+        return ""
+    return holders_text([actor.status for actor in monitor.actors()])
+
+
+def _rejected(storage: dict[str, Json]) -> str:
+    reasons = storage.get("reasons")
+    found = reasons.items() if isinstance(reasons, dict) else ()
+    groups = ", ".join(f"{number} {reason}" for reason, number in found)
+    dead, kinds = integer(storage, "dead"), storage.get("dead_reasons")
+    why = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else ""
+    return (f"groups: {groups}" if groups else "none") + (f"; set aside: {why or dead}" if dead else "")
+
+
+def _sources(storage: dict[str, Json]) -> str:
+    """Return the share of each source of prompts, and how much of it is solved; empty without sources."""
+    found = storage.get("sources")
+    sources = found.items() if isinstance(found, dict) else ()
+    return ", ".join(
+        f"{name} {number(figures, 'share'):.0%} ({fraction(number(figures, 'solved'))} solved)"
+        for name, figures in sources
+        if isinstance(figures, dict)
+    )
+
+
+# --- one line a process ---
+
+
+def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text]:
+    """Return the lines of every process, or of as many as fit and how many more there are."""
+    shown = monitor.shown()
+    absent = [Text(f"{role:<{NAME}} {ABSENT}", style="yellow") for role in absent_processes(monitor)]
+    max_lines -= len(absent)
+    left = len(shown) - max_lines + 1
+    if len(shown) > max_lines:  # of many, only those that fit are put into words
+        blocks = [_process(monitor, process, width, rows=1) for process in shown[: max_lines - 1]]
+        blocks.append([Text(f"... and {left} more", style="dim")])
+    else:
+        blocks = [_process(monitor, process, width, rows=2) for process in shown]
+        if sum(map(len, blocks)) > max_lines:
+            blocks = [_process(monitor, process, width, rows=1) for process in shown]
+    return [*absent, *(line for block in blocks for line in block)]
+
+
+def _process(monitor: RunMonitor, process: Process, width: int, rows: int) -> list[Text]:
+    ended = monitor.silent_s(process) > 0 and monitor.stage == "done"
+    silence = 0.0 if ended else monitor.silent_s(process)
+    style = "red" if silence else "yellow" if "waiting" in process.status.doing.lower() else "green"
+    style = "dim" if ended else "red" if _alarm(process) else style
+    head = f"{_short(process.status.source):<{NAME}} "
+    wrapped = textwrap.wrap(
+        "ended" if ended else _activity(process, silence),
+        max(20, width - len(head)),
+        max_lines=rows,
+        placeholder="...",
+    )
+    first, *others = wrapped or [""]
+    lines = [Text(head, style=f"bold {style}").append(first, style=f"not bold {style}")]
+    return lines + [Text(" " * len(head) + other, style=style) for other in others]
+
+
+def _activity(process: Process, silence_s: float) -> str:
+    status = process.status
+    if silence_s:
+        return f"SILENT for {duration(round(silence_s))}, was: {status.doing}"
+    if alarm := _alarm(process):
+        return f"ALARM: {alarm}; {status.doing}"
+    again = f", start {process.starts}" if process.starts > 1 else ""
+    if status.role != "actor":
+        return f"{status.doing} ({size(status.peak_rss_bytes)}{again})"
+    values = status.values
+    running, waiting = integer(values, "running"), integer(values, "waiting")
+    rate, version = count(number(values, "generated_tokens_per_s")), integer(values, "policy_version")
+    failed = f", {integer(values, 'failed')} failed" if integer(values, "failed") else ""
+    load = f"{running} running, {waiting} queued{failed}, {rate} tok/s"
+    return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
+
+
+def _alarm(process: Process) -> str:
+    """Return what the process says is wrong, such as an engine with other weights than it should have."""
+    return str(process.status.values.get("alarm", ""))
+
+
+def _engines(values: Mapping[str, Json]) -> str:
+    """Return what each engine of an actor does, when there are several or one was restarted."""
+    engines = engines_of(values)
+    if len(engines) == 1 and not any(integer(engine, "restarts") for engine in engines.values()):
+        return ""
+    return "".join(f"; {name} {_engine(engine)}" for name, engine in engines.items())
+
+
+def _engine(engine: Mapping[str, Json]) -> str:
+    restarts = integer(engine, "restarts")
+    again = f", restarted {restarts} times" if restarts else ""
+    if engine.get("state") != "serving":
+        return f"{engine.get('state')}{again}"
+    running, waiting = integer(engine, "running"), integer(engine, "waiting")
+    return f"{running} running, {waiting} queued, v{integer(engine, 'policy_version')}{again}"
+
+
+def _short(source: str) -> str:
+    """Shorten a long name to its end, which holds the process id."""
+    return source if len(source) < NAME else f"..{source[-(NAME - 3) :]}"
+
+
+# --- plain lines ---
+
+
+def status_line(monitor: RunMonitor) -> str:
+    """Return the run's state in one line, for a log."""
+    reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
+    latest = evaluations[next(reversed(evaluations))] if evaluations else None
+    held_out = UNKNOWN if latest is None else f"{fraction(latest.sampled)} at {latest.where}"
+    trained = number(monitor.values("learner"), "trained_tokens_per_s")
+    storage = monitor.values("storage")
+    parts = [
+        f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",
+        f"reward {fraction(reward if isfinite(reward) else None)}",
+        f"held-out {held_out}",
+        f"tokens/s {count(monitor.generated_tokens_per_s)} generated {count(trained)} trained",
+        f"staleness {_staleness(monitor)}",
+        f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
+        *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
+        *(f"{role}: {ABSENT}" for role in absent_processes(monitor)),
+        *filter(None, [monitor.full_disk or _held(monitor)]),
+        f"{len(monitor.actors())} actors",
+        f"episodes {ends_text(monitor.recent_ends)}",
+    ]
+    return " | ".join(parts)
+
+
+class News:
+    """Changes since they were last asked for: stage, evaluations, processes that come and go."""
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self._monitor = monitor
+        self._stage = monitor.stage
+        self._evaluations = dict(monitor.history.evaluations)
+        self._sets = {name: dict(of) for name, of in monitor.history.sets.items()}
+        self._starts: dict[str, int] = {}
+        self._silent: set[str] = set()
+        self._alarms: set[str] = set()
+
+    def take(self) -> list[str]:
+        """Return a line for each change since the last call."""
+        return [*self._stage_changes(), *self._evaluation_changes(), *self._process_changes()]
+
+    def _stage_changes(self) -> Iterator[str]:
+        before, self._stage = self._stage, self._monitor.stage
+        if before != self._stage:
+            yield f"stage: {STAGES.get(before, before)} -> {STAGES.get(self._stage, self._stage)}"
+
+    def _evaluation_changes(self) -> Iterator[str]:
+        before, self._evaluations = self._evaluations, dict(self._monitor.history.evaluations)
+        for version, evaluation in self._evaluations.items():
+            if before.get(version) != evaluation:
+                yield f"held-out reward: {_accuracy(evaluation)}"
+        known, self._sets = self._sets, {name: dict(of) for name, of in self._monitor.history.sets.items()}
+        for name, found in self._sets.items():
+            for version, evaluation in found.items():
+                if known.get(name, {}).get(version) != evaluation:
+                    yield f"{name}: {set_scores(evaluation)}"
+
+    def _process_changes(self) -> Iterator[str]:
+        processes = self._monitor.processes
+        for source in self._starts.keys() - processes.keys():  # an actor that is forgotten
+            del self._starts[source]
+        self._silent &= processes.keys()
+        for source, process in processes.items():
+            known, self._starts[source] = self._starts.get(source, 0), process.starts
+            if process.starts > known:
+                yield f"{source}: {'started again' if known else 'started'}, pid {process.status.pid}"
+            silent = self._monitor.silent_s(process) > 0
+            if silent and source not in self._silent:
+                self._silent.add(source)
+                ended = self._monitor.stage == "done"
+                yield f"{source}: {'ended' if ended else f'silent, was: {process.status.doing}'}"
+            elif not silent and source in self._silent:
+                self._silent.remove(source)
+                yield f"{source}: speaks again"
+            if (alarm := _alarm(process)) and source not in self._alarms:
+                self._alarms.add(source)
+                yield f"{source}: ALARM: {alarm}"
+            elif not alarm and source in self._alarms:
+                self._alarms.remove(source)
+                yield f"{source}: the alarm is over"

@@ -1,0 +1,102 @@
+"""The actor processes of a run."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from bus.connection.bus import Bus
+from bus.process.process_tuning import no_collections
+from launch.process.record_trust import with_own_engine
+from launch.process.run_connection import connected, joined
+from launch.services.gateway_access import gateway_token, refuse_open_gateway
+from launch.settings.numerics_checks import engine_of
+from launch.settings.policies import shares_servers
+from launch.settings.run_config import RunConfig, policy_config
+from storage.account.records import ACTORS
+
+if TYPE_CHECKING:
+    from actors.other_policies.further_policy import FurtherSettings
+
+
+log = structlog.get_logger()
+
+
+async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
+    """Run an actor process until `stop` or the end of the run."""
+    with no_collections():
+        from actors.environments.build import built_environment
+        from actors.programs.hidden import hide
+        from actors.rewards.group_filters import load_filter
+
+    async with connected(where, "actors", stop) as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is None:
+            return
+        config = with_own_engine(bus, config, overrides)
+        refuse_open_gateway(config)
+        hide(_hidden_files(config))
+        async with built_environment(config.actors, stop) as environment, AsyncExitStack() as opened:
+            load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
+            bus.state.wait_for("its libraries to be loaded")
+            log.info("actors_starting", run=config.run)
+            with no_collections():
+                from actors.service import ActorSettings, run_actors
+
+            further = await _further_policies(bus, config, overrides, stop, opened)
+            settings = ActorSettings(
+                actors=config.actors, sampling=config.sampling, rollout_engine=engine_of(config),
+                shards=config.replay.shards,
+                logs=config.directory / config.run / "logs",
+                account=config.directory / config.run / ACTORS,
+                colocation=config.colocation,
+                gateway_token=gateway_token(config),
+                further=further,
+                max_staleness=config.admission.max_staleness,
+                exact=config.model.numerics == "exact",
+            )  # fmt: skip
+            await run_actors(bus, settings, environment, stop)
+
+
+async def _further_policies(
+    bus: Bus, config: RunConfig, overrides: dict[str, Any], stop: asyncio.Event, opened: AsyncExitStack
+) -> "dict[str, FurtherSettings]":
+    """Return what an actor needs to know of each further policy, with a connection as long as `opened`."""
+    from actors.other_policies.further_policy import FurtherSettings
+    from actors.policy.sampling_masks import told_by
+
+    found = {}
+    for name, policy in config.policies.items():
+        own = with_own_engine(bus, policy_config(config, name), overrides)
+        connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop)
+        connection = await opened.enter_async_context(connecting)
+        found[name] = FurtherSettings(
+            connection, told_by(engine_of(own), config.sampling), policy.agents,
+            max_staleness=own.admission.max_staleness,
+            exact=own.model.numerics == "exact",
+            shares_servers=shares_servers(config, name, own.actors.engine),
+            account=own.directory / own.run / ACTORS,
+        )  # fmt: skip
+    return found
+
+
+def _hidden_files(config: RunConfig) -> Iterator[Path]:
+    """Yield the files of a run that an agent's programs on this host must not see.
+
+    They are the run's directory, the files of its prompts, which have labels, and the credentials in use; not
+    all of them need be on this host."""
+    yield config.directory / config.run
+    if config.bus.creds is not None:
+        yield config.bus.creds
+    given = [config.data.prompts, config.data.heldout]
+    given += [source.prompts for source in config.data.sources]
+    given += [one.prompts for one in config.evaluation.sets]
+    yield from (_sliced_file(path) for path in given if path is not None)
+
+
+def _sliced_file(path: Path) -> Path:
+    """Return the file of which a path may name a slice."""
+    return Path(str(path).partition("@[")[0])

@@ -1,0 +1,126 @@
+"""`launch bus`: a nats-server that is started again when it cannot store any more."""
+
+import asyncio
+import platform
+from pathlib import Path
+
+import structlog
+
+from bus.connection.process_state import ProcessState
+from bus.errors import BusError, ConfigError
+from bus.security.credentials import Credentials, load_credentials
+from bus.server.nats_server import NatsServer, is_loopback
+from bus.server.secure_directory import SecureDirectory
+from bus.waiting import cancelled, set_within
+from launch.process.health_server import monitored
+from launch.services.bus_keys import follow_directory
+from launch.services.write_check import until_it_cannot_store
+from launch.settings.run_config import MonitoringConfig
+from storage.disk.atomic_files import make_directory, try_lock
+from storage.disk.free_space import lack_of_room
+
+log = structlog.get_logger()
+PORTS = range(1 << 16)
+PERIOD_S = 1.0
+"""Time between two looks at the disk."""
+
+
+async def serve_bus(
+    host: str, port: int, directory: Path, stop: asyncio.Event, *, insecure: bool = False,
+    secure: Path | None = None, runs: tuple[str, ...] = (), monitoring: MonitoringConfig | None = None,
+) -> None:  # fmt: skip
+    """Run a nats-server until `stop`; it lets in only who has credentials from the directory `secure`.
+
+    Raises `ConfigError` for a host beyond loopback that everybody could use, unless `insecure` allows it.
+    """
+    if not (is_loopback(host) or insecure or secure is not None):
+        raise ConfigError(
+            f"--host {host} would let everybody on the network run programs on the run's hosts, since no "
+            "credentials are asked for: give --secure DIR, listen at 127.0.0.1, "
+            "or give --insecure on a network of your own"
+        )
+    if port not in PORTS:
+        raise ConfigError(
+            f"--port {port} is no port: choose one from 1 to {PORTS[-1]}, or 0 for any that is free"
+        )
+    state = ProcessState("bus")
+    state.wait_for("nats-server to listen")
+    make_directory(directory)
+    with (directory / "lock").open("a") as lock:
+        if not try_lock(lock):
+            raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
+        keys = SecureDirectory(secure) if secure is not None else None
+        monitoring = monitoring or MonitoringConfig()
+        server = NatsServer(directory, host=host, port=port, secure=keys, http_port=monitoring.nats_port)
+        if keys is not None:
+            reached_at = platform.node() if host in ("0.0.0.0", "::") else host
+            keys.make(runs, f"nats://{reached_at}:{server.port}")
+        async with monitored(monitoring, state), server:
+            log.info("bus_ready", url=server.url, runs=keys.runs if keys is not None else "all")
+            if keys is None:
+                await _keep_alive(server, state, stop, None)
+                return
+            following = asyncio.create_task(follow_directory(server, keys, stop), name="follow keys")
+            try:
+                await _keep_alive(server, state, stop, load_credentials(keys.probe))
+            finally:
+                await cancelled(following)
+
+
+async def _keep_alive(
+    server: NatsServer, state: ProcessState, stop: asyncio.Event, probe: Credentials | None
+) -> None:
+    """Restart a server that stores nothing any more, until `stop`."""
+    restarts = 0
+    while True:
+        state.waits_for, state.doing = "", f"nats-server listens at {server.url}"
+        state.values = {"restarts": restarts}
+        if await _ended_or_stopped(server, stop, probe):
+            return
+        state.wait_for("nats-server to start again, since it could not store: is the disk full?")
+        if not await _has_room(server.directory, state, stop):
+            return
+        restarts += 1
+        await server.stop()
+        await server.start()
+
+
+async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Credentials | None) -> bool:
+    """Wait for `stop`; return False when the server has to be restarted before."""
+    ended = asyncio.create_task(server.wait())
+    stopping = asyncio.create_task(stop.wait())
+    refusing = asyncio.create_task(until_it_cannot_store(server.url, probe))
+    # a full disk may break some streams and not that of the probe
+    full = asyncio.create_task(_until_full(server.directory))
+    tasks = {ended, stopping, refusing, full}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await cancelled(*tasks)
+    if stop.is_set():
+        return True
+    if not ended.cancelled():
+        raise BusError(
+            f"nats-server ended by itself with status {ended.result()}: see {server.directory}/nats.log"
+        )
+    reason = (refusing if full.cancelled() else full).result()
+    log.error("bus_cannot_store", reason=reason, remedy="is the disk full? nats-server starts again")
+    return False
+
+
+async def _until_full(directory: Path) -> str:
+    """Return what is wrong once the disk of a directory is full."""
+    while not (full := lack_of_room(directory)):  # noqa: ASYNC110 - of a disk nobody sets an event
+        await asyncio.sleep(PERIOD_S)
+    return full
+
+
+async def _has_room(directory: Path, state: ProcessState, stop: asyncio.Event) -> bool:
+    """Wait until the disk of a directory has room; return False when `stop` came first.
+
+    Until then the server stays as it is: it stores nothing, but carries what processes say of themselves."""
+    while full := lack_of_room(directory):
+        if state.doing != full:
+            log.error("bus_waits_for_room", reason=full)
+            state.wait_for(full)
+        if await set_within(stop, PERIOD_S):
+            return False
+    return True

@@ -1,0 +1,89 @@
+"""What the preset, the files, the environment and the short forms of a start stand for, as settings."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bus.config import URL_VARIABLE
+from bus.security.credentials import VARIABLE, load_credentials
+from launch.settings.run_config import RunConfig, config_file, flags, preset
+from launch.settings.sources import DEFAULT, Source, merged
+
+
+def sources_of(
+    preset_name: str | None,
+    configs: Sequence[Path] | None,
+    short: Sequence[Source],
+    settings: object,
+    *,
+    recipe: Source | None = None,
+) -> list[Source]:
+    """Return the settings of a start in their order, the last wins: the preset, the recipe, each file, the
+    environment and the short forms, the flags.
+
+    Before them stand the types of all tables by default: a preset need not repeat these, and a later layer
+    that chooses another type must still replace its table."""
+    return [
+        Source(DEFAULT, _types(RunConfig().model_dump())),
+        *([Source(f"preset {preset_name}", preset(preset_name))] if preset_name else []),
+        *([recipe] if recipe else []),
+        *(Source(f"file {path}", config_file(path)) for path in configs or ()),
+        *short,
+        Source("flag", flags(settings)),
+    ]
+
+
+def _types(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each `type` in a table and in those below it."""
+    below = {name: _types(value) for name, value in table.items() if isinstance(value, Mapping)}
+    own = {"type": table["type"]} if isinstance(table.get("type"), str) else {}
+    return own | {name: found for name, found in below.items() if found}
+
+
+def short_sources(
+    bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
+    reward: str | None = None, agent: str | None = None,
+) -> list[Source]:  # fmt: skip
+    """Return the settings that the environment and the short forms stand for."""
+    environment: dict[str, Any] = {}
+    if agent is not None:
+        environment = {"type": "agent", "command": agent, "reward": "posted"}
+    given: dict[str, dict[str, Any]] = {
+        "--prompts": {"data": {"prompts": prompts}} if prompts is not None else {},
+        "--agent": {"actors": {"environment": environment}} if environment else {},
+        "--reward": {"actors": {"environment": {"reward": reward}}} if reward is not None else {},
+    }
+    return [
+        *_bus_sources(bus, creds),
+        *(Source(f"flag {name}", layer) for name, layer in given.items() if layer),
+    ]
+
+
+def _bus_sources(bus: str | None, creds: Path | None) -> list[Source]:
+    """Return who names the bus and the credentials; a bus that nobody names is that of the credentials."""
+    url, file = os.environ.get(URL_VARIABLE), os.environ.get(VARIABLE)
+    named = bus or url
+    found = []
+    if creds is None and file:
+        found.append(Source(f"environment {VARIABLE}", _credentials_layer(Path(file), named)))
+    if url:
+        found.append(Source(f"environment {URL_VARIABLE}", {"bus": {"url": url}}))
+    if creds is not None:
+        found.append(Source("flag --creds", _credentials_layer(creds, named)))
+    if bus:
+        found.append(Source("flag --bus", {"bus": {"url": bus}}))
+    return found
+
+
+def _credentials_layer(path: Path, bus: str | None) -> dict[str, Any]:
+    url = {} if bus else {"url": load_credentials(path).url}
+    return {"bus": {"creds": path.absolute(), **url}}
+
+
+def short_forms(
+    bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
+    reward: str | None = None, agent: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the settings of `short_sources` in one layer."""
+    return merged(short_sources(bus, creds, prompts, reward, agent))

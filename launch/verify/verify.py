@@ -1,0 +1,120 @@
+"""`launch verify`: accounts for every trajectory of a run, by id and digest."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import nats.errors
+from nats.js.errors import NotFoundError
+
+from bus.codec import Json
+from bus.connection.bus import Bus
+from bus.errors import SluiceError
+from launch.settings.run_config import RunConfig
+from launch.verify.comparison import BROKEN, VERDICTS, Verdicts, compare
+from launch.verify.evidence import Acknowledgement, Evidence, collect
+from storage.disk.run_directory import RunDirectory
+
+CONNECT_S = 1.5
+"""Longest time to wait for the bus, which need not be there."""
+LOOKS = 5
+"""Times that a run which goes on is read: what is missing may have been stored while it was read."""
+PAUSE_S = 1.0
+NAMED = 10
+"""Most things that a line of the screen names."""
+
+
+class OnBus:
+    """Knows which messages are still on the stream of trajectories."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}
+
+    def __call__(self, answer: Acknowledgement) -> bool | None:
+        """Tell whether a message is there; None if the bus was not asked."""
+        return self._known.get(answer.sequence)
+
+    async def ask(self, bus: Bus, answers: Sequence[Acknowledgement]) -> None:
+        """Ask about the messages of these acknowledgements. Raises `nats.errors.Error`."""
+        stream = bus.topology.stream("TRAJECTORIES")
+        for sequence in {answer.sequence for answer in answers}:
+            try:
+                await bus.js.get_msg(stream, sequence)
+            except NotFoundError:
+                self._known[sequence] = False
+            else:
+                self._known[sequence] = True
+
+
+async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Event) -> dict[str, Json]:
+    """Compare what the actors, the store and the learner of a run say, and return `Verdicts.to_json`.
+
+    The bus is asked for what is missing, if it is there."""
+    run = RunDirectory(where.directory, where.run)
+    impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": CONNECT_S})
+    with suppress(SluiceError):
+        async with Bus.connect(impatient, where.run, name="verify", stop=stop) as bus:
+            return (await verified(run, lists, bus=bus)).to_json() | {"run": where.run, "bus": True}
+    return (await verified(run, lists)).to_json() | {"run": where.run, "bus": False}
+
+
+async def verified(
+    run: RunDirectory,
+    lists: Sequence[Path] = (),
+    *,
+    bus: Bus | None = None,
+    went_with_bus: Callable[[Acknowledgement], bool] = lambda answer: False,
+) -> Verdicts:
+    """Compare everything that a run left, which may go on; what is missing is looked for again.
+
+    Args:
+        run: whose directory is here.
+        lists: directories with the records of actors on other hosts.
+        bus: the run's, which is asked for messages that no shard has taken yet.
+        went_with_bus: as for `compare`.
+    """
+    for look in range(LOOKS):
+        if look:
+            await asyncio.sleep(PAUSE_S)
+        evidence = await asyncio.to_thread(collect, run, lists)
+        on_bus = OnBus()
+        if bus is not None:
+            with suppress(nats.errors.Error):
+                await on_bus.ask(bus, _missing(evidence))
+        verdicts = await asyncio.to_thread(compare, evidence, on_bus=on_bus, went_with_bus=went_with_bus)
+        if not verdicts.is_broken:
+            break
+    return verdicts
+
+
+def _missing(evidence: Evidence) -> list[Acknowledgement]:
+    """Return the acknowledgements of what is not stored."""
+    store = evidence.store.stored
+    return [
+        answer
+        for copy, answers in evidence.before.acknowledged.items()
+        if not any(one.copy == copy for one in store.get((copy.lease_id, copy.sample), ()))
+        for answer in answers
+    ]
+
+
+def screen(found: dict[str, Json]) -> str:
+    """Return the report for a terminal: a line for each verdict, those that no run may have first."""
+    named = found["named"] if isinstance(found["named"], dict) else {}
+    lines = [
+        f"{found['run']}: {found['acknowledged']} trajectories acknowledged, {found['stored']} stored, "
+        f"{found['trained']} trained on in {found['steps']} steps"
+        + ("" if found["bus"] else "; the bus was not asked")
+    ]
+    for name, meaning in VERDICTS.items():
+        if not found[name] and name not in BROKEN:
+            continue
+        lines.append(f"{name.replace('_', ' '):>22} {found[name]:>8}  {meaning}")
+        things = named.get(name)
+        if name not in (*BROKEN, "re_rolled", "never_acknowledged") or not isinstance(things, dict):
+            continue
+        lines += [f"{'':>33}{what}: {why}" for what, why in list(things.items())[:NAMED]]
+        if len(things) > NAMED:
+            lines.append(f"{'':>33}and {len(things) - NAMED} more, which --json names")
+    return "\n".join(lines)

@@ -1,0 +1,274 @@
+"""What `launch status` finds on a bus, whoever of the run answers there, and what it says about that."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from nats.js.api import ConsumerConfig, ConsumerInfo
+
+from bus.codec import Json, Message, encode
+from bus.connection.bus import Bus
+from bus.connection.roles import hold_role
+from bus.connection.status import report_status
+from bus.errors import BusAwayError, ConfigError
+from bus.messages import Metrics, RunRecord, Status
+from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from bus.server.nats_server import NatsServer
+from bus.streams.publish import Publisher
+from launch.run_view.run_status import RunState, look_at_run
+from launch.run_view.waiting_reasons import problems, waits
+from launch.screens.status_report import WIDTH, report, screen
+from launch.settings.run_config import RunConfig, validate
+from tests.launch.messages import actor, learner, storage
+
+pytestmark = pytest.mark.nats
+BOUND = "all that the staleness bound allows is rolling out"
+CONFIG = validate({"run": "test", "replay": {"shards": 2}, "admission": {"groups_per_step": 20}})
+
+
+@pytest.fixture
+def where(server: NatsServer) -> RunConfig:
+    return validate({"run": "test", "bus": {"url": server.url}})
+
+
+@asynccontextmanager
+async def speaking(bus: Bus, *statuses: Status) -> AsyncIterator[None]:
+    """Send these as their processes would."""
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        for one in statuses:
+            look = lambda one=one: (one.doing, one.values)  # noqa: E731
+            tasks.create_task(report_status(bus, source=one.source, role=one.role, look=look, stop=stop))
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+async def answer(bus: Bus, *, shards: tuple[int, ...] = (0, 1)) -> None:
+    """Announce the run and answer as its dispatcher and these shards."""
+
+    async def groups(request: StepGroupsRequest) -> list[Message]:
+        return [StepGroups(step=0, groups=(), incarnation="", trained_through=20, trains_from=1, stage="rl")]
+
+    await bus.put("run", RunRecord(name="test", config_json=CONFIG.model_dump_json()))
+    await bus.serve(bus.subject("rpc", "step_groups"), StepGroupsRequest, groups)
+    for shard in shards:
+
+        async def stored(request: StoredRequest, shard: int = shard) -> list[Message]:
+            return [StoredGroups(shard=shard, after=request.after, lease_ids=(), total=3)]
+
+        await bus.serve(bus.subject("rpc", "stored", shard), StoredRequest, stored)
+
+
+async def looked(where: RunConfig) -> dict[str, Json]:
+    return report(await look_at_run(where, asyncio.Event()))
+
+
+async def test_whole_run_is_healthy_and_its_figures_are_those_of_the_bus(bus: Bus, where: RunConfig):
+    await answer(bus)
+    publisher = Publisher(bus)
+    for step in range(3):
+        values = {"train/stage": "rl", "train/trajectories": 32, "staleness/max_versions": step}
+        metrics = Metrics(source="learner", step=step, time_s=100.0 + 10 * step, values=values)
+        await publisher.publish(bus.subject("events", "metrics"), encode(metrics), message_id=f"m{step}")
+    await publisher.publish(bus.subject("events", "evaluation"), b"another kind", message_id="e")
+    await publisher.publish(bus.subject("tasks", "rollout", 5), b"x" * 500, message_id="lease-5")
+    ended = actor(0, recent_ends={"completed": 97, "timeout": 2, "engine_error": 1})
+    async with speaking(bus, storage(), learner(), ended, actor(1, policy_version=19)):
+        began = time.monotonic()
+        found = await looked(where)
+        took_s = time.monotonic() - began
+    assert (found["healthy"], found["problems"], found["waits"]) == (True, [], [])
+    assert [member["role"] for member in found["members"]] == ["storage", "learner", "actor", "actor"]
+    assert found["versions"]["oldest_in_use"] == 19
+    assert found["leases"]["waiting"] == 1
+    assert found["streams"]["TASKS"]["bytes"] > 500
+    assert found["streams"]["TASKS"]["bytes_max"] == 256 << 20
+    assert found["rates"]["steps_per_minute"] == 6
+    assert found["rates"]["trained_trajectories_per_minute"] == 192
+    assert found["rates"]["generated_tokens_per_minute"] == 60 * 2 * 4321
+    assert found["staleness"] == {"last_step": 2, "worst": 3, "bound": 4}
+    assert found["episodes"]["infra_failed_fraction"] == 0.03
+    assert found["episodes"]["recent_ends"] == {"completed": 97, "timeout": 2, "engine_error": 1}
+    assert took_s < 10
+    assert json.loads(json.dumps(found)) == found
+    lines = screen(found).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= 24
+    assert lines[0] == "test  rl  healthy"
+    assert "episodes   3% failed of 100 recent: 2 timeout, 1 engine_error" in lines
+
+
+async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, where: RunConfig):
+    await answer(bus, shards=(1,))
+    async with speaking(bus, storage()), hold_role(bus, "learner", "a") as renewing:
+        renewing.cancel()  # the process was stopped: its role is not renewed
+        began = time.monotonic()
+        found = await looked(where)
+        took_s = time.monotonic() - began
+    shard, silent, nobody = found["problems"]
+    assert shard == "shard 0 did not answer within 1.3 s"
+    assert silent.startswith("learner was not heard within 1.3 s: process ")
+    assert nobody.startswith("no actor was heard within 1.3 s, and 64 groups are to be rolled out: if none")
+    assert [(member["source"], member["state"]) for member in found["members"]] == [
+        ("storage", "alive"),
+    ]
+    assert took_s < 10
+
+
+async def test_storage_that_never_was_there_is_named_with_the_command_that_starts_it(
+    bus: Bus, where: RunConfig
+):
+    found = await looked(where)
+    assert not found["healthy"]
+    assert found["problems"][:2] == [
+        "no storage holds its role: if none is starting, start one with `launch storage --run test`",
+        "no learner holds its role: if none is starting, start one with `launch learner --run test`",
+    ]
+
+
+def test_a_time_out_is_told_as_one_beside_what_the_bus_knows():
+    """A host under load is late by seconds: its actors ask for leases, and are not to be started again."""
+    rollout = ConsumerInfo("rollout", "TASKS", ConsumerConfig(), None, num_waiting=3, num_ack_pending=2)
+    state = RunState("test", 1.0, roles_known=False)
+    nobody, busy = problems(state), problems(replace(state, consumers={"TASKS/rollout": rollout}))
+    assert nobody[-1].startswith("no actor was heard within 1.3 s: if none runs, start one with")
+    assert busy[-1] == "no actor was heard within 1.3 s, but some ask the bus for leases: they are busy"
+    assert nobody[0] == "storage was not heard within 1.3 s, and the bus did not say who holds its role"
+    held = replace(rollout, num_waiting=0)
+    assert "2 leases are held" in problems(replace(state, consumers={"TASKS/rollout": held}))[-1]
+
+
+async def test_unknown_run_is_the_users_mistake(bus: Bus, where: RunConfig):
+    with pytest.raises(ConfigError, match="this bus has no run 'another'"):
+        await look_at_run(where.model_copy(update={"run": "another"}), asyncio.Event())
+
+
+async def test_bus_that_is_away_is_an_error_of_its_own_within_the_limit(server: NatsServer, where: RunConfig):
+    await server.kill()
+    began = time.monotonic()
+    with pytest.raises(BusAwayError):
+        await look_at_run(where, asyncio.Event())
+    assert time.monotonic() - began < 10
+
+
+def state(*statuses: Status) -> RunState:
+    """A run of which these are heard, and whose dispatcher answers."""
+    heard = {one.source: replace(one, host="h") for one in statuses}
+    groups = StepGroups(step=0, groups=(), incarnation="", trained_through=0, trains_from=0, stage="rl")
+    return RunState("test", 0.0, config=CONFIG, statuses=heard, dispatcher=groups, shards={0, 1})
+
+
+LACKS = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
+WAITS = "the learner waits for 8 more groups of step 21: "
+
+
+def test_learner_that_lacks_groups_is_told_with_the_speed_of_the_engines_that_have_them():
+    slow = {"generated_tokens_per_s": 6.0}
+    found = waits(state(LACKS, storage(), actor(0, **slow), actor(1, **slow), actor(2, running=0, **slow)))
+    assert found == [
+        f"{WAITS}2 actors are rolling out, 64 groups are out; engines run 60 requests and 9 more queue, at "
+        "18 tokens/s (0.3 each)"
+    ]
+
+
+def test_learner_whose_groups_are_being_scored_is_told_how_long_rewards_take():
+    scoring = {"running": 0, "waiting": 0, "rewards_running": 64, "rewards_longest_s": 25.0, "reward_s": 30.0}
+    assert waits(state(LACKS, storage(), actor(**scoring))) == [
+        f"{WAITS}no actor is rolling out, 64 groups are out; 64 rewards run, the longest for 25.0 s; "
+        "before, one took 30.0 s"
+    ]
+
+
+def test_what_has_most_rollouts_is_named_first():
+    first = {"running": 2, "waiting": 0, "rewards_running": 3, "rewards_longest_s": 2.0, "reward_s": None}
+    assert waits(state(LACKS, storage(), actor(generated_tokens_per_s=500.0, **first)))[0].endswith(
+        "; 3 rewards run, the longest for 2.00 s; engines run 2 requests, at 500 tokens/s (250 each)"
+    )
+
+
+def test_groups_that_neither_an_engine_nor_a_reward_has_are_held_by_environments():
+    idle = {"running": 0, "waiting": 0}
+    assert waits(state(LACKS, storage(), actor(**idle))) == [
+        f"{WAITS}no actor is rolling out, 64 groups are out; no engine has a request, so environments or "
+        "rewards hold them"
+    ]
+    assert waits(state(LACKS, storage(), actor(rewards_running=0, **idle)))[0].endswith(
+        "; no engine has a request and no reward runs: environments hold them, or they are being stored"
+    )
+
+
+def test_groups_wait_for_engines_while_none_of_them_serves():
+    def engines(*states):
+        return {"running": 0, "waiting": 0, "engines": {str(n): {"state": s} for n, s in enumerate(states)}}
+
+    starting = state(LACKS, storage(), actor(**engines("starting", "waiting", "starting")))
+    assert waits(starting)[0].endswith("; no engine serves: 2 starting, 1 waiting")
+    assert (
+        "environments or rewards hold them"
+        in waits(state(LACKS, storage(), actor(**engines("starting", "serving"))))[0]
+    )
+
+
+def test_learner_that_waits_for_one_late_group_is_told_with_storages_reason():
+    reason = "group 7, rolling out since version 3, must be trained by version 7"
+    waiting = learner(doing=f"waiting for the batch: {reason}")
+    assert waits(state(waiting, storage(stored=30, rolling_out=0), actor())) == [
+        f"the learner waits for the groups of step 21: {reason}"
+    ]
+    assert waits(state(waiting, storage(stored=30), actor(waiting=0))) == [
+        f"the learner waits for the groups of step 21: {reason}; engines run 30 requests, at 4321 "
+        "tokens/s (144 each)"
+    ]
+
+
+def test_actors_that_wait_at_the_staleness_bound_are_counted_with_the_bound():
+    idle = {"doing": "waiting for leases", "running": 0}
+    bound = replace(storage(), doing=BOUND)
+    found = waits(state(learner(), bound, actor(0, **idle), actor(1, **idle)))
+    assert found == [
+        "2 actors wait: the dispatcher holds leases back, staleness bound 4 is reached by the newest version"
+    ]
+
+
+def test_leases_that_the_brake_holds_back_are_told_to_actors_and_by_storage():
+    braking = replace(storage(), doing="waiting for the effective sample size: it was 0.200")
+    assert waits(state(learner(), braking, actor(doing="waiting for leases", running=0))) == [
+        "1 actor waits: storage says: waiting for the effective sample size: it was 0.200",
+        "storage: waiting for the effective sample size: it was 0.200",
+    ]
+
+
+def test_an_alarm_is_a_problem_of_the_run():
+    wrong = state(storage(), learner(alarm="engines and learner disagree"), actor(0))
+    assert "learner: ALARM: engines and learner disagree" in report(wrong)["problems"]
+
+
+def test_everybody_waits_for_a_storage_that_is_silent():
+    idle = {"doing": "waiting for leases", "running": 0}
+    silent = replace(state(learner(doing="waiting for the batch"), actor(0, **idle)), dispatcher=None)
+    assert waits(silent) == [
+        "the learner waits for the groups of step 21: storage did not answer within 1.3 s",
+        "1 actor waits: storage did not answer within 1.3 s",
+    ]
+
+
+def test_run_that_is_done_lacks_nothing_when_its_processes_have_ended():
+    done = report(state(learner(stage="done", doing="ended")))
+    assert (done["healthy"], done["waits"]) == (True, ["nobody waits: the run is done"])
+
+
+def test_full_disk_is_the_first_problem_and_what_the_learner_waits_for():
+    full = "the disk of runs/test is full: 0 of 1024 MiB are free, and nothing more is stored: free some"
+    crowded = replace(state(LACKS, actor()), dispatcher=None, full_disk=full)
+    found = report(crowded)
+    assert found["problems"] == [
+        full,
+        "no answer from storage: `launch local` starts who ended again when there is room",
+    ]
+    assert found["waits"] == [f"the learner waits for the groups of step 21: {full}"]
