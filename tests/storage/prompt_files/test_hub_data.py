@@ -70,7 +70,7 @@ def read(names: list[str], home: Path, **environment: str) -> subprocess.Complet
 import json
 from pathlib import Path
 from bus.errors import ConfigError
-from storage.config import PromptKeys
+from storage.settings.data import PromptKeys
 from storage.prompt_files.dataset import load_prompts
 def found(name):
     try:
