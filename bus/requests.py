@@ -11,7 +11,7 @@ from bus.errors import SchemaError
 from bus.images import NO_IMAGES, ImageCount
 from bus.messages import BlobRef
 
-# --- the answer to many requests; bus/connection/refusal.py has another ---
+# --- the answer to many requests; bus/connection/answers.py has another ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

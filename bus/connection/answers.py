@@ -1,9 +1,11 @@
-"""Answers of several messages: sent piece by piece, with a bounded number of bytes on their way."""
+"""Answers to requests: sent piece by piece, with a bounded number of bytes on their way, and refusals."""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 import nats.errors
 import structlog
@@ -12,7 +14,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
-from bus.errors import BusError, SchemaError
+from bus.errors import BusError, FencedError, SchemaError, SluiceError, UnreadableGroupsError
 from bus.jetstream import GarbledAnswerError
 
 log = structlog.get_logger()
@@ -123,3 +125,40 @@ def read_answer(subject: str, data: bytes, *expected: type[M]) -> M:
             raise
         log.warning("answer_garbled", subject=subject, reason=str(error))
         raise BusError(f"the answer from {subject} is garbled: {error}") from GarbledAnswerError(str(error))
+
+
+class GarbledRequestError(BusError):
+    """The bytes of a request are none that a process of ours sends: whoever sent it asks again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused(Message, tag="refused"):
+    """The request cannot be served, now or later."""
+
+    reason: str
+    code: Literal["", "fenced", "unreadable", "garbled"] = ""
+    """The asker raises `FencedError`, `UnreadableGroupsError`, or `BusError` for the others; one that passes
+    when it asks again for `garbled`."""
+    lease_ids: tuple[int, ...] = ()
+    """Leases of the groups that are `unreadable`."""
+
+    @classmethod
+    def of_error(cls, error: SluiceError) -> "Refused":
+        """Return the refusal that `error` travels as."""
+        if isinstance(error, FencedError):
+            return cls(reason=str(error), code="fenced")
+        if isinstance(error, UnreadableGroupsError):
+            return cls(reason=str(error), code="unreadable", lease_ids=error.lease_ids)
+        return cls(reason=str(error), code="garbled" if isinstance(error, GarbledRequestError) else "")
+
+    def error(self, subject: str) -> SluiceError:
+        """Return what the process that asked on `subject` raises."""
+        reason = f"{subject}: {self.reason}"
+        if self.code == "fenced":
+            return FencedError(reason)
+        if self.code == "unreadable":
+            return UnreadableGroupsError(reason, self.lease_ids)
+        refusal = BusError(reason)
+        if self.code == "garbled":
+            refusal.__cause__ = GarbledAnswerError(self.reason)
+        return refusal

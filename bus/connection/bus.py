@@ -14,11 +14,19 @@ from nats.aio.subscription import Subscription
 
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
 from bus.config import BusConfig, StreamsConfig
-from bus.connection.answers import HEADER_BYTES, PART, is_inbox, read_answer, receive_answer, send_answer
+from bus.connection.answers import (
+    HEADER_BYTES,
+    PART,
+    GarbledRequestError,
+    Refused,
+    is_inbox,
+    read_answer,
+    receive_answer,
+    send_answer,
+)
 from bus.connection.connect import connected, drain, refuse_other_layout
 from bus.connection.key_bucket import Entry, KeyBucket
 from bus.connection.process_state import ProcessState
-from bus.connection.refusal import GarbledRequestError, Refused
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError, UnsignedError
 from bus.jetstream import JetStream
 from bus.requests import Done

@@ -39,7 +39,7 @@ def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = F
     """
     from launch.run_view.recorded_runs import recorded_runs
     from launch.screens.run_tables import list_table
-    from storage.disk.run_directories import run_directories
+    from storage.disk.run_directory import run_directories
 
     found = recorded_runs(run_directories(directory))
     if as_json:

@@ -9,8 +9,7 @@ from bus.codec import Json
 from bus.errors import ConfigError
 from launch.run_view.history import History
 from launch.run_view.latest_step import latest_history, latest_step
-from storage.disk.run_directories import run_directories, written_s
-from storage.disk.run_directory import RunDirectory
+from storage.disk.run_directory import RunDirectory, run_directories, written_s
 from storage.metrics.records import Record, last_record
 
 log = structlog.get_logger()

@@ -13,7 +13,7 @@ from launch.dashboard.flow import flow
 from launch.dashboard.metrics_source import Locate
 from launch.run_view.run_status import RunState, look_at_run
 from launch.screens.status_report import report
-from storage.disk.free_space import lack_of_room
+from storage.disk.file_errors import lack_of_room
 
 log = structlog.get_logger()
 PERIOD_S = 2.0

@@ -30,7 +30,7 @@ from launch.screens.summary import Summary, print_summary
 from launch.screens.terminal_view import TerminalView
 from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.atomic_files import read_json, try_lock
-from storage.disk.free_space import lack_of_room
+from storage.disk.file_errors import lack_of_room
 from storage.disk.run_directory import RunDirectory
 
 log = structlog.get_logger()

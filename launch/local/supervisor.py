@@ -18,7 +18,7 @@ from bus.process.child_process import tied_to_parent
 from bus.process.host_limits import MemoryKills
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
 from launch.settings.run_config import SupervisionConfig
-from storage.disk.free_space import lack_of_room
+from storage.disk.file_errors import lack_of_room
 from storage.disk.log_files import rotated
 
 log = structlog.get_logger()

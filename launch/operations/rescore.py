@@ -17,8 +17,7 @@ from storage.client.score_tables import Comparison, compare, save_scores, scores
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import facts_of, leases_of_steps
 from storage.prompts.data_sets import PastPrompts
-from storage.store.many_groups import read_groups
-from storage.store.replay import ReplayStore
+from storage.store.replay import ReplayStore, read_groups
 
 if TYPE_CHECKING:  # loads torch
     from actors.policy.chat_format import ChatFormat

@@ -22,8 +22,7 @@ from launch.settings.tree import nearest, settings_at
 from storage.disk import checkpoints
 from storage.disk.atomic_files import read_json
 from storage.disk.file_users import hidden_owner, processes_holding
-from storage.disk.run_directories import is_run, run_directories, written_s
-from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
+from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory, is_run, run_directories, written_s
 from storage.metrics.records import read_records
 
 T = TypeVar("T")

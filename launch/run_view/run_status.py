@@ -17,7 +17,7 @@ from bus.errors import BusAwayError, BusError, ConfigError, SchemaError
 from bus.messages import Metrics, PolicyManifest, RoleHolder, RunRecord, Status
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from launch.settings.run_config import RunConfig, validate
-from storage.disk.free_space import lack_of_room
+from storage.disk.file_errors import lack_of_room
 
 CONNECT_S = 1.5
 """Longest time to wait for the bus."""

@@ -9,8 +9,7 @@ from bus.errors import ConfigError, LostDataError, StorageError
 from bus.trajectory import Trajectory
 from launch.run_view.recorded_runs import recorded_config
 from storage.disk.run_directory import RunDirectory
-from storage.store.many_groups import read_groups
-from storage.store.replay import ReplayStore
+from storage.store.replay import ReplayStore, read_groups
 
 log = structlog.get_logger()
 

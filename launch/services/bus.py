@@ -17,7 +17,7 @@ from launch.services.bus_keys import follow_directory
 from launch.services.write_check import until_it_cannot_store
 from launch.settings.run_config import MonitoringConfig
 from storage.disk.atomic_files import make_directory, try_lock
-from storage.disk.free_space import lack_of_room
+from storage.disk.file_errors import lack_of_room
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)

@@ -29,8 +29,7 @@ from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.scoring.served_teachers import refuse_other_teachers, teachers_asked
 from learner.step.rl_step import train_on
 from storage.disk import checkpoints
-from storage.store.many_groups import read_groups
-from storage.store.replay import ReplayStore
+from storage.store.replay import ReplayStore, read_groups
 
 log = structlog.get_logger()
 Reward = Callable[[Trajectory], float]

@@ -1,6 +1,7 @@
 """What is wrong with a file or a disk, in words, with its remedy."""
 
 import errno
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ _REMEDIES = {
     errno.EPERM: "may not be used by this user: change its owner or its rights",
     errno.EROFS: "lies on a disk that is read-only: mount it for writing, or name another directory",
 }
+LEAST_FREE_BYTES = 32 << 20
+"""Free bytes below which a disk counts as full: ledger, segments and logs may need as many at any moment."""
 
 
 def file_error(error: OSError) -> SluiceError | None:
@@ -37,3 +40,17 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def lack_of_room(directory: Path) -> str:
+    """Return what is wrong when the disk of a directory is full; empty for one with room, or away."""
+    try:
+        disk = shutil.disk_usage(directory)
+    except FileNotFoundError:
+        return ""
+    if disk.free >= LEAST_FREE_BYTES:
+        return ""
+    return (
+        f"the disk of {directory} is full: {disk.free >> 20} of {disk.total >> 20} MiB are free, and nothing "
+        "more is stored: free some"
+    )

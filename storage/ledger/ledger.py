@@ -20,7 +20,6 @@ from bus.images import NO_IMAGES, ImageCount
 from storage.disk.atomic_files import lock_file
 from storage.ledger.given_groups import GROUP, GivenGroups, Use
 from storage.ledger.ledger_schema import EPOCH, begin_epoch, current_epoch, prepare, refuse_other_epoch
-from storage.ledger.ledger_totals import totals
 from storage.ledger.sampling import Candidate
 
 State = Literal["issued", "stored", "leased", "committed", "rejected"]
@@ -32,6 +31,10 @@ ATTEMPTS = "attempts."
 """Prefix of the facts that count the attempts of leases; they go when the lease rolls out no more."""
 _Change = tuple[str, tuple[tuple[object, ...], ...]]
 """A statement and the rows of values to run it with."""
+_NOT_OPEN = (
+    "SELECT uses.lease_id, step FROM uses LEFT JOIN leases USING (lease_id) WHERE state IS NULL "
+    "OR state NOT IN ('leased', 'committed') ORDER BY step, place LIMIT 1"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,49 @@ class Account:
     def balanced(self) -> bool:
         """True when no group is lost or counted twice."""
         return self.issued == self.rolling_out + self.rejected + self.stored + self.trained
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over a whole ledger, as of its opening."""
+
+    next_id: int
+    trained: int
+    """Groups given to at least one step."""
+    samples: int
+    """Groups given to steps, each as often as it was given."""
+    newest_step: int
+    reasons: Counter[str]
+    """Why groups were rejected, and how many."""
+
+
+def totals(sql: sqlite3.Connection, states: tuple[str, ...]) -> Totals:
+    """Count what is in the ledger. Raises `StorageError` when its entries do not add up.
+
+    Args:
+        sql: the ledger.
+        states: all that a lease may be in.
+    """
+    marks = ", ".join("?" * len(states))
+    query = f"SELECT lease_id, state FROM leases WHERE state NOT IN ({marks}) LIMIT 1"
+    if (odd := sql.execute(query, states).fetchone()) is not None:
+        raise StorageError(f"lease {odd[0]} is {odd[1]!r}")
+    if (odd := sql.execute(_NOT_OPEN).fetchone()) is not None:
+        raise StorageError(f"lease {odd[0]} is not open to step {odd[1]}, which has it")
+    [(next_id, trained)] = sql.execute(
+        "SELECT COALESCE(MAX(lease_id) + 1, 0), COUNT(*) FILTER (WHERE state IN ('leased', 'committed')) "
+        "FROM leases"
+    )
+    [(named, samples, newest)] = sql.execute(
+        "SELECT COUNT(DISTINCT lease_id), COUNT(*), COALESCE(MAX(step), 0) FROM uses"
+    )
+    if named != trained:
+        raise StorageError(f"{trained} leases are in steps, which name {named}")
+    rejected = sql.execute(
+        "SELECT COALESCE(reason, ''), COUNT(*) FROM leases WHERE state = 'rejected' GROUP BY reason"
+    )
+    reasons = Counter(dict(rejected.fetchall()))
+    return Totals(next_id=next_id, trained=trained, samples=samples, newest_step=newest, reasons=reasons)
 
 
 class Ledger:

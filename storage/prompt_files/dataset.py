@@ -1,5 +1,6 @@
 """Prompt files: reading and checking them."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,6 @@ from storage.images.encoded import ImageError, ImageFiles, embedded, named_files
 from storage.prompt_files.hub_data import fetch_images
 from storage.prompt_files.rows import Row, kind_of, missing_key, read_rows
 from storage.prompt_files.stored_prompts import StoredPrompts
-from storage.prompt_files.tool_schemas import tool_schemas
 from storage.settings.data import PromptKeys
 
 LEASE_BYTES = 1024
@@ -20,6 +20,10 @@ LEASE_BYTES = 1024
 IMAGES_COLUMN = "images"
 """Column of the images of a row, for parts of its messages that name none."""
 _MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."}'
+_TOOL_SHAPE = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+_TOOLS_REMEDY = (
+    f"write tools like {_TOOL_SHAPE}, or name another field in data.keys.tools (an empty name reads none)"
+)
 
 
 def load_prompts(path: Path, keys: PromptKeys) -> list[Prompt]:
@@ -174,3 +178,60 @@ def _tools(row: Row, keys: PromptKeys) -> list[Json]:
 def _optional(row: Row, key: str, default: str) -> Json:
     """Return the value of a key that may be absent unless the user named it."""
     return row.values.get(key) if key == default else row.required(key)
+
+
+def tool_schemas(value: Json, where: str) -> list[Json]:
+    """Return the tools of a row: a list, or a JSON text of one; null and an empty text are none.
+
+    Parquet and Arrow give every row the fields of all rows, with null where there was none: in a list, fields
+    that are null are left out. A JSON text is taken as it is. Raises `ConfigError` for what is no function in
+    the shape of OpenAI's.
+
+    Args:
+        value: what the row has.
+        where: file, row and field, for the error.
+    """
+    if value is None or value == "":
+        return []
+    tools = _parsed_tools(value, where) if isinstance(value, str) else _without_nulls(value)
+    if not isinstance(tools, list):
+        raise ConfigError(f"{where} is {kind_of(tools)}, not a list: {_TOOLS_REMEDY}")
+    names = [_checked_tool(tool, f"{where}: tool {number}") for number, tool in enumerate(tools)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{where} has two tools named {twice[0]!r}: name one otherwise")
+    return tools
+
+
+def _parsed_tools(text: str, where: str) -> Json:
+    try:
+        tools: Json = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{where} is a text that is no JSON ({error}), {text[:60]!r}: {_TOOLS_REMEDY}"
+        ) from error
+    return tools
+
+
+def _without_nulls(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+    return [_without_nulls(child) for child in value] if isinstance(value, list) else value
+
+
+def _checked_tool(tool: Json, where: str) -> str:
+    """Return the name of a tool; raises `ConfigError` for what is none."""
+    if not isinstance(tool, dict):
+        raise ConfigError(f"{where} is {kind_of(tool)}, not an object: {_TOOLS_REMEDY}")
+    if (kind := tool.get("type")) != "function":
+        raise ConfigError(f"{where} has the type {kind!r}, not 'function': {_TOOLS_REMEDY}")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise ConfigError(f"{where}: its function is {kind_of(function)}, not an object: {_TOOLS_REMEDY}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: its name is {kind_of(name)}, not a text: {_TOOLS_REMEDY}")
+    for key, wanted in (("description", str), ("parameters", dict)):
+        found = function.get(key)
+        if found is not None and not isinstance(found, wanted):
+            raise ConfigError(f"{where}, {name!r}: its {key} is {kind_of(found)}: {_TOOLS_REMEDY}")
+    return name

@@ -13,8 +13,7 @@ from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.ledger.ledger import Ledger
 from storage.prompt_files.stored_prompts import StoredPrompts, digest_of, open_stored, store_prompts
-from storage.prompts.mixture import PromptSource, shares
-from storage.prompts.order import DataSet, DataSetOrder
+from storage.prompts.order import DataSet, DataSetOrder, PromptSource, shares
 
 log = structlog.get_logger()
 _DATA_SET, _QUARANTINED, _CONFIGURED = "data_set.", "quarantined.", "data_configured"

@@ -1,12 +1,141 @@
-"""Which prompt each lease of a run is for: data sets follow one another, and so do their mixtures."""
+"""Orders of visits to prompts that one integer resumes: over the epochs of one file, over several sources in
+exact fractions, and over the data sets of a run.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 from typing import Any, Self
 
-from storage.prompts.mixture import MixtureOrder, PromptOrder, PromptSource
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from bus.errors import ConfigError
+
+WINDOW = 1000
+"""Prompts in which each source has exactly its share, in thousandths."""
+
+
+class PromptOrder:
+    """The endless sequence of epochs over `count` prompts, each in an order of its own drawn from `seed`."""
+
+    def __init__(self, count: int, seed: int, shuffle: bool) -> None:
+        if count < 1:
+            raise ConfigError("no prompts to order: give at least one")
+        self._count = count
+        self.seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    def epoch(self, position: int) -> int:
+        """Return the epoch of the position-th prompt."""
+        return position // self._count
+
+    def index(self, position: int) -> int:
+        """Return the index of the position-th prompt, counted from 0 over all epochs."""
+        epoch, place = divmod(position, self._count)
+        if not self._shuffle:
+            return place
+        order = self._order
+        if order[0] != epoch:
+            order = self._order = (epoch, self._permutation(epoch))
+        return int(order[1][place])
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        # numpy keeps raw bit streams the same across versions, but not Generator.permutation
+        keys = np.random.PCG64([self.seed, epoch]).random_raw(self._count)
+        return np.argsort(keys, kind="stable")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """A source's place in a data set: its prompts follow those of the sources before it."""
+
+    name: str
+    count: int
+    digest: str
+    """Digest of its prompts in their order."""
+    weight: float
+    """Its configured weight, relative to those of the others."""
+    share: int = 0
+    """Prompts of each `WINDOW` that come from it."""
+    drawn: int = 0
+    """Prompts that were drawn from it before: it goes on there."""
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """Return how many of `WINDOW` prompts each source has: the weights, rounded by largest remainders.
+
+    Each has one at least. Raises `ConfigError` when they are too many for that."""
+    if len(weights) > WINDOW:
+        raise ConfigError(
+            f"{len(weights)} sources of prompts, and there can be {WINDOW}: join some, or choose another "
+            "field for buckets"
+        )
+    wanted = WINDOW * np.asarray(weights, np.float64) / np.sum(weights)
+    found = np.maximum(1, np.floor(wanted)).astype(np.int64)
+    while (missing := WINDOW - int(found.sum())) != 0:
+        rest = wanted - found
+        if missing > 0:
+            found[np.argmax(rest)] += 1
+        else:  # those that were lifted to 1 are paid for by the ones that have more than they want
+            found[np.argmin(np.where(found > 1, rest, np.inf))] -= 1
+    return [int(share) for share in found]
+
+
+@lru_cache(maxsize=64)
+def _pattern(parts: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the source of each place in a window, and how many places before it are of the same source.
+
+    The j-th of n prompts of a source wants to be at (j + 1/2) / n of the window: sources alternate evenly."""
+    wanted = np.concatenate([(np.arange(part) + 0.5) / part for part in parts])
+    sources = np.repeat(np.arange(len(parts)), parts)
+    before = np.concatenate([np.arange(part) for part in parts])
+    places = np.lexsort((sources, wanted))
+    return sources[places], before[places]
+
+
+class MixtureOrder:
+    """The endless sequence of prompts of several sources, each in epochs of its own.
+
+    Within each window every source has exactly its share, whatever the lengths of the sources."""
+
+    def __init__(self, sources: Sequence[PromptSource], seed: int, shuffle: bool) -> None:
+        self._sources = sources
+        divisor = gcd(*(source.share for source in sources))
+        self._parts = tuple(source.share // divisor for source in sources)
+        self._window = sum(self._parts)
+        self._orders = [_source_order(source.name, source.count, seed, shuffle) for source in sources]
+        self._first = np.cumsum([0, *(source.count for source in sources)]).tolist()
+
+    def source(self, position: int) -> int:
+        """Return the number of the source of the position-th prompt."""
+        of_place, _ = _pattern(self._parts)
+        return int(of_place[position % self._window])
+
+    def index(self, position: int) -> int:
+        """Return the index of the position-th prompt, among those of all sources one after the other."""
+        window, place = divmod(position, self._window)
+        of_place, before = _pattern(self._parts)
+        n = int(of_place[place])
+        drawn = self._sources[n].drawn + window * self._parts[n] + int(before[place])
+        return int(self._first[n] + self._orders[n].index(drawn))
+
+    def drawn(self, position: int) -> list[int]:
+        """Return how many prompts of each source come before the position-th, with those drawn before."""
+        window, place = divmod(position, self._window)
+        within = np.bincount(_pattern(self._parts)[0][:place], minlength=len(self._parts)).tolist()
+        each = zip(self._sources, self._parts, within, strict=True)
+        return [source.drawn + window * part + extra for source, part, extra in each]
+
+
+@lru_cache(maxsize=256)
+def _source_order(name: str, count: int, seed: int, shuffle: bool) -> PromptOrder:
+    """Return the order of a source, which does not depend on the others. Data sets share it: it is pure."""
+    return PromptOrder(count, xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()), shuffle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,29 @@
-"""Reads the prompts of a run: those it trains on, and those it measures with."""
+"""Reads the prompts of a run: those it trains on, and those it measures with.
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+Training prompts that were read before are taken from the run's directory where no file has changed since.
+"""
 
-from bus.errors import ConfigError
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bus.codec import Json
+from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt
 from storage.built_in_tasks.generators import generate_task
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.prompt_files.dataset import each_prompt, load_prompts
-from storage.prompt_files.stored_prompts import StoredPrompts
-from storage.prompts.mixture import PromptSource
-from storage.prompts.sources import with_choices
-from storage.prompts.training_prompts import training_prompts
-from storage.settings.data import DataConfig
+from storage.prompt_files.rows import files_of
+from storage.prompt_files.stored_prompts import StoredPrompts, open_stored, stamp_of, store_prompts
+from storage.prompts.order import PromptSource
+from storage.prompts.sources import load_sources, with_choices
+from storage.settings.data import DataConfig, PromptKeys, SourceConfig
 from storage.settings.evaluation import EvaluationSetConfig
+
+READING_VERSION = 2
+"""Version of how files become prompts; raise it when the same files give others, or are refused."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +77,53 @@ def _read_prompts(
     stored, sources = training_prompts(training or data.sources, data.keys, run.data)  # takes longest
     names = str(training) if training else " and ".join(str(one.prompts) for one in data.sources)
     return Prompts(stored, measured, names, sources, sets)
+
+
+def training_prompts(
+    where: Path | Sequence[SourceConfig], keys: PromptKeys, directory: Path
+) -> tuple[StoredPrompts, tuple[PromptSource, ...]]:
+    """Return the prompts of a file or of several sources, stored in `directory`, and each source's part.
+
+    A file `prompts-read.json` there notes what was read and how the files looked, those of images among them,
+    by size, times and inode: where these are the same, nothing is read. Raises `ConfigError` for whatever is
+    wrong with the files."""
+    asked = _asked(where, keys)
+    paths = [where] if isinstance(where, Path) else [one.prompts for one in where]
+    files: dict[str, Json] = {
+        str(file.resolve()): list(stamp_of(file)) for path in paths for file in files_of(path)
+    }
+    images: set[Path] = set()
+    noted = directory / "prompts-read.json"
+    if (known := _known(noted, {"asked": asked, "files": files}, directory)) is not None:
+        return known
+    sources: tuple[PromptSource, ...] = ()
+    if isinstance(where, Path):
+        stored = store_prompts(each_prompt(where, keys, images), directory)
+    else:
+        stored, sources = load_sources(where, keys, directory, images)
+    parts: list[Json] = [asdict(one) for one in sources]
+    shown: dict[str, Json] = {str(file.resolve()): list(stamp_of(file)) for file in sorted(images)}
+    read: dict[str, Json] = {"asked": asked, "files": files, "images": shown}
+    write_json(noted, {**read, "digest": stored.digest, "sources": parts})
+    return stored, sources
+
+
+def _asked(where: Path | Sequence[SourceConfig], keys: PromptKeys) -> Json:
+    what: Json = str(where) if isinstance(where, Path) else [one.model_dump(mode="json") for one in where]
+    return {"version": READING_VERSION, "what": what, "keys": keys.model_dump()}
+
+
+def _known(
+    noted: Path, now: dict[str, Json], directory: Path
+) -> tuple[StoredPrompts, tuple[PromptSource, ...]] | None:
+    """Return what was read before; None if it was something else, or is no longer there."""
+    try:
+        before = json.loads(noted.read_text())
+        if {name: before[name] for name in now} != now:
+            return None
+        if any(list(stamp_of(Path(image))) != stamp for image, stamp in before["images"].items()):
+            return None
+        stored = open_stored(directory, before["digest"], source=str(noted))
+        return stored, tuple(PromptSource(**one) for one in before["sources"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, StorageError):
+        return None  # it is read again

@@ -16,7 +16,7 @@ from bus.messages import Prompt
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.prompt_files.dataset import each_prompt
 from storage.prompt_files.stored_prompts import StoredPrompts, identity_of, store_prompts
-from storage.prompts.mixture import PromptSource, shares
+from storage.prompts.order import PromptSource, shares
 from storage.settings.data import PromptKeys, SourceConfig
 
 REWARD_CHOICE, ENVIRONMENT_CHOICE = "reward", "environment"

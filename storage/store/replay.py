@@ -1,8 +1,9 @@
 """One shard's trajectories on disk: immutable segments, an index of groups in memory, reads by mapping."""
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import closing
 from io import BufferedRandom
 from pathlib import Path
 from typing import Self
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from bus.errors import StorageError
 from bus.messages import RewardGiven
+from bus.topology import by_shard
 from bus.trajectory import Trajectory
 from storage.account.records import DROPPED, AccountRecord, AccountWriter, Copy, Kind
 from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
@@ -23,7 +25,7 @@ from storage.store.kept_turns import KeptTurns
 from storage.store.layout import SegmentEntry, choose_merge, find_entries, merged
 from storage.store.loading import load_store, save_index
 from storage.store.retired import write_retired
-from storage.store.segments import merge_segments, read_columns, write_segment
+from storage.store.segments import Segment, merge_segments, read_columns, write_segment
 from storage.store.settled import Settled, save_settled
 
 log = structlog.get_logger()
@@ -387,3 +389,28 @@ class ReplayStore:
 
     def _save_index(self) -> None:
         self._indexed = save_index(self.directory, self._held.index, self._held.layout) or self._indexed
+
+
+def read_groups(stores: Sequence[ReplayStore], lease_ids: Sequence[int]) -> list[list[Trajectory]]:
+    """Return these complete groups in this order, read from the run's shards in one call each.
+
+    All of them are in memory, or mapped, together. Raises `StorageError` as `ReplayStore.read`."""
+    groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
+    for shard, leases in by_shard(dict.fromkeys(lease_ids), len(stores)).items():
+        for trajectory in stores[shard].read(leases):
+            groups[trajectory.lease_id].append(trajectory)
+    return [groups[lease_id] for lease_id in lease_ids]
+
+
+def each_trajectory(store: ReplayStore, lease_ids: Container[int]) -> Iterator[Trajectory]:
+    """Yield the trajectories of these groups that are here, as they were stored, without late rewards.
+
+    Each segment is opened once, and unmapped before the next one is. Nobody may merge or retire segments
+    meanwhile. Raises `StorageError` for one that is torn, and for a trajectory whose bytes changed."""
+    for entry in store.entries:
+        if entry.retired:
+            continue
+        with closing(Segment(store.directory / entry.name)) as segment:
+            for row, lease_id in enumerate(segment.leases.tolist()):
+                if lease_id in lease_ids:
+                    yield segment.trajectory(row)

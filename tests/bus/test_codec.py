@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import bus
 from bus.agent_rewards import AgentReward
 from bus.codec import Message, decode, encode, fast_constructor
-from bus.connection.refusal import Refused
+from bus.connection.answers import Refused
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet

@@ -96,7 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every epoch has the same order",
-        "storage/prompts/mixture.py",
+        "storage/prompts/order.py",
         "np.random.PCG64([self.seed, epoch])",
         "np.random.PCG64([self.seed, 0])",
         ("tests/storage/prompt_files/test_prompts.py",),

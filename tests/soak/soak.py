@@ -29,8 +29,7 @@ from soak.servers import BusServers
 from soak.trajectory_account import account, ks_p
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import leases_of_steps
-from storage.store.many_groups import each_trajectory
-from storage.store.replay import ReplayStore
+from storage.store.replay import ReplayStore, each_trajectory
 
 RUN = "soak"
 MAX_STALENESS, SHARDS, SAMPLES = 2, 2, 4

@@ -16,8 +16,7 @@ from learner.progress import lineage
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
 from storage.ledger.ledger_reader import states_of
-from storage.store.many_groups import each_trajectory
-from storage.store.replay import ReplayStore
+from storage.store.replay import ReplayStore, each_trajectory
 
 USED = ("stored", "leased", "committed")
 

@@ -28,7 +28,7 @@ from storage.client.reader import ReplayReader
 from storage.dispatch.dispatcher import TOKENS, Counting, Dispatcher
 from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from storage.prompts.mixture import PromptSource
+from storage.prompts.order import PromptSource
 from storage.settings.admission import AdmissionConfig
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore

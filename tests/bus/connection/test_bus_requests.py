@@ -10,8 +10,7 @@ from nats.aio.msg import Msg
 from bus.codec import Message, encode
 from bus.config import BusConfig
 from bus.connection import Bus, answers
-from bus.connection.answers import PART, send_answer
-from bus.connection.refusal import Refused
+from bus.connection.answers import PART, Refused, send_answer
 from bus.errors import BusError, StorageError
 from bus.requests import Done, GroupRef, StoredRequest, Waiting
 from bus.server.nats_server import NatsServer

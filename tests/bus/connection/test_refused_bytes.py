@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bus.codec import MAX_DEPTH, decode, encode
-from bus.connection.refusal import Refused
+from bus.connection.answers import Refused
 from bus.errors import SchemaError
 from bus.messages import (
     BlobRef,

@@ -29,7 +29,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.prompt_files.dataset import load_prompts
 from storage.prompts.data_sets import DataSets
-from storage.prompts.mixture import PromptOrder
+from storage.prompts.order import PromptOrder
 from storage.settings.data import PromptKeys
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory

@@ -21,8 +21,7 @@ from launch.run_view.recorded_runs import (
 from launch.screens.run_tables import comparison, whole_run
 from launch.settings.run_config import resolve
 from storage.disk.file_users import processes_holding
-from storage.disk.run_directories import run_directories
-from storage.disk.run_directory import RunDirectory
+from storage.disk.run_directory import RunDirectory, run_directories
 from tests.users import public_directory, unprivileged
 
 START_S = 1_700_000_000.0

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from storage.disk import free_space
-from storage.disk.free_space import LEAST_FREE_BYTES, lack_of_room
+from storage.disk import file_errors
+from storage.disk.file_errors import LEAST_FREE_BYTES, lack_of_room
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, directory: Path, free: int) -> None:
     usage = shutil.disk_usage(directory)._replace(total=1 << 30, free=free)
-    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(file_errors.shutil, "disk_usage", lambda _: usage)
 
 
 def test_full_disk_is_said_with_its_name_what_is_free_and_the_remedy(

@@ -6,7 +6,7 @@ import pytest
 
 from bus.connection import Bus
 from bus.requests import Waiting
-from storage.prompts.mixture import PromptOrder
+from storage.prompts.order import PromptOrder
 from storage.settings.admission import AdmissionConfig
 from tests.factories import make_trajectory
 from tests.storage.serving import (

@@ -17,9 +17,9 @@ from bus.streams.publish import Publisher
 from bus.topology import ensure
 from storage.disk.atomic_files import make_directory
 from storage.disk.run_directory import RunDirectory
-from storage.metrics.points import Points
 from storage.metrics.recorder import Sink, record_metrics
 from storage.metrics.records import Record, append_records, older, read_records
+from storage.metrics.sinks import Points
 from tests.storage.serving import BLOB
 
 pytestmark = pytest.mark.nats

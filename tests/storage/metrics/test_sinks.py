@@ -14,8 +14,7 @@ import structlog
 from bus.errors import ConfigError
 from storage.disk.run_directory import RunDirectory
 from storage.metrics import sinks
-from storage.metrics.points import Points
-from storage.metrics.sinks import ThreadedSink, metric_sinks
+from storage.metrics.sinks import Points, ThreadedSink, metric_sinks
 from storage.settings.metrics import MetricsConfig, WandbConfig
 
 LOG_BLOCK, LOG_WHOLE, LOG_LAST = 32768, 1, 4

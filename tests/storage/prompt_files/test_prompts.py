@@ -13,7 +13,7 @@ from bus.errors import ConfigError
 from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.prompt_files.dataset import encoded_prompts, load_prompts
-from storage.prompts.mixture import PromptOrder
+from storage.prompts.order import PromptOrder
 from storage.settings.data import PromptKeys
 
 KEYS = PromptKeys()

@@ -15,8 +15,8 @@ from bus.errors import ConfigError, LostDataError, StorageError
 from bus.messages import Prompt
 from storage.prompt_files.dataset import load_prompts, refuse_large
 from storage.prompt_files.stored_prompts import digest_of, open_stored, store_prompts
-from storage.prompts import training_prompts as reading
-from storage.prompts.training_prompts import training_prompts
+from storage.prompts import run_prompts as reading
+from storage.prompts.run_prompts import training_prompts
 from storage.settings.data import PromptKeys, SourceConfig
 from tests.pictures import image_part, picture
 

@@ -13,8 +13,7 @@ from storage.ledger.ledger import Ledger
 from storage.prompt_files.dataset import load_prompts
 from storage.prompt_files.stored_prompts import store_prompts
 from storage.prompts.data_sets import DataSets
-from storage.prompts.mixture import PromptOrder
-from storage.prompts.order import DataSet, DataSetOrder
+from storage.prompts.order import DataSet, DataSetOrder, PromptOrder
 from storage.settings.data import PromptKeys
 
 OLD = [Prompt(content=f"old {n}", label=str(n)) for n in range(5)]

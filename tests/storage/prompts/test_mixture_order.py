@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bus.errors import ConfigError
 from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets, PastPrompts
-from storage.prompts.mixture import WINDOW, MixtureOrder, PromptOrder, PromptSource, shares
+from storage.prompts.order import WINDOW, MixtureOrder, PromptOrder, PromptSource, shares
 from storage.prompts.sources import load_sources
 from storage.settings.data import DataConfig, PromptKeys, SourceConfig
 

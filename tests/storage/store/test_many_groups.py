@@ -14,8 +14,7 @@ from learner.progress.lineage import TrainedStep
 from soak.trajectory_account import _stored_lengths
 from storage.disk.run_directory import RunDirectory
 from storage.store import layout
-from storage.store.many_groups import each_trajectory, read_groups
-from storage.store.replay import ReplayStore
+from storage.store.replay import ReplayStore, each_trajectory, read_groups
 from storage.store.segments import FILE, Segment
 from tests.factories import make_trajectory
 
