@@ -14,7 +14,6 @@ from actors.environments.agent_program import (
     placed_command,
     program_variables,
 )
-from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
@@ -26,7 +25,8 @@ from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
 from actors.rewards.base import RewardError
-from actors.rewards.call_times import CallTimes
+from actors.rewards.scoring.answer_scoring import AnswerScoring
+from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.agents import AgentConfig
 from actors.settings.groups import InterruptionConfig
 from bus.errors import HandBackError

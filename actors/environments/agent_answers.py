@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from actors.environments.answer_scoring import answer_to
 from actors.episodes.task import Task
 from actors.policy.messages import Completion
 from actors.rewards.base import RewardError, Scored
-from actors.rewards.scoring import RewardChoice, Scorer
+from actors.rewards.scoring.answer_scoring import answer_to
+from actors.rewards.scoring.scorers import RewardChoice, Scorer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

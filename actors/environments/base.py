@@ -9,7 +9,8 @@ from actors.episodes.episode import AgentTrajectory, Episode, FailedEpisode, For
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import JSON, ChatMessage, Task
 from actors.policy.policy import Policy
-from actors.rewards.call_times import CallTimes
+from actors.rewards.base import Closable
+from actors.rewards.scoring.call_times import CallTimes
 from bus.codec import Json
 
 __all__ = [
@@ -73,11 +74,3 @@ class CallsRewards(Protocol):
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:
         """Return how long each of its rewards takes."""
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """An environment, or a part of one, that holds connections or processes."""
-
-    async def close(self) -> None:
-        """Give them up."""

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from actors.environments.agent import AgentEnvironment
-from actors.environments.base import Closable, Environment, HandsBackAtStop
+from actors.environments.base import Environment, HandsBackAtStop
 from actors.environments.choice import DEFAULT, EnvironmentChoice
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.debate import Debate
@@ -16,6 +16,7 @@ from actors.environments.panel import Panel
 from actors.environments.plugin import plugin_environment
 from actors.environments.single_turn import SingleTurn
 from actors.environments.tools import ToolChat
+from actors.rewards.base import Closable
 from actors.settings.actors import ActorsConfig, EnvironmentConfig, PluginEnvironmentConfig
 from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig

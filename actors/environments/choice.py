@@ -9,7 +9,7 @@ from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
-from actors.rewards.call_times import CallTimes
+from actors.rewards.scoring.call_times import CallTimes
 
 CHOICE = "environment"
 """Field of a prompt's metadata that names its environment."""

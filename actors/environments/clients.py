@@ -12,20 +12,20 @@ from typing import Self
 import structlog
 from aiohttp import web
 
-from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
+from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.posted_reward import PostedReward
-from actors.gateway.refusal import RefusedError, invalid
 from actors.gateway.server import Gateway, keys_of
 from actors.gateway.session import Session
 from actors.gateway.task_offers import Offer, Taker, TaskOffers
 from actors.gateway.task_requests import described, failure_of, task_request
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
-from actors.rewards.call_times import CallTimes
+from actors.rewards.scoring.answer_scoring import AnswerScoring
+from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.clients import ClientsConfig
 from bus.codec import Json
 from bus.errors import HandBackError

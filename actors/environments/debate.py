@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Self
 
 from actors.environments.agent_answers import lettered, names_of, number_of_letter, reward_now
-from actors.environments.prompt_tools import refuse_tools
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
-from actors.rewards.call_times import CallTimes
-from actors.rewards.scoring import RewardChoice, Scorer
+from actors.rewards.scoring.call_times import CallTimes
+from actors.rewards.scoring.scorers import RewardChoice, Scorer
 from actors.settings.debate import SELF, VOTE, DebateConfig
+from actors.tools.prompt_tools import refuse_tools
 from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
 from bus.streams.publish import together

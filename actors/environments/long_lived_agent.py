@@ -17,7 +17,6 @@ from actors.environments.agent_program import (
     placed_command,
     program_variables,
 )
-from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.session_episode import scoring_of
 from actors.episodes.episode import Episode, FailedEpisode
@@ -25,7 +24,8 @@ from actors.episodes.task import Task
 from actors.gateway.task_offers import Taker
 from actors.policy.policy import Policy
 from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
-from actors.rewards.call_times import CallTimes
+from actors.rewards.scoring.answer_scoring import AnswerScoring
+from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig
 from actors.settings.groups import InterruptionConfig

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from actors.environments.agent_answers import lettered, names_of, number_of_letter, reward_now
-from actors.environments.prompt_tools import refuse_tools
 from actors.episodes.episode import Episode
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
-from actors.rewards.call_times import CallTimes
-from actors.rewards.scoring import RewardChoice, Scorer
+from actors.rewards.scoring.call_times import CallTimes
+from actors.rewards.scoring.scorers import RewardChoice, Scorer
 from actors.settings.panel import PanelConfig
+from actors.tools.prompt_tools import refuse_tools
 from bus.streams.publish import together
 
 SELECTOR = "selector"

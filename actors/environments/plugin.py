@@ -6,11 +6,12 @@ from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
-from actors.environments.base import Closable, Environment, HandsBackAtStop, ScoresGroups
+from actors.environments.base import Environment, HandsBackAtStop, ScoresGroups
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
+from actors.rewards.base import Closable
 from actors.settings.actors import PluginEnvironmentConfig
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
 from bus.process.plugins import load_function

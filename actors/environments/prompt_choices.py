@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from actors.environments.choice import DEFAULT, chosen_environment, refused_environment
-from actors.environments.prompt_tools import refused_tools
-from actors.rewards.prompt_choices import refused_reward
+from actors.rewards.scoring.prompt_choices import refused_reward
 from actors.settings.actors import ActorsConfig
 from actors.settings.rewards import RewardConfig
+from actors.tools.prompt_tools import refused_tools
 from bus.errors import ConfigError
 from bus.messages import Prompt
 

@@ -6,9 +6,9 @@ from itertools import accumulate
 
 from actors.environments.choice import DEFAULT, chosen_environment
 from actors.rewards.base import RewardError
-from actors.rewards.prompt_choices import answer_of_nobody, chosen_reward
-from actors.rewards.registry import REWARDS
-from actors.rewards.sample_call import SampleCall
+from actors.rewards.builtin.registry import REWARDS
+from actors.rewards.scoring.prompt_choices import answer_of_nobody, chosen_reward
+from actors.rewards.scoring.sample_call import SampleCall
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import POSTED
 from actors.settings.rewards import RewardConfig

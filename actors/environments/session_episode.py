@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.episodes.episode import Episode
 from actors.episodes.task import Task
 from actors.gateway.posted_reward import PostedReward
@@ -11,6 +10,7 @@ from actors.gateway.session import Session
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
+from actors.rewards.scoring.answer_scoring import AnswerScoring, answer_to
 from actors.settings.agents import POSTED
 from actors.settings.rewards import RewardConfig
 from bus.codec import Json

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Self
 
-from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
-from actors.rewards.call_times import CallTimes
-from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.rewards.scoring.answer_scoring import AnswerScoring, answer_to
+from actors.rewards.scoring.call_times import CallTimes
+from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
 from actors.settings.actors import SingleTurnConfig
 
 

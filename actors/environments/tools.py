@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Self
 
-from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.environments.call_styles import (
     CallStyle,
     FoundCall,
@@ -17,17 +16,17 @@ from actors.environments.call_styles import (
     TaggedCalls,
     tagged_results,
 )
-from actors.environments.prompt_tools import names_of, refused_names
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, ToolError
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
-from actors.rewards.call_times import CallTimes
+from actors.rewards.scoring.answer_scoring import AnswerScoring, answer_to
+from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.tool_chat import ToolsConfig
-from actors.tools.base import Arguments, Tool, ToolResult, function_schema
+from actors.tools.base import Arguments, Tool, ToolResult, function_schema, shortened
 from actors.tools.build import build_tools
-from actors.tools.output import shortened
+from actors.tools.prompt_tools import names_of, refused_names
 from bus.codec import Json
 from bus.errors import RequestRefusedError
 from bus.trajectory import End

@@ -6,8 +6,8 @@ from collections.abc import Coroutine
 from aiohttp import web
 
 from actors.gateway.dialects.base import Dialect
-from actors.gateway.exchange import Ask, Reply
-from actors.gateway.refusal import RefusedError
+from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.refusal import RefusedError
 from bus.waiting import cancelled
 
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

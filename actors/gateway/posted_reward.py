@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from actors.gateway.dialects.base import Body
-from actors.gateway.refusal import invalid
+from actors.gateway.dialects.refusal import invalid
 from bus.trajectory import LARGEST_REWARD
 
 Number = Annotated[float, Field(strict=True, ge=-LARGEST_REWARD, le=LARGEST_REWARD, allow_inf_nan=False)]

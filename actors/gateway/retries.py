@@ -5,8 +5,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from actors.gateway.exchange import Reply
-from actors.gateway.refusal import RefusedError
+from actors.gateway.dialects.exchange import Reply
+from actors.gateway.dialects.refusal import RefusedError
 from bus.waiting import cancelled, retrieve_exception
 
 REMEMBERED = 64

@@ -19,9 +19,9 @@ from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
+from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.event_stream import streamed
 from actors.gateway.posted_reward import posted_reward
-from actors.gateway.refusal import RefusedError, invalid
 from actors.gateway.retries import Attempt
 from actors.gateway.session import DIFFERENCES_LOG_PERIOD_S, Session
 from actors.gateway.tool_hooks import load_hook

@@ -11,10 +11,10 @@ from dataclasses import replace
 import structlog
 
 from actors.episodes.errors import EpisodeError
-from actors.gateway.exchange import Ask, Finish, Reply
+from actors.gateway.dialects.exchange import Ask, Finish, Reply
+from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.pins import pinned
 from actors.gateway.posted_reward import PostedReward
-from actors.gateway.refusal import RefusedError, invalid
 from actors.gateway.retries import Attempt, Exchanges
 from actors.gateway.tool_hooks import ToolHook, passed
 from actors.policy.messages import Completion, MessagesError

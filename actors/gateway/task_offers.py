@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from actors.episodes.task import Task
-from actors.gateway.refusal import RefusedError
+from actors.gateway.dialects.refusal import RefusedError
 from actors.gateway.session import Session
 from bus.waiting import set_within
 

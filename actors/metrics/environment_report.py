@@ -1,7 +1,7 @@
 """What an actor tells of its environment: the state of rollouts led from outside, and its rewards."""
 
 from actors.environments.base import CallsRewards, Environment, RunsOnDemand
-from actors.rewards.call_times import reward_report
+from actors.rewards.scoring.call_times import reward_report
 from bus.codec import Json
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.programs.request import ProgramRequest
-from actors.tools.sandbox import kernel
+from actors.sandboxes import kernel
 
 PRIVATE = ("/tmp", "/dev/shm")
 """Directories in whose place a program has empty ones of its own that it may write."""

@@ -27,9 +27,8 @@ import structlog
 from actors.programs.hidden import hidden_paths
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
+from actors.sandboxes.server_process import ServerProcess, sealed_file
 from actors.settings.programs import IsolationConfig
-from actors.tools.sandbox.sealed_file import sealed_file
-from actors.tools.sandbox.server_process import ServerProcess
 from bus.errors import ConfigError, SluiceError
 from bus.process.child_process import module_command
 from bus.waiting import cancelled

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from actors.programs.confinement import enter
 from actors.programs.request import ProgramRequest
 from actors.programs.watch import LOOK_S, TERMINATE_S, Outcome, below, signal_all, watch
-from actors.tools.sandbox import kernel
+from actors.sandboxes import kernel
 
 SWEEP_S = 5.0
 """Longest time that the kernel may take to end what a program left behind."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from actors.programs.confinement import become_program, build_view
 from actors.programs.request import ProgramRequest
-from actors.tools.sandbox import kernel
+from actors.sandboxes import kernel
 
 LOOK_S = 0.5
 """Time between two looks at how much a program uses."""

@@ -3,14 +3,15 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from actors.episodes.task import Answer
 from bus.errors import SluiceError
 
 __all__ = [
-    "LATER", "Answer", "AnswerFaultError", "BudgetSpentError", "GroupReward", "InvalidRewardError", "Late",
-    "Later", "Result", "Reward", "RewardError", "Scored", "label_of", "without_working",
+    "LATER", "Answer", "AnswerFaultError", "BudgetSpentError", "Closable", "GroupReward",
+    "InvalidRewardError", "Late", "Later", "Result", "Reward", "RewardError", "Scored", "label_of",
+    "without_working",
 ]  # fmt: skip
 
 
@@ -41,6 +42,14 @@ Reward = Callable[[Answer], Result | Awaitable[Result]]
 """Any function from an answer to a `Result`. A plain one runs in a thread, unless it is built in."""
 GroupReward = Callable[[Sequence[Answer]], Sequence[Result] | Awaitable[Sequence[Result]]]
 """Any function from the answers of a group, with the rewards they have alone, to a `Result` for each."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A reward or an environment, or a part of one, that holds connections or processes."""
+
+    async def close(self) -> None:
+        """Give them up."""
 
 
 class RewardError(SluiceError):

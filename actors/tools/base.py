@@ -7,7 +7,7 @@ from typing import Protocol
 from actors.episodes.errors import ToolError
 from actors.episodes.task import JSON
 
-__all__ = ["Arguments", "Tool", "ToolError", "ToolResult", "function_schema"]
+__all__ = ["Arguments", "Tool", "ToolError", "ToolResult", "function_schema", "shortened"]
 
 Arguments = Mapping[str, JSON]
 """Arguments of a call, by name, as its JSON had them."""
@@ -51,3 +51,14 @@ def function_schema(tool: Tool) -> dict[str, JSON]:
             "parameters": dict(tool.parameters),
         },
     }
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return at most `limit` characters of `text`: its first half and its last, with a note between them.
+
+    The note comes on top of `limit`."""
+    if len(text) <= limit:
+        return text
+    head = (limit + 1) // 2
+    tail = text[len(text) - (limit - head) :]
+    return f"{text[:head]}\n[{len(text) - limit} characters left out]\n{tail}"

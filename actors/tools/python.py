@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Self
 
 from actors.episodes.task import JSON
+from actors.sandboxes.sandbox import Ran, Sandbox, configured_sandbox
 from actors.settings.tools import PythonToolConfig
 from actors.tools.base import Arguments, ToolResult
-from actors.tools.sandbox.configured import configured_sandbox
-from actors.tools.sandbox.sandbox import Ran, Sandbox
 
 
 class PythonTool:

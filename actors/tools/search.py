@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from actors.episodes.task import JSON
 from actors.settings.tools import SearchConfig
-from actors.tools.base import Arguments, ToolResult
-from actors.tools.output import shortened
+from actors.tools.base import Arguments, ToolResult, shortened
 from bus.errors import ConfigError
 from storage.built_in_tasks.generators import task_passages
 from storage.prompt_files.rows import Row, read_rows

@@ -8,7 +8,7 @@ from actors.environments.build import check_environment
 from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.environments.sample_calls import sample_calls, sample_scores
 from actors.rewards.group_filters import load_filter
-from actors.rewards.sample_call import check_calls
+from actors.rewards.scoring.sample_call import check_calls
 from bus.config import without_credentials
 from bus.connection import Bus
 from bus.policy_names import DEFAULT_POLICY

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from actors.environments.choice import DEFAULT, chosen_environment
-from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
 from actors.settings.actors import ActorsConfig, EnvironmentConfig, SingleTurnConfig
 from actors.settings.agents import POSTED
 from actors.settings.rewards import RewardConfig
@@ -14,7 +14,7 @@ from bus.trajectory import Trajectory
 
 if TYPE_CHECKING:  # load torch
     from actors.policy.chat_format import ChatFormat
-    from actors.rewards.rescoring import Rescored
+    from actors.rewards.scoring.rescoring import Rescored
 
 
 class EnvironmentRewards:
@@ -48,7 +48,7 @@ class EnvironmentRewards:
 
         Among several environments, one whose answers cannot be scored again costs its own groups alone.
         Raises `ConfigError` as `actors.rewards.rescoring.rescore` does in all other cases."""
-        from actors.rewards.rescoring import rescore
+        from actors.rewards.scoring.rescoring import rescore
 
         name = str(chosen_environment(prompt.metadata)) if self._several else DEFAULT
         scorer = self._scorers.get(name)

@@ -111,7 +111,7 @@ async def run_rescore(
         open_parts.push_async_callback(scoring.close)
         stores = open_parts.enter_context(_stores(run, config.replay.shards))
         leases, skipped = _leases(run, stores, interval)
-        from actors.rewards.rescoring import Rescored
+        from actors.rewards.scoring.rescoring import Rescored
 
         chat = _chat(model or model_of_run(config, run))
         prompts = PastPrompts(facts_of(run.ledger), run.data)

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, Field
 
-from actors.environments.base import Closable, Environment, ScoresGroups
+from actors.environments.base import Environment, ScoresGroups
 from actors.environments.build import build_environment
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
-from actors.rewards.base import RewardError
+from actors.rewards.base import Closable, RewardError
 from actors.settings.actors import EnvironmentConfig
 from bus.errors import EngineError
 

@@ -9,12 +9,12 @@ from typing import ParamSpec, Self, TypeVar
 
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
 from actors.environments.games.build import game_start
-from actors.environments.prompt_tools import refuse_tools
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.policy import Policy
 from actors.settings.games import SCRIPTED, SELF, GameConfig
+from actors.tools.prompt_tools import refuse_tools
 from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End

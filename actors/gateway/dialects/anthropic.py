@@ -19,8 +19,8 @@ from actors.gateway.dialects.base import (
     unmet,
     wanted,
 )
-from actors.gateway.exchange import Ask, Reply
-from actors.gateway.refusal import RefusedError, invalid
+from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.policy.messages import Tool, ToolCall, ToolCallError
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -8,8 +8,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from actors.episodes.task import JSON
-from actors.gateway.exchange import Ask, Reply
-from actors.gateway.refusal import RefusedError, invalid
+from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.refusal import RefusedError, invalid
 
 B = TypeVar("B", bound="Body")
 MOST_STOPS = 16

@@ -18,9 +18,9 @@ from actors.gateway.dialects.base import (
     unmet,
     wanted,
 )
+from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.openai_chat import error
-from actors.gateway.exchange import Ask, Reply
-from actors.gateway.refusal import RefusedError, invalid
+from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.policy.messages import Tool, ToolCall
 
 

@@ -12,9 +12,8 @@ from actors.rewards.answer_faults import HostFaultError, verified
 from actors.rewards.base import RewardError
 from actors.rewards.code.given_tests import BadTestsError, CallTest, GivenTests, InputTest, read_tests
 from actors.rewards.code.program_text import program_in, same_output
+from actors.sandboxes.sandbox import Ran, configured_sandbox
 from actors.settings.rewards import RewardConfig
-from actors.tools.sandbox.configured import configured_sandbox
-from actors.tools.sandbox.sandbox import Ran
 
 SPARE_BYTES = 1 << 16
 """Output beyond the expected one after which a program is ended: it is wrong already."""

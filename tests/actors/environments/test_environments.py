@@ -16,7 +16,7 @@ from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.actors import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
 from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError
 

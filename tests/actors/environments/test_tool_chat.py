@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.build import build_environment, check_environment
 from actors.environments.tools import ToolChat
 from actors.episodes.errors import EpisodeError, ToolError
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.answer_scoring import AnswerScoring
+from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts.worker import end_after
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import AgentConfig

@@ -6,11 +6,11 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.gateway.dialects.anthropic import ANTHROPIC
+from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
-from actors.gateway.exchange import Ask, Reply
+from actors.gateway.dialects.refusal import RefusedError
 from actors.gateway.pins import pinned
-from actors.gateway.refusal import RefusedError
 from actors.gateway.tool_hooks import ToolHookError, passed
 from actors.policy.messages import ToolCall
 

@@ -8,8 +8,8 @@ from actors.episodes.task import Task
 from actors.gateway.task_requests import described
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
-from actors.rewards.scoring import Scorer
-from actors.rewards.verifier_processes import VerifierProcesses
+from actors.rewards.builtin.verifier_processes import VerifierProcesses
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import RewardConfig
 from tests.actors.rewards import failing_verifiers
 from tests.actors.rewards.answers import answer

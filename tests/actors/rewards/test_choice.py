@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.rewards.base import LATER, InvalidRewardError, RewardError, Scored
-from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
 from actors.settings.actors import ActorsConfig, SingleTurnConfig
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 
 from actors.rewards.base import RewardError
 from actors.rewards.code.reward import CodeTests
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import RewardConfig
 from tests.actors.rewards.answers import answer
 from tests.actors.rewards.cheating_programs import ADD, DOUBLE, WHEN_CALLED, WHEN_READING

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
+from actors.rewards.builtin.dapo import dapo
+from actors.rewards.builtin.gpqa import gpqa
+from actors.rewards.builtin.matching import last_number
+from actors.rewards.builtin.word_overlap import f1
 from actors.rewards.code.program_text import program_in
-from actors.rewards.dapo import dapo
-from actors.rewards.gpqa import gpqa
 from actors.rewards.instructions.reward import CHECKS, instructions
-from actors.rewards.matching import last_number
-from actors.rewards.word_overlap import f1
 from tests.actors.rewards.answers import answer
 from tests.actors.rewards.test_instructions import CASES
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from actors.rewards.base import RewardError
-from actors.rewards.math_answer import quickly_equal
-from actors.rewards.math_equality import equal
-from actors.rewards.scoring import Scorer
+from actors.rewards.builtin.math_answer import quickly_equal
+from actors.rewards.builtin.math_equality import equal
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import RewardConfig
 from tests.actors.rewards.answers import answer
 

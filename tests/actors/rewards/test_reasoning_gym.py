@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from actors.rewards import registry
 from actors.rewards.base import RewardError, Scored
-from actors.rewards.scoring import Scorer
+from actors.rewards.builtin import registry
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from storage.built_in_tasks import generators, reasoning_gym_tasks

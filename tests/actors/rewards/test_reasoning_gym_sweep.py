@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.rewards.base import Scored
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import RewardConfig
 from tests.actors.rewards.test_reasoning_gym import row_answer, written_elsewhere
 

@@ -9,8 +9,8 @@ import torch
 
 from actors.episodes.task import Answer
 from actors.rewards.base import RewardError
-from actors.rewards.registry import REWARDS, load_reward
-from actors.rewards.scoring import Scorer
+from actors.rewards.builtin.registry import REWARDS, load_reward
+from actors.rewards.scoring.scorers import Scorer
 from bus.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from actors.rewards import endpoint
 from actors.rewards.base import LATER, BudgetSpentError, InvalidRewardError, RewardError, Scored
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.rewards import JudgeConfig, RemoteRewardConfig, RewardConfig
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy

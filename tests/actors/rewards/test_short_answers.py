@@ -3,10 +3,10 @@
 import pytest
 
 from actors.rewards.base import RewardError
-from actors.rewards.dapo import dapo
+from actors.rewards.builtin.dapo import dapo
+from actors.rewards.builtin.gpqa import gpqa
+from actors.rewards.builtin.word_overlap import exact_match, f1, normalised
 from actors.rewards.final_text import last_boxed, without_reasoning
-from actors.rewards.gpqa import gpqa
-from actors.rewards.word_overlap import exact_match, f1, normalised
 from tests.actors.rewards.answers import answer
 
 

@@ -8,7 +8,7 @@ from actors.episodes.episode import FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts import environment_failures
 from actors.rollouts.environment_failures import EnvironmentFailures
 from actors.settings.groups import FailureLimitsConfig

@@ -9,7 +9,6 @@ from math import sqrt
 import numpy as np
 import pytest
 from scipy import stats
-from tests.actors.test_worker import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
 
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.plugin import PluginEnvironment
@@ -19,7 +18,7 @@ from actors.metrics.episode_ends import EpisodeEnds
 from actors.policy.strand import Call
 from actors.rewards.base import LATER, BudgetSpentError, RewardError, Scored
 from actors.rewards.group_filters import load_filter
-from actors.rewards.scoring import GroupScorer, Scorer
+from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.rollouts.group import Group
 from actors.settings.groups import GroupLimitsConfig, RetriesConfig
 from bus.codec import encode
@@ -29,6 +28,7 @@ from bus.streams.publish import Publisher
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
+from tests.actors.rollouts.test_worker import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
 from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

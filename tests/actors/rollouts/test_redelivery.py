@@ -8,7 +8,7 @@ import pytest
 
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus

@@ -12,7 +12,7 @@ from actors.environments.single_turn import SingleTurn
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.group_filters import load_filter
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts.worker import Worker
 from actors.settings.actors import SingleTurnConfig
 from actors.weights.follow import PolicyFollower

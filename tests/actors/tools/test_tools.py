@@ -6,14 +6,14 @@ import sys
 import pytest
 from pydantic import BaseModel
 
+from actors.sandboxes.limits import Limits
+from actors.sandboxes.sandbox import decoded
 from actors.settings.tool_chat import ToolsConfig
 from actors.settings.tools import PluginToolConfig, PythonToolConfig, SearchConfig
-from actors.tools.base import ToolResult, function_schema
+from actors.tools.base import ToolResult, function_schema, shortened
 from actors.tools.build import build_tools
 from actors.tools.calculator import Calculator
-from actors.tools.output import decoded, shortened
 from actors.tools.python import PythonTool
-from actors.tools.sandbox.limits import Limits
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports

@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-from tests.actors.test_worker import TOKENIZER, answer_with
-
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.plugin import plugin_environment
@@ -11,6 +9,7 @@ from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import PluginEnvironmentConfig
 from soak.failing_environment import FAILURES
+from tests.actors.rollouts.test_worker import TOKENIZER, answer_with
 
 ROLLOUTS = 200
 

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts.account import ActorAccount
 from actors.rollouts.worker import Worker
 from bus.codec import encode

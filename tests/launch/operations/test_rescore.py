@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from actors.policy.chat_format import ChatFormat
-from actors.rewards.rescoring import Rescored, answer_of, rescore
-from actors.rewards.scoring import Scorer
+from actors.rewards.scoring.rescoring import Rescored, answer_of, rescore
+from actors.rewards.scoring.scorers import Scorer
 from actors.settings.actors import ActorsConfig
 from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt

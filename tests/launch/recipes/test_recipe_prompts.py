@@ -9,7 +9,7 @@ import pytest
 
 from actors.episodes.task import Answer
 from actors.rewards.base import Scored
-from actors.rewards.registry import REWARDS
+from actors.rewards.builtin.registry import REWARDS
 from actors.tools.calculator import evaluated
 from launch.recipes import instructions
 from launch.recipes.prompt_files import PromptFiles, PromptRow

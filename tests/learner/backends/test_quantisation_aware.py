@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from actors.weights.quantised import without_quantisation
 from pydantic import ValidationError
 
-from actors.engines.embedded.prepared_weights import prepare_weights
+from actors.engines.embedded.prepared_weights import prepare_weights, without_quantisation
 from actors.weights.torch_tensors import torch_tensors
 from bus.errors import ConfigError
 from learner.backends.contract.backend import Backend

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from actors.weights.quantised import without_quantisation
 from safetensors.torch import save_file
 
+from actors.engines.embedded.prepared_weights import without_quantisation
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.loading import Loading
 from actors.engines.sglang.server_facts import ServerFacts

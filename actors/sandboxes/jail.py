@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from actors.tools.sandbox import kernel
+from actors.sandboxes import kernel
 
 NOBODY = 65534
 """User and group that programs run as on the host, where the actor runs as root."""

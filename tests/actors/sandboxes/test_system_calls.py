@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from actors.tools.sandbox.system_calls import DENIED, MACHINES, filter_program
+from actors.sandboxes.system_calls import DENIED, MACHINES, filter_program
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 EPERM, ENOSYS = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS

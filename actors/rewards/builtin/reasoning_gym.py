@@ -3,11 +3,11 @@
 import asyncio
 
 from actors.episodes.task import Answer
-from actors.rewards import reasoning_gym_verifier
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import RewardError
-from actors.rewards.message_text import text_of
-from actors.rewards.verifier_processes import VerifierProcesses
+from actors.rewards.builtin import reasoning_gym_verifier
+from actors.rewards.builtin.message_text import text_of
+from actors.rewards.builtin.verifier_processes import VerifierProcesses
 from actors.settings.rewards import RewardConfig
 from storage.built_in_tasks.reasoning_gym_tasks import Entry, EntryError, asked_entry, refuse_missing_package
 

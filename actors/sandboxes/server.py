@@ -1,6 +1,6 @@
 """The process that starts programs: it enters the sandbox once and forks for each program.
 
-    python bus/process/run_module.py actors.tools.sandbox.server LIMITS
+    python bus/process/run_module.py actors.sandboxes.server LIMITS
 
 Its standard input is a socket of the actor's. Each packet on it carries the descriptors of one program and,
 as JSON, its own limits in place of those of LIMITS. Loads the standard library and this room.
@@ -19,9 +19,9 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-from actors.tools.sandbox.jail import Host, enter, private_namespaces
-from actors.tools.sandbox.limits import Limits
-from actors.tools.sandbox.program import become_program, run_code
+from actors.sandboxes.jail import Host, enter, private_namespaces
+from actors.sandboxes.limits import Limits
+from actors.sandboxes.program import become_program, run_code
 
 LARGEST_PACKET = 4096
 BEGUN = b"1"

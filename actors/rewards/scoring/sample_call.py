@@ -17,7 +17,7 @@ import structlog
 from actors.episodes.task import Answer
 from actors.rewards.base import RewardError
 from actors.rewards.endpoint import TransientError
-from actors.rewards.scoring import GroupScorer, Scorer
+from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError, SluiceError
 

@@ -8,8 +8,8 @@ import structlog
 
 from actors.episodes.task import JSON, Answer
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
+from actors.rewards.builtin.message_text import readable, text_of
 from actors.rewards.endpoint import Endpoint, RefusedError
-from actors.rewards.message_text import readable, text_of
 from actors.settings.rewards import RewardConfig
 
 log = structlog.get_logger()

@@ -10,9 +10,9 @@ import threading
 import traceback
 from types import CodeType, TracebackType
 
-from actors.tools.sandbox import kernel
-from actors.tools.sandbox.limits import Limits
-from actors.tools.sandbox.system_calls import filter_program, install_filter
+from actors.sandboxes import kernel
+from actors.sandboxes.limits import Limits
+from actors.sandboxes.system_calls import filter_program, install_filter
 
 NAME = "program.py"
 ENVIRONMENT = {

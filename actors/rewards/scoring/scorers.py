@@ -4,13 +4,21 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from actors.environments.base import Closable
 from actors.episodes.task import Answer
-from actors.rewards.base import LATER, GroupReward, InvalidRewardError, Late, Reward, RewardError, Scored
-from actors.rewards.call_times import CallTimes
-from actors.rewards.calls import BoundedCalls
-from actors.rewards.registry import CONFIGURED, REWARDS, load_group_reward, load_reward
-from actors.rewards.results import checked
+from actors.rewards.base import (
+    LATER,
+    Closable,
+    GroupReward,
+    InvalidRewardError,
+    Late,
+    Reward,
+    RewardError,
+    Scored,
+)
+from actors.rewards.builtin.registry import CONFIGURED, REWARDS, load_group_reward, load_reward
+from actors.rewards.scoring.bounded_calls import BoundedCalls
+from actors.rewards.scoring.call_times import CallTimes
+from actors.rewards.scoring.results import checked
 from actors.settings.rewards import RewardConfig
 
 CHOICE = "reward"

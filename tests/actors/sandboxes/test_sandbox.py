@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from actors.episodes.errors import ToolError
-from actors.tools.sandbox import sandbox as actor_side
-from actors.tools.sandbox.limits import Limits
-from actors.tools.sandbox.sandbox import Sandbox
+from actors.sandboxes import sandbox as actor_side
+from actors.sandboxes.limits import Limits
+from actors.sandboxes.sandbox import Sandbox
 from bus.errors import ConfigError
 
 SHORT = Limits(wall_s=0.3)
@@ -274,8 +274,8 @@ async def test_modules_that_were_loaded_before_are_there():
 def test_a_host_that_forbids_namespaces_is_told_at_the_start_with_a_remedy(monkeypatch):
     forbid = (
         "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv.pop(0));"
-        "from actors.tools.sandbox.kernel import drop_capabilities;"
-        "from actors.tools.sandbox.system_calls import filter_program, install_filter;"
+        "from actors.sandboxes.kernel import drop_capabilities;"
+        "from actors.sandboxes.system_calls import filter_program, install_filter;"
         "drop_capabilities(); install_filter(filter_program(os.uname().machine));"
         "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     )

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.tools.sandbox.limits import Limits
-from actors.tools.sandbox.sandbox import Sandbox
-from tests.actors.tools.sandboxes import start_as_ordinary_user
+from actors.sandboxes.limits import Limits
+from actors.sandboxes.sandbox import Sandbox
+from tests.actors.sandboxes.sandboxes import start_as_ordinary_user
 
 SECRET = "the-password-of-the-bus"
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from actors.rewards.verifier_processes import limit_memory
+from actors.rewards.builtin.verifier_processes import limit_memory
 from storage.built_in_tasks.reasoning_gym_tasks import Entry, data_set
 
 _NAME = re.compile(r"[^\W\d]\w*")

@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from actors.rewards.base import GroupReward, Reward
+from actors.rewards.builtin.dapo import dapo
+from actors.rewards.builtin.gpqa import gpqa
+from actors.rewards.builtin.judge import Judge
+from actors.rewards.builtin.matching import contains, exact, final_answer, last_number
+from actors.rewards.builtin.math_answer import DeepScaleR, MathAnswer
+from actors.rewards.builtin.reasoning_gym import ReasoningGym
+from actors.rewards.builtin.remote import Remote
+from actors.rewards.builtin.word_overlap import exact_match, f1
 from actors.rewards.code.reward import CodeTests
-from actors.rewards.dapo import dapo
-from actors.rewards.gpqa import gpqa
 from actors.rewards.instructions.reward import instructions
-from actors.rewards.judge import Judge
-from actors.rewards.matching import contains, exact, final_answer, last_number
-from actors.rewards.math_answer import DeepScaleR, MathAnswer
-from actors.rewards.reasoning_gym import ReasoningGym
-from actors.rewards.remote import Remote
-from actors.rewards.word_overlap import exact_match, f1
 from actors.settings.rewards import RewardConfig
 from bus.process.plugins import load_function
 

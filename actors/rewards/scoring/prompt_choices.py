@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 
 from actors.episodes.task import Answer, Task
 from actors.rewards.base import RewardError
+from actors.rewards.builtin.math_answer import wanted_expression
+from actors.rewards.builtin.reasoning_gym import entry_of
+from actors.rewards.builtin.registry import REWARDS
 from actors.rewards.code.given_tests import BadTestsError, read_tests
-from actors.rewards.math_answer import wanted_expression
-from actors.rewards.reasoning_gym import entry_of
-from actors.rewards.registry import REWARDS
-from actors.rewards.scoring import CHOICE, refused_choice
+from actors.rewards.scoring.scorers import CHOICE, refused_choice
 from actors.settings.rewards import RewardConfig
 from bus.messages import Prompt
 

@@ -9,8 +9,8 @@ from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.task import Answer, Task
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError, Scored
-from actors.rewards.call_times import CallTimes
-from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.rewards.scoring.call_times import CallTimes
+from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
 from actors.settings.rewards import RewardConfig
 from bus.codec import Json
 from bus.trajectory import End, FinishReason

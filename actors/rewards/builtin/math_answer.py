@@ -3,11 +3,11 @@
 import re
 
 from actors.episodes.task import Answer
-from actors.rewards import math_equality
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import RewardError, label_of, without_working
+from actors.rewards.builtin import math_equality
+from actors.rewards.builtin.verifier_processes import VerifierProcesses
 from actors.rewards.final_text import END_OF_REASONING, last_boxed
-from actors.rewards.verifier_processes import VerifierProcesses
 from actors.settings.rewards import RewardConfig
 
 LONGEST = 2000

@@ -9,26 +9,29 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
 
 from actors.episodes.errors import ToolError
-from actors.tools.output import decoded
-from actors.tools.sandbox.limits import Limits
-from actors.tools.sandbox.sealed_file import sealed_file
-from actors.tools.sandbox.server_process import ServerProcess
-from actors.tools.sandbox.system_calls import supported
+from actors.sandboxes.limits import Limits
+from actors.sandboxes.server_process import ServerProcess, sealed_file
+from actors.sandboxes.system_calls import supported
+from actors.settings.tools import SandboxConfig
 from bus.errors import ConfigError
 from bus.process.child_process import module_command
+from bus.process.plugins import refuse_of_record
 
 START_TIMEOUT_S = 60.0
 GRACE_S = 10.0
 """Longest time after a program's own limit until its end is reported."""
 CHUNK_BYTES = 1 << 16
+MEGABYTE = 1 << 20
 LARGEST_ANSWER = 4096
 SERVER_ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Nothing of the actor's environment, which may hold passwords, comes near a program."""
@@ -245,7 +248,7 @@ def _started(limits: Limits) -> ServerProcess:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            module_command("actors.tools.sandbox.server", limits.to_json()),
+            module_command("actors.sandboxes.server", limits.to_json()),
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             env=SERVER_ENVIRONMENT,
@@ -264,3 +267,30 @@ def _started(limits: Limits) -> ServerProcess:
         raise ConfigError(_refusal(answer))
     control.setblocking(False)
     return server
+
+
+def configured_sandbox(config: SandboxConfig, *, output_bytes: int = 1 << 16) -> Sandbox:
+    """Start a sandbox. Raises ConfigError where the host allows none, or a package may not be loaded."""
+    for name in config.packages:  # importing one runs its code outside of the sandbox's limits
+        refuse_of_record(f"the package {name!r}", name)
+    limits = Limits(
+        wall_s=config.wall_s,
+        cpu_s=config.cpu_s,
+        memory_bytes=config.memory_mb * MEGABYTE,
+        processes=config.processes,
+        file_bytes=config.file_mb * MEGABYTE,
+        preload=config.packages,
+        package_directories=_package_directories() if config.packages else (),
+    )
+    return Sandbox(limits, at_once=config.at_once, output_bytes=output_bytes)
+
+
+def _package_directories() -> tuple[str, ...]:
+    """Return the directories of installed packages that this process imports from."""
+    names = ("site-packages", "dist-packages")
+    return tuple(path for path in sys.path if Path(path).name in names and Path(path).is_dir())
+
+
+def decoded(data: bytes) -> str:
+    """Return bytes as text; what is no UTF-8 becomes U+FFFD, and NUL goes, which no template expects."""
+    return data.decode("utf-8", "replace").replace("\0", "\N{REPLACEMENT CHARACTER}")

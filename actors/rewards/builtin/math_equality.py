@@ -2,7 +2,7 @@
 
 import logging
 
-from actors.rewards.verifier_processes import limit_memory
+from actors.rewards.builtin.verifier_processes import limit_memory
 
 
 def prepare() -> None:

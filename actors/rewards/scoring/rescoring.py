@@ -9,7 +9,7 @@ import numpy as np
 from actors.episodes.task import Answer, Task
 from actors.policy.chat_format import ChatFormat
 from actors.rewards.base import RewardError, Scored
-from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from bus.trajectory import Trajectory

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 from typing import Generic, TypeVar, cast
 
-from actors.rewards.call_times import CallTimes
+from actors.rewards.scoring.call_times import CallTimes
 from bus.waiting import set_within
 
 Argument = TypeVar("Argument")
