@@ -22,7 +22,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.gpu_plan import gpu_plan
 from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.on_policy import tells_unscaled_logprobs
-from actors.engines.sglang.kernel_versions import learners_kernels
+from actors.engines.sglang.server.kernel_versions import learners_kernels
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
 from actors.evaluating_actor import EvaluatingActor

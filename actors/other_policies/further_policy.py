@@ -17,7 +17,7 @@ from actors.engines.fleet.gpu_plan import gpu_plan
 from actors.engines.fleet.member import Build
 from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.served_adapters import ServedAdapters, served_adapters
-from actors.engines.sglang.kernel_versions import learners_kernels
+from actors.engines.sglang.server.kernel_versions import learners_kernels
 from actors.metrics.counters import report_metrics
 from actors.metrics.engine_report import EngineReport
 from actors.other_policies.opponents import refuse_other_tokenizer

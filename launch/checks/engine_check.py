@@ -2,7 +2,7 @@
 
 import subprocess
 
-from actors.engines.sglang.settings import interpreter, server_environment
+from actors.engines.sglang.server.settings import interpreter, server_environment
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.settings.run_config import RunConfig

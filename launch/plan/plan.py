@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
-from actors.engines.sglang.gpu_count import gpus_of_engine
+from actors.engines.sglang.server.gpu_count import gpus_of_engine
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.plan.alternatives import alternatives

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.server import group_members
+from actors.engines.sglang.server.server import group_members
 from actors.settings.engines import SglangEngineConfig
 from tests.actors.tiny import request
 

@@ -12,8 +12,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from actors.engines.sglang.in_server.sluice_changes import apply_2
-from actors.engines.sglang.settings import APPLY
+from actors.engines.sglang.in_server.sluice_changes import APPLY, apply_2
 from tests.actors.gloo_rank import GlooRank
 from tests.actors.stand_in_adapters import PATHS, StandInAdapters
 

@@ -10,9 +10,9 @@ import pytest
 from actors.engines.base import NOTHING, Sampling
 from actors.engines.expert_routing import Routing
 from actors.engines.fleet.pending_request import PendingRequest
-from actors.engines.sglang.answers import read_answer
-from actors.engines.sglang.request_bodies import request_body
-from actors.engines.sglang.settings import server_settings
+from actors.engines.sglang.client.answers import read_answer
+from actors.engines.sglang.client.request_bodies import request_body
+from actors.engines.sglang.server.settings import server_settings
 from actors.episodes.episode import Episode
 from actors.policy.policy import Policy
 from actors.rollouts.group import Group

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.sglang.client.request_bodies import request_body
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.request_bodies import request_body
-from actors.engines.sglang.settings import interpreter
+from actors.engines.sglang.server.settings import interpreter
 from actors.environments.single_turn import SingleTurn
 from actors.episodes.task import ChatMessage
 from actors.policy.messages import Tool

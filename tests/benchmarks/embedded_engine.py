@@ -23,7 +23,7 @@ from transformers import (
 
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.sglang.settings import interpreter
+from actors.engines.sglang.server.settings import interpreter
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from benchmarks.actors import ActorLoad, bench_actor
 from bus.errors import ConfigError

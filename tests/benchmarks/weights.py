@@ -24,7 +24,7 @@ from actors.engines.base import Engine, GenerationRequest, Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.fleet.build import build_engine
 from actors.engines.served_adapters import ServedAdapters, served_adapters
-from actors.engines.sglang.settings import interpreter
+from actors.engines.sglang.server.settings import interpreter
 from actors.settings.engines import EngineConfig
 from actors.weights.follow import PolicyFollower
 from actors.weights.received import Receiver

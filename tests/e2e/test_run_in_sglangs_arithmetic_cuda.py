@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 import torch
 
-from actors.engines.sglang.settings import BUILT_HERE
+from actors.engines.sglang.server.settings import BUILT_HERE
 from tests.actors.cuda import SERVER
 from tests.e2e.commands import records_of_run
 

@@ -152,7 +152,7 @@ async def _look_at(url: str, config: SglangEngineConfig, model: Path, served: Se
     older weights of the model, cannot have these adapters or does not say what engines with these settings
     are asked."""
     from actors.engines.sglang.adapters import refuse_unfit
-    from actors.engines.sglang.client import SglangClient
+    from actors.engines.sglang.client.client import SglangClient
 
     client = SglangClient.connect(url)
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.engines.sglang.gpu_count import base_gpu_id, gpus_of_engine
+from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus_of_engine
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EngineConfig, SglangEngineConfig
 

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from actors.engines.sglang.adapters import Adapters, split
+from actors.engines.sglang.client.tensor_files import State
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
-from actors.engines.sglang.tensor_files import State
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError
 

@@ -17,12 +17,12 @@ from xxhash import xxh3_64
 
 from actors.engines.served_adapters import AdapterRoom, ServedAdapters
 from actors.engines.sglang import requests_in_progress
-from actors.engines.sglang.client import LOAD_ADAPTER, Json, SglangClient
+from actors.engines.sglang.client.client import LOAD_ADAPTER, Json, SglangClient
+from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.client.tensor_files import State, on_host, pickled, raw
 from actors.engines.sglang.loaded_adapter import LoadedAdapter
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
-from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.settings import device_of
-from actors.engines.sglang.tensor_files import State, on_host, pickled, raw
+from actors.engines.sglang.server.settings import device_of
 from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError, WeightsKeptError

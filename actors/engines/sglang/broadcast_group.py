@@ -7,8 +7,8 @@ from contextlib import suppress
 import structlog
 
 from actors.engines.announced_version import OFFER_S, Published
-from actors.engines.sglang.client import SglangClient, TooSlowError
-from actors.engines.sglang.server_facts import ServerFacts
+from actors.engines.sglang.client.client import SglangClient, TooSlowError
+from actors.engines.sglang.client.server_facts import ServerFacts
 from bus.errors import BusError, ConfigError, EngineError
 from bus.waiting import left_s
 from bus.weight_requests import OfferedBucket

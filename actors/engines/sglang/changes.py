@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from actors.engines.sglang.gpu_count import replicas
-from actors.engines.sglang.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
-from actors.engines.sglang.server_facts import drafts, own_draft
-from actors.engines.sglang.settings import APPLY
-from actors.engines.sglang.tensor_files import State, bytes_of, raw
+from actors.engines.sglang.client.server_facts import drafts, own_draft
+from actors.engines.sglang.client.tensor_files import State, bytes_of, raw
+from actors.engines.sglang.in_server.sluice_changes import APPLY, CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
+from actors.engines.sglang.server.gpu_count import replicas
 from storage.weights.deltas import Moved, Positions, changed_positions
 from storage.weights.tensors import WORD, Words, spare_threads
 

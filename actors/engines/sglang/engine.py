@@ -22,20 +22,20 @@ from actors.engines.expert_routing import Routing
 from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.adapter_updates import AdapterUpdates
 from actors.engines.sglang.adapters import Adapters, serving
-from actors.engines.sglang.answers import Streamed
-from actors.engines.sglang.cache_loads import CacheLoads
-from actors.engines.sglang.client import SglangClient, UnreachableError
-from actors.engines.sglang.health import DYING_S, HealthChecks
+from actors.engines.sglang.client.answers import Streamed
+from actors.engines.sglang.client.cache_loads import CacheLoads
+from actors.engines.sglang.client.client import SglangClient, UnreachableError
+from actors.engines.sglang.client.request_bodies import score_request
+from actors.engines.sglang.client.sent_images import SentImages
+from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.loaded_adapter import OtherWeightsError
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
-from actors.engines.sglang.pausing import load_paused
-from actors.engines.sglang.request_bodies import score_request
+from actors.engines.sglang.paused_load import load_paused
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
-from actors.engines.sglang.sent_images import SentImages
 from actors.engines.sglang.served_policy import ServedPolicies, ServedPolicy
-from actors.engines.sglang.server import Server
-from actors.engines.sglang.server_facts import ServerFacts
+from actors.engines.sglang.server.health import DYING_S, HealthChecks
+from actors.engines.sglang.server.server import Server
 from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError

@@ -9,10 +9,10 @@ from pathlib import Path
 from actors.engines.announced_version import Published
 from actors.engines.sglang.broadcast_group import LearnerGroup, Offer
 from actors.engines.sglang.changes import takes_changes
-from actors.engines.sglang.client import SglangClient, TooSlowError, UnreachableError
-from actors.engines.sglang.gpu_count import replicas
-from actors.engines.sglang.server_facts import ServerFacts, drafts, own_draft
-from actors.engines.sglang.tensor_files import State
+from actors.engines.sglang.client.client import SglangClient, TooSlowError, UnreachableError
+from actors.engines.sglang.client.server_facts import ServerFacts, drafts, own_draft
+from actors.engines.sglang.client.tensor_files import State
+from actors.engines.sglang.server.gpu_count import replicas
 from actors.engines.sglang.weights import HeldWeights, buckets
 from actors.settings.engines import SglangEngineConfig, refuse_quantised
 from bus.errors import BusError, ConfigError, EngineError, StorageError, WeightsKeptError

@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from actors.engines.sglang.client import SglangClient
-from actors.engines.sglang.gpu_count import base_gpu_id, gpus
+from actors.engines.sglang.client.client import SglangClient
 from actors.engines.sglang.pair_client import PairClient, together
-from actors.engines.sglang.server import HOST, AttachedServer, OwnServer, Server
-from actors.engines.sglang.settings import device_of
+from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus
+from actors.engines.sglang.server.server import HOST, AttachedServer, OwnServer, Server
+from actors.engines.sglang.server.settings import device_of
 from actors.settings.engines import SglangEngineConfig, by_name
 from bus.errors import ConfigError
 from bus.server.nats_server import free_port

@@ -14,11 +14,11 @@ import torch
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.expert_routing import Routing
-from actors.engines.sglang.answers import Streamed
-from actors.engines.sglang.client import Json, SglangClient, TooSlowError, UnreachableError
-from actors.engines.sglang.request_bodies import probe_body, request_body
+from actors.engines.sglang.client.answers import Streamed
+from actors.engines.sglang.client.client import Json, SglangClient, TooSlowError, UnreachableError
+from actors.engines.sglang.client.request_bodies import probe_body, request_body
+from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.requests_in_progress import ABORT_AGAIN_S
-from actors.engines.sglang.server_facts import ServerFacts
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import bounded, retrieve_exception
 

@@ -11,8 +11,8 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
-from actors.engines.sglang.answers import Streamed
-from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.client.answers import Streamed
+from actors.engines.sglang.client.client import SglangClient
 from actors.engines.sglang.loaded_adapter import LoadedAdapter
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import unless

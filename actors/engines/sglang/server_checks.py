@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.client.client import SglangClient
+from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.client.tensor_files import State
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.tensor_files import State
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
 from bus.waiting import bounded

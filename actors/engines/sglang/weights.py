@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from actors.engines.sglang.changes import changes
-from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, raw, write_tensors
+from actors.engines.sglang.client.tensor_files import NAMES, State, bytes_of, raw, write_tensors
 from bus.errors import ConfigError, EngineError
 from storage.disk.atomic_files import try_lock
 from storage.model_files.packed_files import QUANTISATION, is_quantised_model

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.sglang.request_bodies import request_body
+from actors.engines.sglang.client.request_bodies import request_body
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.environments.length_profile import LengthProfile, length_at

@@ -54,6 +54,10 @@ def apply_2(model: Any, named_tensors: Sequence[Named]) -> None:
         )
 
 
+APPLY = f"sluice_changes.{apply_2.__name__}"
+"""Name of `apply_2` among SGLang's custom weight loaders. Another form of the file is another name."""
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """While inside, no garbage is looked for: that may take a third of a second of a pause."""

@@ -11,7 +11,7 @@ import pytest_asyncio
 from actors.engines.base import InterruptedGenerationError
 from actors.engines.sglang import pair_client as sglang_pair_client
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.server import group_members
+from actors.engines.sglang.server.server import group_members
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError
 from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND, noted, started

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.engines.on_policy import on_policy
-from actors.engines.sglang import kernel_versions
-from actors.engines.sglang.kernel_versions import learners_kernels
+from actors.engines.sglang.server import kernel_versions
+from actors.engines.sglang.server.kernel_versions import learners_kernels
 from actors.environments.base import Environment
 from actors.service import ActorSettings, run_actors
 from actors.settings.actors import ActorsConfig, SamplingConfig

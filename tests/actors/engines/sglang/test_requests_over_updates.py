@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engines.sglang.answers import Streamed
-from actors.engines.sglang.pausing import load_paused
+from actors.engines.sglang.client.answers import Streamed
+from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.paused_load import load_paused
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
-from actors.engines.sglang.server_facts import ServerFacts
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from tests.actors.engines.sglang.test_sglang_attached import STATE, TIMEOUT_S

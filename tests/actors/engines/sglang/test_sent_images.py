@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 from actors.engines.fleet.build import refuse_unfit_model
-from actors.engines.sglang import sent_images
-from actors.engines.sglang.answers import read_answer
-from actors.engines.sglang.request_bodies import request_body
-from actors.engines.sglang.sent_images import SentImages, as_json
-from actors.engines.sglang.server_facts import ServerFacts
+from actors.engines.sglang.client import sent_images
+from actors.engines.sglang.client.answers import read_answer
+from actors.engines.sglang.client.request_bodies import request_body
+from actors.engines.sglang.client.sent_images import SentImages, as_json
+from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from bus.errors import ConfigError, RequestRefusedError
 from storage.images.encoded import decoded

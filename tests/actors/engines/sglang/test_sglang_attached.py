@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from actors.engines.sglang import cache_loads
-from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.client import cache_loads
+from actors.engines.sglang.client.client import SglangClient
+from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
-from actors.engines.sglang.settings import APPLY
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
 

@@ -8,7 +8,7 @@ import torch
 
 from actors.engines.sglang.changes import FARTHEST, changes, takes_changes
 from actors.engines.sglang.in_server import sluice_changes
-from actors.engines.sglang.settings import APPLY
+from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.weights import HeldWeights
 
 BIG, LENGTH = 64, 96

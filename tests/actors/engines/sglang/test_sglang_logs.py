@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.sglang import server as servers
-from actors.engines.sglang.server import OwnServer, ServerProcess
+from actors.engines.sglang.server import server as servers
+from actors.engines.sglang.server.server import OwnServer, ServerProcess
 from actors.settings.engines import SglangEngineConfig
 from storage.disk import log_files
 

@@ -8,8 +8,8 @@ import torch
 
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.pair import Pair, halves, server_of
-from actors.engines.sglang.server import OwnServer
-from actors.engines.sglang.settings import server_settings
+from actors.engines.sglang.server.server import OwnServer
+from actors.engines.sglang.server.settings import server_settings
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import TOKEN, StandIn

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.engines.sglang import settings as sglang_settings
 from actors.engines.sglang import weights as sglang_weights
-from actors.engines.sglang.answers import read_answer, read_prompt_logprobs
-from actors.engines.sglang.gpu_count import base_gpu_id, gpus
-from actors.engines.sglang.launcher import _flags
-from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.settings import server_environment, server_settings
+from actors.engines.sglang.client.answers import read_answer, read_prompt_logprobs
+from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.server import settings as sglang_settings
+from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus
+from actors.engines.sglang.server.launcher import _flags
+from actors.engines.sglang.server.settings import server_environment, server_settings
 from actors.engines.sglang.weights import HeldWeights, buckets
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from actors.engines.embedded.prepared_weights import without_quantisation
+from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.in_server.sluice_changes import APPLY
 from actors.engines.sglang.loading import Loading
-from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.settings import APPLY, interpreter, server_settings
+from actors.engines.sglang.server.settings import interpreter, server_settings
 from actors.engines.sglang.weights import HeldWeights
 from actors.settings.engines import SglangEngineConfig
 from actors.weights.torch_tensors import torch_tensors

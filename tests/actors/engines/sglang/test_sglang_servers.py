@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.server import OwnServer, group_members
+from actors.engines.sglang.server.server import OwnServer, group_members
 from actors.settings.engines import SglangEngineConfig
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from actors.engines.base import InterruptedGenerationError
-from actors.engines.sglang.answers import Streamed, read_events
+from actors.engines.sglang.client.answers import Streamed, read_events
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.settings import server_settings
+from actors.engines.sglang.server.settings import server_settings
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import EngineError, RequestRefusedError
 from tests.actors.engines.sglang.test_sglang_attached import STATE, TIMEOUT_S

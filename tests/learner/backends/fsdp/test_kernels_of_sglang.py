@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.sglang.settings import interpreter
+from actors.engines.sglang.server.settings import interpreter
 from actors.settings.engines import SglangEngineConfig
 
 SCRIPT = Path(__file__).with_name("run_kernels_of_sglang.py")

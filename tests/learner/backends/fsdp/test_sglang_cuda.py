@@ -13,7 +13,7 @@ import torch
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.on_policy import on_policy
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.settings import BUILT_HERE
+from actors.engines.sglang.server.settings import BUILT_HERE
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from learner.backends.fsdp.trainer import FsdpTrainer

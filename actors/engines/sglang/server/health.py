@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from actors.engines.sglang.client import SglangClient
-from actors.engines.sglang.server import Server
+from actors.engines.sglang.client.client import SglangClient
+from actors.engines.sglang.server.server import Server
 from actors.settings.engines import SglangEngineConfig
 from bus.waiting import unless
 

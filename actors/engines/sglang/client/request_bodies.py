@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.sglang.sent_images import image_fields
+from actors.engines.sglang.client.sent_images import image_fields
 from bus.config import MOST_KEPT
 from bus.images import PlacedImage
 

@@ -2,10 +2,10 @@
 
 import time
 
-from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.client.client import SglangClient
+from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.loading import Load
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
-from actors.engines.sglang.server_facts import ServerFacts
 from actors.settings.engines import SglangEngineConfig
 from bus.waiting import left_s
 

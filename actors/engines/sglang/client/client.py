@@ -15,18 +15,18 @@ import torch
 
 from actors.engines.base import Generation, GenerationRequest
 from actors.engines.expert_routing import Routing
-from actors.engines.sglang.answers import (
+from actors.engines.sglang.client.answers import (
     BAD_REQUEST,
     Streamed,
     read_answer,
     read_events,
     read_prompt_logprobs,
 )
-from actors.engines.sglang.request_bodies import probe_body, request_body
-from actors.engines.sglang.sent_images import as_json
-from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.settings import APPLY
-from actors.engines.sglang.tensor_files import on_host, pickled
+from actors.engines.sglang.client.request_bodies import probe_body, request_body
+from actors.engines.sglang.client.sent_images import as_json
+from actors.engines.sglang.client.server_facts import ServerFacts
+from actors.engines.sglang.client.tensor_files import on_host, pickled
+from actors.engines.sglang.in_server.sluice_changes import APPLY
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import bounded, left_s
 from bus.weight_requests import OfferedBucket

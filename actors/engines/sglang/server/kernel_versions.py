@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actors.engines.on_policy import tells_unscaled_logprobs
-from actors.engines.sglang.settings import interpreter, server_environment
+from actors.engines.sglang.server.settings import interpreter, server_environment
 from actors.settings.engines import EngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 from bus.process import kernel_versions

@@ -12,16 +12,14 @@ from pathlib import Path
 
 import torch
 
-from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
-from actors.engines.sglang.in_server import sluice_changes
+from actors.engines.sglang.in_server.sluice_changes import APPLY
+from actors.engines.sglang.server.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.settings.engines import NOT_QUANTISED, SglangEngineConfig, SglangSetting
 from bus.errors import ConfigError
 from storage.model_files.output_head import has_other_head
 from storage.model_files.packed_files import is_quantised_model
 
 Settings = Mapping[str, SglangSetting]
-APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
-"""As SGLang names it among its custom weight loaders. Another form of the file is another name."""
 OURS = ("model_path", "host", "port", "load_format", "weight_version")
 """Settings that the engine decides."""
 ON_CPU: Settings = {
@@ -40,7 +38,7 @@ FP8_FROM, PACKED_FROM = (8, 9), (10, 0)
 """Compute capabilities from which GPUs multiply in fp8, and SGLang's kernels want the scales packed."""
 FORCES_PACKING = "SGLANG_FORCE_FP8_MARLIN"
 """Variable that has SGLang pack fp8 weights as on GPUs that do not multiply in fp8."""
-BUILT_HERE = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
+BUILT_HERE = Path(__file__).parents[4] / ".venv-sglang" / "bin" / "python"
 """Made by `make sglang`."""
 NEEDS_CUDA = {
     "speculative_algorithm": "its kernels for drafts are missing in the build for CPUs",

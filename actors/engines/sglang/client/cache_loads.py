@@ -6,7 +6,7 @@ from itertools import count
 import structlog
 
 from actors.engines.base import KvTokens
-from actors.engines.sglang.client import Json, SglangClient
+from actors.engines.sglang.client.client import Json, SglangClient
 from bus.errors import EngineError
 
 log = structlog.get_logger()

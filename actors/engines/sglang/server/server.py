@@ -16,9 +16,9 @@ from typing import Protocol, Self
 import psutil
 import structlog
 
-from actors.engines.sglang.client import SglangClient, UnreachableError
-from actors.engines.sglang.launcher import UNKNOWN_SETTING
-from actors.engines.sglang.settings import interpreter, server_environment, server_settings
+from actors.engines.sglang.client.client import SglangClient, UnreachableError
+from actors.engines.sglang.server.launcher import UNKNOWN_SETTING
+from actors.engines.sglang.server.settings import interpreter, server_environment, server_settings
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
 from bus.process.host_limits import MemoryKills

@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.engines.base import Generation, GenerationRequest
 from actors.engines.expert_routing import Routing
-from actors.engines.sglang.kept_tokens import LOGPROBS, SETS, Sets, kept_sets, read_kept
+from actors.engines.sglang.client.kept_tokens import LOGPROBS, SETS, Sets, kept_sets, read_kept
 from bus.errors import EngineError, RequestRefusedError
 from bus.images import shown_tokens
 from bus.trajectory import FinishReason
