@@ -9,14 +9,14 @@ from actors.engines.fleet.engine_admin import EngineAdmin
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.shared_servers import SharedServers
-from actors.environments.base import Environment
+from actors.environments.base import CallsRewards, Environment, RunsOnDemand
 from actors.evaluation.engines import OwnEngine
 from actors.evaluation.evaluator import Evaluator
 from actors.metrics.counters import report_end, report_metrics
 from actors.metrics.engine_report import EngineReport
-from actors.metrics.environment_report import environment_report, idle_text
 from actors.other_policies.further_policy import FurtherPolicy
 from actors.other_policies.opponents import Opponents
+from actors.rewards.scoring.call_times import reward_report
 from actors.rollouts.worker import Worker
 from actors.run_end import stop_when_done
 from actors.settings.actors import ActorsConfig
@@ -150,3 +150,17 @@ class Actor:
             **self._worker.ends.status,
             **environment_report(self._environment),
         }
+
+
+def environment_report(environment: Environment) -> dict[str, Json]:
+    """Return numbers for screens; nothing of rewards where an environment computes them by itself."""
+    return {
+        **(environment.status if isinstance(environment, RunsOnDemand) else {}),
+        **(reward_report(environment.reward_times) if isinstance(environment, CallsRewards) else {}),
+    }
+
+
+def idle_text(environment: Environment) -> str:
+    """Return what an actor waits for whose engines have no request."""
+    times = environment.reward_times if isinstance(environment, CallsRewards) else ()
+    return "waiting for rewards" if any(one.running for one in times) else "waiting for leases"

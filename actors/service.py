@@ -32,10 +32,9 @@ from actors.evaluation.evaluator import Evaluator
 from actors.evaluation.text_completions import chat_endpoints
 from actors.other_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener, shared_servers
 from actors.other_policies.opponents import Opponents
-from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
+from actors.policy.cut_off_sampling import told_by, warn_of_cut_off_sampling
 from actors.policy.further_engines import FurtherEngines
 from actors.policy.policy import Policy
-from actors.policy.sampling_masks import told_by
 from actors.policy.version_masking import Masking
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.rollouts.account import ActorAccount

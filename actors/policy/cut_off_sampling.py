@@ -1,12 +1,18 @@
-"""Says that tokens are drawn from another distribution than the one whose log-probs are recorded."""
+"""Sampling that cuts tokens off: which engines tell what it kept (`sampling.keep_masks`), and a warning where
+nobody does. Loads nothing but settings."""
 
 from math import log as ln
 
 import structlog
 
 from actors.settings.actors import SamplingConfig
+from actors.settings.engines import MASK_TOKENS, EngineConfig, SglangEngineConfig, tells_kept
+from bus.config import MOST_KEPT
+from bus.errors import ConfigError
 
 log = structlog.get_logger()
+LARGEST_TOLD = 4096
+"""SGLang ends a request whose set is larger; equal logits at the edge of `MOST_KEPT` are all kept."""
 
 
 def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:
@@ -29,3 +35,34 @@ def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:
         "out too high: set sampling.top_p=1, sampling.top_k=0 and sampling.min_p=0, or "
         "sampling.keep_masks=true",
     )
+
+
+def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
+    """Raise `ConfigError` where kept tokens are to be recorded, and the engine does not tell them."""
+    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig):
+        return
+    if engine.disaggregation.enabled:
+        raise ConfigError(
+            "sampling.keep_masks=true with actors.engine.disaggregation: a pair was not tried with it: leave "
+            "out one of them; without keep_masks see the warning sampling_is_off_policy"
+        )
+    if int(str(most := engine.settings.get(MASK_TOKENS, LARGEST_TOLD))) < MOST_KEPT:
+        raise ConfigError(
+            f"sampling.keep_masks=true with actors.engine.server.{MASK_TOKENS}={most}: SGLang ends requests "
+            f"of which it keeps more tokens, and {MOST_KEPT} may be kept: leave it out"
+        )
+    drafts = str(engine.settings.get("speculative_algorithm") or "")
+    if not tells_kept(drafts):
+        raise ConfigError(
+            f"sampling.keep_masks=true with actors.engine.server.speculative_algorithm={drafts!r}: SGLang "
+            "does not tell then what it kept: leave out one of them"
+        )
+
+
+def told_by(engine: EngineConfig, sampling: SamplingConfig) -> EngineConfig:
+    """Return the settings of engines that can tell what `sampling` keeps: with them a server whose SGLang
+    cannot does not start, and one that runs already is refused. Raises as `refuse_untold_masks` does."""
+    refuse_untold_masks(sampling, engine)
+    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig):
+        return engine
+    return engine.model_copy(update={"server": {MASK_TOKENS: LARGEST_TOLD, **engine.server}})

@@ -13,9 +13,8 @@ from actors.environments.base import Environment, RunsOnDemand, ScoresGroups
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, ToolError, raised_by_environment
 from actors.episodes.task import Task
-from actors.metrics.episode_ends import EpisodeEnds
+from actors.metrics.episode_counts import EpisodeEnds, sampled_counts
 from actors.metrics.episode_metrics import EpisodeMetrics
-from actors.metrics.sampled_counts import sampled_counts
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop

@@ -66,7 +66,7 @@ async def _further_policies(
 ) -> "dict[str, FurtherSettings]":
     """Return what an actor needs to know of each further policy, with a connection as long as `opened`."""
     from actors.other_policies.further_policy import FurtherSettings
-    from actors.policy.sampling_masks import told_by
+    from actors.policy.cut_off_sampling import told_by
 
     found = {}
     for name, policy in config.policies.items():

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from actors.policy.sampling_masks import refuse_untold_masks
+from actors.policy.cut_off_sampling import refuse_untold_masks
 from actors.settings.actors import PluginEnvironmentConfig
 from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig

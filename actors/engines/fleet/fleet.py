@@ -12,7 +12,7 @@ import structlog
 
 from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, KvTokens
-from actors.engines.fleet.cache_room import total_of
+from actors.engines.fleet.cache_use import total_of
 from actors.engines.fleet.engine_life import Scored
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.member import Build, Member

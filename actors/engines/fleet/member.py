@@ -9,14 +9,11 @@ from typing import Literal
 import structlog
 
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
-from actors.engines.fleet.cache_room import CacheRoom
+from actors.engines.fleet.cache_use import CacheRoom
 from actors.engines.fleet.device_share import DeviceShare
 from actors.engines.fleet.engine_life import EngineLife, Scored
 from actors.engines.fleet.host_weights import HostWeights
-from actors.engines.fleet.occupancy import Occupancy
-from actors.engines.fleet.partial_generation import left_of, sound
-from actors.engines.fleet.pending_request import PendingRequest
-from actors.engines.fleet.restart_limit import RestartLimit
+from actors.engines.fleet.pending_request import PendingRequest, left_of, sound
 from actors.settings.fleet import FleetConfig
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
 from bus.images import PlacedImage
@@ -397,3 +394,55 @@ class Member:
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, SluiceError) else repr(error)
+
+
+class Occupancy:
+    """Sums over the time so far: differences of two readings say how idle an engine was in between."""
+
+    def __init__(self) -> None:
+        self._busy_s = self._request_s = self._since_s = 0.0
+        self._count = 0
+
+    def note(self, count: int) -> None:
+        """Note how many requests it has from now on."""
+        now_s = asyncio.get_running_loop().time()
+        self._busy_s, self._request_s = self._until(now_s)
+        self._since_s, self._count = now_s, count
+
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds with one request or more."""
+        return self._until(asyncio.get_running_loop().time())[0]
+
+    @property
+    def request_s(self) -> float:
+        """Return the seconds of each request, added up: over a span of time, its mean number of requests."""
+        return self._until(asyncio.get_running_loop().time())[1]
+
+    def _until(self, now_s: float) -> tuple[float, float]:
+        passed_s = now_s - self._since_s if self._count else 0.0
+        return self._busy_s + passed_s, self._request_s + passed_s * self._count
+
+
+class RestartLimit:
+    """Counts the failures of the engines of one place within `restart_window_s`."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._config = config
+        self._failures_s: list[float] = []
+
+    @property
+    def failures(self) -> int:
+        """Return the number of failures that counted when the latest one was noted."""
+        return len(self._failures_s)
+
+    def pause_after_failure_s(self, now_s: float) -> float | None:
+        """Note a failure and return the pause before the next engine, in seconds; None when none may follow.
+
+        Args:
+            now_s: the time of the failure on a monotonic clock."""
+        self._failures_s = [at for at in self._failures_s if now_s - at < self._config.restart_window_s]
+        self._failures_s.append(now_s)
+        if len(self._failures_s) > self._config.restarts:
+            return None
+        return self._config.backoff_after_s(len(self._failures_s))

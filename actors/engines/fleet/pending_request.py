@@ -6,13 +6,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 
-from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
 from actors.engines.continued_generation import joined, next_piece
+from bus.errors import EngineError
 from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
     from actors.engines.fleet.member import Member
+
+log = structlog.get_logger()
 
 
 @dataclass(eq=False)
@@ -100,3 +104,29 @@ class PendingRequest:
     def generation(self) -> Generation:
         """Return all pieces as one."""
         return replace(joined(self.pieces), finish_reason=self.finish_reason or "abort")
+
+
+def left_of(request: GenerationRequest, error: EngineError) -> Generation:
+    """Return what is known of the tokens of a request that failed."""
+    if not isinstance(error, InterruptedGenerationError):
+        return NOTHING
+    try:
+        return sound(request, error.partial)
+    except EngineError as unsound:
+        log.warning("tokens_not_kept", reason=str(unsound))
+        return NOTHING
+
+
+def sound(request: GenerationRequest, generation: Generation) -> Generation:
+    """Raise EngineError for a generation that is none."""
+    lengths = [len(generation.token_ids), len(generation.logprobs), len(generation.policy_versions)]
+    if generation.kv_versions is not None:
+        lengths.append(len(generation.kv_versions))
+    if len(set(lengths)) > 1 or lengths[0] > request.sampling.max_new_tokens:
+        raise EngineError(
+            f"{request.request_id}: {lengths} tokens, log-probs and versions, where "
+            f"{request.sampling.max_new_tokens} at most were asked for"
+        )
+    if not np.isfinite(generation.logprobs).all():
+        raise EngineError(f"{request.request_id}: a log-prob is not finite")
+    return generation

@@ -5,7 +5,7 @@ import pytest
 from actors.engines.fleet.engine_admin import config_of_joining
 from actors.evaluation.dedicated import own_servers
 from actors.other_policies.opponents import opponent_engine
-from actors.policy.sampling_masks import refuse_untold_masks, told_by
+from actors.policy.cut_off_sampling import refuse_untold_masks, told_by
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.settings.opponents import OpponentConfig

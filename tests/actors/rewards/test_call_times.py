@@ -2,9 +2,9 @@
 
 import asyncio
 
+from actors.actor import environment_report, idle_text
 from actors.environments.choice import EnvironmentChoice
 from actors.environments.single_turn import SingleTurn
-from actors.metrics.environment_report import environment_report, idle_text
 from actors.rewards.scoring.call_times import CallTimes, reward_report
 from actors.rewards.scoring.scorers import Scorer
 from tests.actors.rewards.answers import answer

@@ -9,7 +9,7 @@ import pytest
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.sglang.engine import SglangEngine
-from actors.policy.sampling_masks import told_by
+from actors.policy.cut_off_sampling import told_by
 from actors.settings.actors import SamplingConfig
 from actors.settings.engines import SglangEngineConfig
 from learner.backends.megatron.core.process_groups import divide_world

@@ -12,7 +12,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.on_policy import on_policy
 from actors.engines.scripted import ScriptedEngine
-from actors.policy.sampling_masks import told_by
+from actors.policy.cut_off_sampling import told_by
 from actors.settings.actors import SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.settings.fleet import FleetConfig

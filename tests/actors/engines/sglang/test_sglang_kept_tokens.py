@@ -9,7 +9,7 @@ from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.sglang.client.answers import Streamed, read_answer
 from actors.engines.sglang.client.request_bodies import request_body
-from actors.policy.sampling_masks import told_by
+from actors.policy.cut_off_sampling import told_by
 from actors.settings.actors import SamplingConfig
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError, EngineError

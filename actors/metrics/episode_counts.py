@@ -1,13 +1,17 @@
-"""Counts how the episodes of an actor ended."""
+"""Counts how the episodes of an actor ended, and how much it sampled, also of groups nobody trains on."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
 
+import numpy as np
+
+from actors.episodes.episode import AgentTrajectory
 from bus.actor_counters import (
     FAILED_EPISODES,
     INFRA_FAILED_FRACTION,
     RECENT_EPISODES,
     RECENT_INFRA_FAILED,
+    SampledCounts,
     failed,
     failed_fraction,
 )
@@ -48,3 +52,15 @@ class EpisodeEnds:
             RECENT_INFRA_FAILED: failed(recent, "infrastructure"),
             **({} if fraction is None else {INFRA_FAILED_FRACTION: fraction}),
         }
+
+
+def sampled_counts(trajectories: Iterable[AgentTrajectory]) -> SampledCounts:
+    """Return the counts of the trainable ones among these, of whatever end, that have a sampled token."""
+    sampled = [part for part in trajectories if part.trainable and part.loss_mask.any()]
+    rewarded = [part for part in sampled if part.is_trained and not part.reward_due]
+    return SampledCounts(
+        trajectories=len(sampled),
+        tokens=sum(int(np.count_nonzero(part.loss_mask)) for part in sampled),
+        rewarded=len(rewarded),
+        reward_sum=float(sum(part.reward for part in rewarded)),
+    )
