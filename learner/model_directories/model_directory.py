@@ -90,10 +90,14 @@ class HFWeights(LazyWeights):
 
 def load_hf_config(path: Path) -> PretrainedConfig:
     """Read `config.json` as `load_whole_config` does; of a multimodal model that is not trained as a whole,
-    the text model's part."""
+    the text model's part, with what its file says there and transformers leaves out, which engines read."""
     config = load_whole_config(path)
     with refusing(f"cannot read {path / 'config.json'}", AGAIN):
-        return text_alone(config)
+        text = text_alone(config)
+        for name, value in raw_config(path).get("text_config", {}).items() if text is not config else ():
+            if not hasattr(text, name):
+                setattr(text, name, value)
+        return text
 
 
 def load_whole_config(path: Path) -> PretrainedConfig:

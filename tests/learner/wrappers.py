@@ -14,7 +14,7 @@ from tests.learner.tiny import hf_state, tiny_config
 
 _VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 28, "patch_size": 14,
+    "image_size": 28, "patch_size": 14, "vision_use_head": False,
 }  # fmt: skip
 _QWEN_VISION = {
     "depth": 1,
@@ -59,6 +59,7 @@ def save_wrapper(kind: str, directory: Path, *, stacked: bool = False, **setting
     if stacked:
         state = {name: tensor for name, tensor in state.items() if ".experts." not in name}
         state |= {n: t for n, t in model.state_dict().items() if ".experts." in n}
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     save_weights(directory, {name: tensor for name, tensor in state.items() if _is_in_files(name, model)})
     return model

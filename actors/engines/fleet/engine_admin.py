@@ -162,7 +162,7 @@ async def _look_at(url: str, config: SglangEngineConfig, model: Path, served: Se
         raise EngineError(f"{url} did not answer within {LOOK_S:g} s") from error
     finally:
         await client.close()
-    facts.refuse_model(str(json.loads((model / "config.json").read_text()).get("model_type", "")), url)
+    facts.refuse_model(json.loads((model / "config.json").read_text()), url)
     facts.refuse_silence(config, url, of_experts=config.routed_experts)
     if served is not None:
         refuse_unfit(url, facts, served)

@@ -46,7 +46,7 @@ class Loading:
         """Raise `ConfigError` for a server that weights cannot get into as configured."""
         if self.held.quantised:
             refuse_quantised(config, self.held.source)
-        self._facts.refuse_model(self.held.model_type, self._client.url)
+        self._facts.refuse_model(self.held.config, self._client.url)
         if self._facts.speculation == "NGRAM" and not self._facts.update_sessions:
             raise ConfigError(
                 f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "

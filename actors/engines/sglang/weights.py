@@ -4,10 +4,11 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,9 @@ class HeldWeights:
         """Directory of the model that they are of."""
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
-        config = json.loads((model_dir / "config.json").read_text())
+        self.config: Mapping[str, Any] = json.loads((model_dir / "config.json").read_text())
+        """The model's config.json."""
+        config = self.config
         self.model_type = str(config.get("model_type", ""))
         self.has_experts = any(config.get(name) for name in EXPERTS)
         """Whether it is a mixture of experts."""

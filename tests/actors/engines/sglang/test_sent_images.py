@@ -139,10 +139,10 @@ def test_a_server_that_shows_images_as_older_weights_saw_them_is_refused(version
         streams=True, tensor_ranks=1, settings=({},),
     )  # fmt: skip
     if fits:
-        facts.refuse_model("qwen3_vl", "http://x")
+        facts.refuse_model({"model_type": "qwen3_vl"}, "http://x")
     else:
         with pytest.raises(ConfigError, match=r"http://x is SGLang 0\.5\.22, .* use 0\.5\.23 or later"):
-            facts.refuse_model("qwen3_vl", "http://x")
+            facts.refuse_model({"model_type": "qwen3_vl"}, "http://x")
 
 
 @pytest.mark.parametrize(
