@@ -21,12 +21,12 @@ from learner.config.lora import LoraConfig
 from learner.config.mtp import MtpConfig
 from learner.config.process_settings import LearnerSettings
 from learner.initial.initial import Initial
+from learner.logprobs.frozen_policies import hold_frozen_policies
+from learner.logprobs.served_teachers import refuse_other_teachers, teachers_asked
 from learner.progress import lineage
 from learner.progress.lineage import TrainedStep
 from learner.progress.progress import Progress
 from learner.run.restore import restore_alone
-from learner.scoring.frozen_policies import hold_frozen_policies
-from learner.scoring.served_teachers import refuse_other_teachers, teachers_asked
 from learner.step.rl_step import train_on
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore, read_groups

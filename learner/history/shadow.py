@@ -34,11 +34,11 @@ from learner.checkpoint.commit import read_extra, save_checkpoint
 from learner.checkpoint.newest_checkpoint import newest_whole
 from learner.config.process_settings import LearnerSettings
 from learner.initial.initial import Initial, prepare
+from learner.logprobs.served_teachers import ask_teachers, refuse_other_teachers
 from learner.metrics.step_metrics import batch_values, step_values
 from learner.progress import lineage
 from learner.progress.progress import Progress, values_to_save
 from learner.run.restore import restore_alone
-from learner.scoring.served_teachers import ask_teachers, refuse_other_teachers
 from learner.step.rl_step import lineage_line, train_on
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints

@@ -17,7 +17,7 @@ from learner.config.parallel import ParallelConfig
 from learner.config.process_settings import LearnerSettings
 from learner.initial.critic_source import critic_source
 from learner.initial.initial import Initial
-from learner.scoring.frozen_policies import refuse_other_policies
+from learner.logprobs.frozen_policies import refuse_other_policies
 
 
 def refuse_unfit(settings: LearnerSettings, initial: Initial, parallel: ParallelConfig) -> None:

@@ -12,7 +12,7 @@ from bus.images import shown_tokens
 from bus.messages import Probe
 from learner.backends.contract.backend import Backend
 from learner.data.packing import Sample
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from storage.images.reader import ImageReader
 
 SEQUENCES = 4

@@ -14,8 +14,8 @@ from learner.distributed.process_group import use_threads
 from learner.initial.critic_source import critic_source
 from learner.initial.initial import Initial
 from learner.initial.unfit_settings import refuse_unfit
+from learner.logprobs.frozen_policies import hold_frozen_policies
 from learner.progress.progress import Progress
-from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.step.warmup import finish_warm_up
 
 log = structlog.get_logger()

@@ -24,11 +24,11 @@ from learner.config.learner import LearnerConfig
 from learner.config.process_settings import LearnerSettings
 from learner.distributed.process_group import world_rank, world_size
 from learner.initial.initial import prepare
+from learner.logprobs.served_teachers import refuse_other_teachers
 from learner.model_directories.dtypes import published_bytes, published_dtype
 from learner.progress.progress import Progress
 from learner.run.restore import restore_backend
 from learner.run.train import Learner
-from learner.scoring.served_teachers import refuse_other_teachers
 from learner.world.channel import Channel
 from learner.world.hosts import refuse_unshared
 from learner.world.rank import Rank, in_thread

@@ -7,7 +7,7 @@ from learner.backends.contract.backend import Backend, CriticUpdate
 from learner.config.learner import LearnerConfig
 from learner.data.data_parallel import equally_many
 from learner.data.packing import Sample, pack, without_experts
-from learner.scoring.values import critic_of
+from learner.logprobs.values import critic_of
 
 
 def train_critic(

@@ -16,11 +16,11 @@ from learner.config.learner import LearnerConfig
 from learner.data.batches import NO_BASELINES, StepBatch, make_step_batch, recorded_samples
 from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ranks
 from learner.data.packing import MicroBatch, Sample, pack, refuse_oversized
+from learner.logprobs.frozen_policies import refresh_reference
+from learner.logprobs.logprobs import with_logprobs, with_own_experts
+from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers
+from learner.logprobs.values import with_values
 from learner.progress.lineage import TrainedStep
-from learner.scoring.frozen_policies import refresh_reference
-from learner.scoring.logprobs import with_logprobs, with_own_experts
-from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers
-from learner.scoring.values import with_values
 from learner.step.critic_step import train_critic
 
 

@@ -9,8 +9,8 @@ from learner.config.process_settings import LearnerSettings
 from learner.data.data_parallel import equally_many
 from learner.data.demonstrations import Demonstrations
 from learner.distributed.process_group import use_threads
+from learner.logprobs.frozen_policies import hold_frozen_policies
 from learner.progress.progress import Progress
-from learner.scoring.frozen_policies import hold_frozen_policies
 
 
 def warm_up_step(

@@ -26,6 +26,8 @@ from learner.config.process_settings import LearnerSettings
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
 from learner.distributed.process_group import Peers, gathered
+from learner.logprobs.recorded_logprobs import recorded_logprobs
+from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.model_directories.dtypes import published_dtype
 from learner.model_directories.model_directory import raw_config, stream_hf_directory
 from learner.progress.progress import kept_steps
@@ -34,8 +36,6 @@ from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
 from learner.publication.whole_model import WholeModel
-from learner.scoring.recorded_logprobs import recorded_logprobs
-from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.step.rl_step import train_on
 from learner.step.warmup import begin_reinforcement_learning, warm_up_step
 from storage.account.records import Copy
@@ -66,7 +66,7 @@ class Rank:
         model that a text model is published in."""
         self.hf_config = backend.hf_config
         self.recorded: Mapping[str, NDArray[np.float32]] = {}
-        """Log-probs of a few trajectories of the latest step (learner/scoring/recorded_logprobs.py)."""
+        """Log-probs of a few trajectories of the latest step (learner/logprobs/recorded_logprobs.py)."""
         self.trained_copies: list[Copy] = []
         """Every trajectory of the groups of the latest step, those of all ranks."""
         self.share, self.shares = backend.data_parallel_group.rank(), backend.data_parallel_group.size()

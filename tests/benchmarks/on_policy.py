@@ -39,7 +39,7 @@ from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED
 from learner.data.packing import Sample, pack
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 
 MODES = ("ordinary", "deterministic", "on-policy")
 """How servers run."""

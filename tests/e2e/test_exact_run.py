@@ -14,7 +14,7 @@ from learner.backends.factory import close_world, init_world
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from tests.e2e.commands import Command, assert_whole
 
 # By day test_separate_commands.py has an asynchronous run in exact arithmetic.

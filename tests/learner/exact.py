@@ -12,7 +12,7 @@ from actors.engines.embedded.exact_attention import EXACT
 from bus.kept_sets import KeptSets
 from learner.backends.contract.backend import Backend
 from learner.data.packing import Sample
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from tests.learner.tiny import VOCAB
 
 Sampled = list[tuple[GenerationRequest, Generation]]

@@ -24,7 +24,7 @@ from benchmarks.learner_workloads import Workload, qwen3, small, small_experts, 
 from bus.errors import ConfigError, TrainingError
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.balancing import forward_flops
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 
 
 @pytest.mark.nightly

@@ -198,7 +198,7 @@ class Backend(Protocol):
     def critic(self) -> Critic | None:
         """Return the model that predicts rewards, where the run has one."""
 
-    # --- training: learner/step/rl_step.py, learner/scoring, learner/step/warmup.py ---
+    # --- training: learner/step/rl_step.py, learner/logprobs, learner/step/warmup.py ---
 
     def train_step(
         self,

@@ -12,7 +12,7 @@ from actors.settings.engines import SglangEngineConfig
 from benchmarks import on_policy
 from benchmarks.on_policy import BATCHES, Load, bench_on_policy, differences, settings_of, usual
 from bus.errors import ConfigError
-from learner.scoring.logprobs import Scores
+from learner.logprobs.logprobs import Scores
 
 
 def answered(logprobs):

@@ -18,7 +18,7 @@ from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.data.top_tokens import TopTokens
-from learner.scoring.logprobs import with_logprobs
+from learner.logprobs.logprobs import with_logprobs
 from learner.step.rl_step import train_on
 from tests.learner.critics import source_of, tiny_critic
 from tests.learner.siblings import siblings

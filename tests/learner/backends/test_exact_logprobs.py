@@ -26,7 +26,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.host_memory.host_tensors import host_tensors
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from storage.disk.checkpoints import latest
 from storage.weights.quantisation import FORMATS
 from storage.weights.quantised_tensors import quantised

@@ -51,7 +51,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.plugin import Plugin
 from learner.data.packing import Sample, pack
-from learner.scoring.logprobs import with_logprobs
+from learner.logprobs.logprobs import with_logprobs
 from tests.learner.division import divide_world
 from tests.learner.objective_formulas import (
     POLICY_VERSION,

@@ -27,8 +27,8 @@ from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import Sample, pack
+from learner.logprobs.logprobs import score
 from learner.metrics.step_metrics import step_values
-from learner.scoring.logprobs import score
 from learner.step.rl_step import train_on
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step

@@ -10,7 +10,7 @@ from learner.config.batch import BatchConfig
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.batches import recorded_samples
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from learner.step.rl_step import train_on
 from tests.learner.tiny import hf_state, tiny_model
 from tests.learner.world.ranks_worker import group

@@ -23,8 +23,8 @@ from learner.config.learner import LearnerConfig
 from learner.config.loss import ClipCovLoss, KLCovLoss, PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.host_memory.host_tensors import host_tensors
+from learner.logprobs.recorded_logprobs import recorded_logprobs
 from learner.publication.host_copy import HostCopy, copy_weights
-from learner.scoring.recorded_logprobs import recorded_logprobs
 from learner.step.rl_step import train_on
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.factories import make_trajectory

@@ -23,8 +23,8 @@ from bus.server.nats_server import NatsServer
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.host_memory.host_tensors import host_tensors
+from learner.logprobs.served_teachers import ask_teachers
 from learner.publication.broadcast import Broadcaster
-from learner.scoring.served_teachers import ask_teachers
 from storage.weights.tensors import Weights
 from tests.actors.sglang_served import (
     FIRST,

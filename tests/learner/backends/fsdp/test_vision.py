@@ -24,8 +24,8 @@ from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import Sample, micro_batch_of, pack
+from learner.logprobs.logprobs import score
 from learner.publication.host_copy import HostCopy
-from learner.scoring.logprobs import score
 from storage.disk.checkpoints import latest
 from storage.images.reader import ImageReader
 from tests.learner.reference import reference_optimizer, reference_step

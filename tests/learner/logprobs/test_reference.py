@@ -29,8 +29,8 @@ from learner.config.warmup import WarmupConfig
 from learner.data.packing import pack
 from learner.history.retrain import retrain_steps
 from learner.initial.initial import prepare
+from learner.logprobs.frozen_policies import hold_frozen_policies
 from learner.model_directories.model_directory import save_hf_directory
-from learner.scoring.frozen_policies import hold_frozen_policies
 from storage.disk.checkpoints import latest as latest_checkpoint
 from storage.store.replay import ReplayStore
 from storage.weights.quantisation import FORMATS

@@ -15,8 +15,8 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from learner.data.packing import pack
+from learner.logprobs.logprobs import score
 from learner.metrics.step_metrics import batch_values
-from learner.scoring.logprobs import score
 from learner.step.rl_step import train_on
 from tests.learner.division import divide_world
 from tests.learner.stored_rollouts import stored_rollouts

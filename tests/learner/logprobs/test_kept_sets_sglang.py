@@ -17,7 +17,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import Sample
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from tests.actors.sglang_served import CONFIG, FIRST
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]

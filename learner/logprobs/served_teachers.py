@@ -23,9 +23,9 @@ from learner.config.process_settings import EngineContext
 from learner.data.batches import recorded_samples
 from learner.data.packing import Sample
 from learner.data.top_tokens import TopTokens
+from learner.logprobs.teacher_answers import Entries, Tops, read_logprobs, read_top_tokens
+from learner.logprobs.teacher_server import TeacherServer, all_of
 from learner.model_directories.model_directory import load_hf_config, load_tokenizer
-from learner.scoring.teacher_answers import Entries, Tops, read_logprobs, read_top_tokens
-from learner.scoring.teacher_server import TeacherServer, all_of
 
 log = structlog.get_logger()
 COMPARED_TOKENS = 64

@@ -11,7 +11,7 @@ from learner.backends.contract.backend import Backend
 from learner.config.learner import LearnerConfig
 from learner.data.batches import recorded_samples
 from learner.data.packing import Sample
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 
 
 def recorded_logprobs(

@@ -17,8 +17,8 @@ from learner.backends.output import policy_output
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from learner.logprobs.logprobs import Scores, score
 from learner.publication.probe import probe_tokens, scored_probe
-from learner.scoring.logprobs import Scores, score
 from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 

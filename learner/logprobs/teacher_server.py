@@ -13,7 +13,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 from learner.config.frozen_policies import TeacherConfig, teacher_settings
-from learner.scoring.teacher_answers import AbortedError, Entries, Tops, read_entries
+from learner.logprobs.teacher_answers import AbortedError, Entries, Tops, read_entries
 
 log = structlog.get_logger()
 T = TypeVar("T")

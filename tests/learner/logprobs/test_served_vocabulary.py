@@ -11,9 +11,9 @@ from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.config.process_settings import EngineContext
 from learner.initial.scratch_model import character_tokenizer
+from learner.logprobs.served_teachers import ANY_CONTEXT, refuse_other_teachers
 from learner.model_directories.model_directory import save_hf_directory
-from learner.scoring.served_teachers import ANY_CONTEXT, refuse_other_teachers
-from tests.learner.scoring.served_model import ServedModel
+from tests.learner.logprobs.served_model import ServedModel
 from tests.learner.tiny import tiny_config, tiny_model
 
 AWAY = "http://127.0.0.1:9"

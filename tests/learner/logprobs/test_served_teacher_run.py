@@ -16,8 +16,8 @@ from learner.initial.initial import prepare
 from learner.initial.scratch_model import character_tokenizer
 from learner.model_directories.model_directory import save_hf_directory
 from storage.store.replay import ReplayStore
+from tests.learner.logprobs.served_model import ServedModel
 from tests.learner.mini_run import LEARNER, MiniRun, mini_run
-from tests.learner.scoring.served_model import ServedModel
 from tests.storage.serving import SHARDS
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.usefixtures("in_process")]

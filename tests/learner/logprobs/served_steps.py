@@ -11,7 +11,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from learner.scoring.served_teachers import teachers_asked
+from learner.logprobs.served_teachers import teachers_asked
 from learner.step.rl_step import train_on
 from tests.factories import make_trajectory
 from tests.learner.division import divide_world

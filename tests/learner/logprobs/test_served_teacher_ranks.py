@@ -17,12 +17,12 @@ from learner.config.learner import LearnerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.top_tokens import TopTokens
 from learner.distributed.process_group import Peers
-from learner.scoring.served_teachers import TeacherAnswers
+from learner.logprobs.served_teachers import TeacherAnswers
 from learner.world.rank import Rank
 from tests.learner.division import divide_world
+from tests.learner.logprobs.served_model import ServedModel
+from tests.learner.logprobs.served_steps import OPTIMIZER, groups_of, stepped, teacher
 from tests.learner.mini_run import MiniRun
-from tests.learner.scoring.served_model import ServedModel
-from tests.learner.scoring.served_steps import OPTIMIZER, groups_of, stepped, teacher
 from tests.learner.tiny import hf_state, tiny_model
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from learner.backends.contract.backend import Backend
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample, numbered_packs, without_experts
-from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers
-from learner.scoring.top_tokens import with_top_tokens
+from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers
+from learner.logprobs.top_tokens import with_top_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import Sample
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from tests.actors.sglang_served import CONFIG
 from tests.actors.tiny import request
 from tests.learner.division import divide_world

@@ -18,11 +18,11 @@ from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import TeacherConfig, refuse_other_sampling
 from learner.config.learner import LearnerConfig
 from learner.data.top_tokens import NO_TOKEN
-from learner.scoring import teacher_server
-from learner.scoring.served_teachers import ask_teachers, teachers_asked
-from learner.scoring.teacher_answers import read_top_tokens
-from tests.learner.scoring.served_model import ServedModel, Spoil
-from tests.learner.scoring.served_steps import groups_of, stepped, teacher
+from learner.logprobs import teacher_server
+from learner.logprobs.served_teachers import ask_teachers, teachers_asked
+from learner.logprobs.teacher_answers import read_top_tokens
+from tests.learner.logprobs.served_model import ServedModel, Spoil
+from tests.learner.logprobs.served_steps import groups_of, stepped, teacher
 from tests.learner.tiny import VOCAB
 
 AWAY = "http://127.0.0.1:9"

@@ -11,7 +11,7 @@ from learner.checkpoint.commit import (
 )
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.scoring.logprobs import score
+from learner.logprobs.logprobs import score
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
