@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from actors.engines.sglang.server_facts import ServerFacts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from actors.engines.sglang.client.server_facts import ServerFacts
 from bus.errors import ConfigError
 from learner.backends.factory import close_world, init_world
 from learner.backends.fsdp.trainer import FsdpTrainer
