@@ -13,7 +13,6 @@ from bus.config import without_credentials
 from bus.connection import Bus
 from bus.policy_names import DEFAULT_POLICY
 from bus.server.nats_server import nats_binary
-from launch.checks.chat_conventions import chat_remark
 from launch.checks.engine_check import refuse_no_sglang
 from launch.checks.model_check import refuse_models
 from launch.checks.resumption import finished
@@ -35,6 +34,7 @@ from storage.built_in_tasks.generators import load_demonstrations
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
+from storage.model_files.model_reading import read_tokenizer
 from storage.prompt_files.dataset import refuse_large
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
@@ -183,3 +183,26 @@ def _refuse_live(config: RunConfig) -> str:
     if owner is None:
         return ""
     return f"; {lock.parent} belongs to {owner}, whose processes cannot be seen: it may be going on already"
+
+
+def chat_remark(config: RunConfig) -> str:
+    """Say by which tokens answers end and what names them, and how tool calls are read where an environment
+    has tools; nothing for a model that is not on this host.
+
+    Raises `ConfigError` where no token ends an answer, a file names what is no token, or no format reads the
+    calls that the template writes."""
+    model = model_here(config.model.path, RunDirectory(config.directory, config.run))
+    if model is None:
+        return ""
+    from actors.policy.chat_format import ChatFormat  # not for help
+    from storage.chats.stop_tokens import stop_tokens
+
+    tokenizer = read_tokenizer(model)
+    whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
+    said = f"Answers{whose} end with {', '.join(map(str, stop_tokens(model, tokenizer)))}."
+    if not config.actors.offers_native_tools:
+        return said
+    calls = ChatFormat(tokenizer, config.actors.tool_calls).calls
+    calls.refuse_unread()
+    unseen = "" if calls.writes else "; the chat template itself writes none, and may not show tools"
+    return f"{said} Their tool calls are read as {calls.format}{unseen}."

@@ -57,8 +57,7 @@ def plan(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line: bytes, seconds, tokens.
     """
-    from launch.plan.hf_config import run_hf_config
-    from launch.plan.plan import Question
+    from launch.plan.plan import Question, run_hf_config
     from launch.plan.plan import plan as planned
     from launch.plan.report import plan_json, plan_lines
     from launch.plan.speed import GPUS

@@ -28,8 +28,7 @@ from bus.waiting import set_within
 from launch.dashboard.access import LOGIN, Access, Address
 from launch.dashboard.alerts import RunAlerts
 from launch.dashboard.charts import CHARTS
-from launch.dashboard.curve_feed import CurveFeed
-from launch.dashboard.live_curves import LiveCurves
+from launch.dashboard.curve_feed import CurveFeed, LiveCurves
 from launch.dashboard.open_runs import OpenRuns
 from launch.dashboard.run_list import run_facts
 from launch.dashboard.status_watch import StatusWatch

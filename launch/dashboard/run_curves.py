@@ -7,9 +7,8 @@ import numpy as np
 
 from bus.codec import Json
 from launch.dashboard.alerts import StepAlerts
-from launch.dashboard.buckets import Buckets, Floats
+from launch.dashboard.buckets import HEAD, Buckets, Floats, columns, steps_of
 from launch.dashboard.charts import CHARTS, with_computed
-from launch.dashboard.columns import HEAD, columns, steps_of
 from launch.dashboard.scores import Scores
 from storage.metrics.records import Record, integer
 

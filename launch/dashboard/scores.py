@@ -2,8 +2,7 @@
 
 from copy import deepcopy
 
-from launch.dashboard.buckets import MOST, Buckets
-from launch.dashboard.columns import HEAD, columns, steps_of
+from launch.dashboard.buckets import HEAD, MOST, Buckets, columns, steps_of
 from storage.metrics.records import Record, integer, number
 
 NOT_SCORES = {

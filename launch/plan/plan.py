@@ -7,6 +7,8 @@ from transformers import PretrainedConfig
 from actors.engines.sglang.server.gpu_count import gpus_of_engine
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
+from launch.model_files.hub_revision import pinned
+from launch.model_files.model_directory import model_on_disk
 from launch.plan.alternatives import alternatives
 from launch.plan.memory import (
     Model,
@@ -23,6 +25,9 @@ from launch.settings.run_config import RunConfig
 from learner.backends.factory import refuse_other_world
 from learner.backends.shared.trainable import TrainableWeights
 from learner.backends.suitability import refuse_untrainable
+from learner.initial.scratch_model import scratch_config
+from learner.model_directories.model_directory import load_hf_config
+from storage.disk.run_directory import RunDirectory
 
 GIB = 1 << 30
 CONTEXT_BYTES = 1 << 30
@@ -211,3 +216,14 @@ def fitting(config: RunConfig, model: Model, asked: Question) -> tuple[str, ...]
         if learner_rank(model, learner, ranks, tokens).total <= asked.room:
             return flags
     return ()
+
+
+def run_hf_config(config: RunConfig) -> PretrainedConfig:
+    """Return it, by the directory of --model.path or as the scratch model has it. Nothing is fetched.
+
+    Raises `ConfigError` where there is no readable config.json on this host."""
+    if config.model.path is None:
+        return scratch_config(config.model.scratch)
+    return load_hf_config(
+        model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
+    )

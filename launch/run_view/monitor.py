@@ -230,6 +230,14 @@ class RunMonitor:
         return str(self.values("learner").get("stage", "starting"))
 
     @property
+    def absent_roles(self) -> list[str]:
+        """Return the roles of which no process has reported; none once the learner says what it does."""
+        if self.stage != "starting":
+            return []
+        there = {process.status.role for process in self.shown()}
+        return [role for role in ("learner", "storage", "actor") if role not in there]
+
+    @property
     def learner_has_ended(self) -> bool:
         """Return whether the learner was done before it fell silent."""
         learner = self._latest.get("learner")

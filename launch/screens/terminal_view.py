@@ -12,7 +12,6 @@ from rich.text import Text
 
 from bus.codec import Json
 from bus.waiting import set_within
-from launch.run_view.absent_processes import ABSENT, absent_processes
 from launch.run_view.history import Evaluation, Step
 from launch.run_view.monitor import Process, RunMonitor
 from launch.run_view.status_texts import best_text, ends_text, engines_of, holders_text, policy_text
@@ -33,6 +32,7 @@ STAGES = {
     "rl": "reinforcement learning",
     "done": "done",
 }
+ABSENT = "no report yet: to load its libraries takes several seconds"
 
 
 class TerminalView:
@@ -235,7 +235,7 @@ def _sources(storage: dict[str, Json]) -> str:
 def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text]:
     """Return the lines of every process, or of as many as fit and how many more there are."""
     shown = monitor.shown()
-    absent = [Text(f"{role:<{NAME}} {ABSENT}", style="yellow") for role in absent_processes(monitor)]
+    absent = [Text(f"{role:<{NAME}} {ABSENT}", style="yellow") for role in monitor.absent_roles]
     max_lines -= len(absent)
     left = len(shown) - max_lines + 1
     if len(shown) > max_lines:  # of many, only those that fit are put into words
@@ -327,7 +327,7 @@ def status_line(monitor: RunMonitor) -> str:
         f"staleness {_staleness(monitor)}",
         f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
         *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
-        *(f"{role}: {ABSENT}" for role in absent_processes(monitor)),
+        *(f"{role}: {ABSENT}" for role in monitor.absent_roles),
         *filter(None, [monitor.full_disk or _held(monitor)]),
         f"{len(monitor.actors())} actors",
         f"episodes {ends_text(monitor.recent_ends)}",

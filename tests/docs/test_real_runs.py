@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan.hf_config import run_hf_config
-from launch.plan.plan import GIB, Question, plan
+from launch.plan.plan import GIB, Question, plan, run_hf_config
 from launch.plan.speed import GPUS
 from launch.settings.run_config import RunConfig, validate
 from launch.settings.short_forms import sources_of

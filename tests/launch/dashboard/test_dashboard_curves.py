@@ -13,8 +13,7 @@ from bus.errors import ConfigError
 from launch.dashboard import curve_feed
 from launch.dashboard.buckets import MOST, Buckets
 from launch.dashboard.charts import STALENESS_P50, TOKENS_PER_S, with_computed
-from launch.dashboard.curve_feed import CurveFeed
-from launch.dashboard.live_curves import LiveCurves
+from launch.dashboard.curve_feed import CurveFeed, LiveCurves
 from launch.dashboard.metrics_source import MetricsFile
 from launch.dashboard.run_curves import RunCurves
 from launch.settings.run_config import RunConfig
