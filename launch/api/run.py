@@ -16,7 +16,8 @@ from launch.dashboard.token_texts import Decode, decoder
 from launch.model_files.model_directory import model_of_run
 from launch.operations.run_stop import stop_run
 from launch.run_view.history import Evaluation, Step, evaluation_of, is_evaluation, is_step, step_of
-from launch.run_view.recorded_runs import RecordedRun, recorded_config, recorded_runs
+from launch.run_view.recorded_runs import RecordedRun, recorded_runs
+from launch.run_view.run_files import recorded_config
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record

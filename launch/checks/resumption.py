@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from bus.codec import Json
-from launch.run_view.recorded_runs import NOT_COMPARED, saved_progress, settings_of
+from launch.run_view.run_files import NOT_COMPARED, RunFiles
 from launch.settings.run_config import RunConfig
 from launch.settings.sources import by_name
 from storage.disk.run_directory import RunDirectory
@@ -23,13 +23,14 @@ def over(config: RunConfig, run: RunDirectory) -> str | None:
     """Return why a run that has ended by itself has nothing left to do by these settings; None where it has.
 
     Raises `LostDataError` where a file of the run is garbled."""
-    saved = saved_progress(run) or {}
+    files = RunFiles(run.path)
+    saved = files.progress or {}
     if saved.get("stage") != "done":
         return None
     step, target = int(str(saved.get("step", 0))), config.learner.target_accuracy
     if step >= config.learner.steps:
         return f"it has trained {step} steps: give a higher --learner.steps to have it go on"
-    reached = settings_of(run.path).get("learner.target_accuracy")
+    reached = files.settings.get("learner.target_accuracy")
     if target is None or saved.get("target_reached_step") is None:
         return None
     if not isinstance(reached, float | int) or target > reached:
@@ -43,11 +44,12 @@ def over(config: RunConfig, run: RunDirectory) -> str | None:
 def remarks(config: RunConfig, run: RunDirectory) -> list[str]:
     """Say where a run that was begun before goes on, and with which other settings than it had."""
     said = []
-    saved = saved_progress(run) or {}
+    files = RunFiles(run.path)
+    saved = files.progress or {}
     if saved.get("stage") == "done":
         step, steps = saved.get("step"), config.learner.steps
         said.append(f"Run {config.run!r} had ended after step {step}, and goes on to step {steps}.")
-    before, now = settings_of(run.path), by_name(config.model_dump(mode="json"))
+    before, now = files.settings, by_name(config.model_dump(mode="json"))
     other = [
         f"{name}={_shown(now, name)} (it was {_shown(before, name)})"
         for name in dict.fromkeys([*before, *now])
@@ -61,7 +63,7 @@ def remarks(config: RunConfig, run: RunDirectory) -> list[str]:
 
 def stage_of(run: RunDirectory) -> Json:
     """Return the stage in which the run's learner last ended; None where it never did."""
-    return (saved_progress(run) or {}).get("stage")
+    return (RunFiles(run.path).progress or {}).get("stage")
 
 
 def _shown(settings: Mapping[str, object], name: str) -> str:

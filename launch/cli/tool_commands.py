@@ -62,7 +62,7 @@ def retrain(
     """
     from launch.operations.retrain import retrain as retrain_run
     from launch.operations.retrain import retrain_status, verdict
-    from launch.run_view.recorded_runs import recorded_config
+    from launch.run_view.run_files import recorded_config
     from storage.disk.run_directory import RunDirectory
 
     configure_logging("warning" if as_json else "info")
@@ -102,7 +102,7 @@ def witness(
         Print the report as one JSON object on one line.
     """
     from launch.operations.retrain import ask_witness
-    from launch.run_view.recorded_runs import recorded_config
+    from launch.run_view.run_files import recorded_config
     from storage.disk.run_directory import RunDirectory
 
     configure_logging("warning")

@@ -10,7 +10,7 @@ import structlog
 
 from bus.actor_counters import failed_fraction
 from bus.errors import ConfigError
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from launch.run_view.run_status import RunState
 from launch.run_view.status_texts import ends_text, recent_ends
 from launch.run_view.units import size

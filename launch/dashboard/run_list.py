@@ -1,18 +1,12 @@
 """What the files of runs say of each. Nothing is written, and no directory made."""
 
-import json
 from pathlib import Path
-
-import structlog
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from launch.run_view.history import History
-from launch.run_view.latest_step import latest_history, latest_step
-from storage.disk.run_directory import RunDirectory, run_directories, written_s
-from storage.metrics.records import Record, last_record
-
-log = structlog.get_logger()
+from launch.run_view.run_files import RunFiles
+from storage.disk.run_directories import run_directories, written_s
+from storage.disk.run_directory import RunDirectory
 
 
 def run_names(root: Path) -> list[str]:
@@ -35,74 +29,28 @@ def without_files(root: Path, name: str) -> str | None:
 
 def run_facts(root: Path, name: str) -> dict[str, Json]:
     """Return what the files of a run say of it: each fact is null where no file says it."""
-    run, path = RunDirectory(root, name), root / name
-    summary, progress = _read(path / "summary.json"), _read(path / "progress.json")
-    config, starts = _read(path / "config.json"), _read(path / "provenance.json")
-    start = starts[0] if isinstance(starts, list) and starts and isinstance(starts[0], dict) else {}
-    history = _history(run)
-    latest = latest_step(progress if isinstance(progress, dict) else {}, history)
-    known = isinstance(progress, dict) or history.last is not None
+    files = RunFiles(RunDirectory(root, name).path, lenient=True)
+    latest, settings = files.latest_step, files.settings
+    start = files.starts[0] if files.starts else None
     return {
         "run": name,
-        "here": run.exists,
-        "stage": latest.stage if known else None,
-        "step": latest.step if known else None,
-        "steps": _get(_get(config, "learner"), "steps"),
-        "policy_version": latest.policy_version if known else None,
-        "started": start.get("started"),
-        "host": start.get("host"),
-        "commit": start.get("git_commit"),
-        "command": start.get("argv"),
-        "packages": start.get("packages"),
-        "used_s": written_s(path) if run.exists else None,
-        "last_time_s": _last_row(run).get("time_s"),
-        "heldout": _get(summary, "heldout_accuracy_end") or _last_evaluation(progress),
-        "max_staleness": _get(_get(config, "admission"), "max_staleness"),
-        "target_accuracy": _get(_get(config, "learner"), "target_accuracy"),
-        "bus": _has_bus(config),
+        "here": RunDirectory(root, name).exists,
+        "stage": latest.stage if latest else None,
+        "step": latest.step if latest else None,
+        "steps": settings.get("learner.steps"),
+        "policy_version": latest.policy_version if latest else None,
+        "started": start.started.isoformat() if start else None,
+        "host": start.host if start else None,
+        "commit": start.git_commit if start else None,
+        "command": [*start.argv] if start else None,
+        "packages": {**start.packages} if start else None,
+        "used_s": written_s(files.path),
+        "last_time_s": files.latest_rows[-1].get("time_s") if files.latest_rows else None,
+        "heldout": files.accuracy,
+        "max_staleness": settings.get("admission.max_staleness"),
+        "target_accuracy": settings.get("learner.target_accuracy"),
+        "bus": bool(settings.get("bus.url") or settings.get("bus.creds")),
     }
-
-
-def _last_row(run: RunDirectory) -> Record:
-    try:
-        return (last_record(run.metrics) if run.exists else None) or {}
-    except OSError as error:  # a file that is somebody else's must not hide the other runs
-        log.debug("metrics_not_read", run=run.name, reason=str(error))
-        return {}
-
-
-def _history(run: RunDirectory) -> History:
-    try:
-        return latest_history(run.metrics) if run.exists else History()
-    except OSError as error:
-        log.debug("metrics_not_read", run=run.name, reason=str(error))
-        return History()
-
-
-def _last_evaluation(progress: Json) -> Json:
-    evaluations = _get(progress, "evaluations")
-    if not isinstance(evaluations, dict) or not evaluations:
-        return None
-    newest = evaluations[max(evaluations, key=int)]
-    return newest[0] if isinstance(newest, list) and newest else None
-
-
-def _has_bus(config: Json) -> bool:
-    bus = _get(config, "bus")
-    return bool(_get(bus, "url") or _get(bus, "creds"))
-
-
-def _read(path: Path) -> Json:
-    """Return the object of a JSON file; None where it is missing, or being written."""
-    try:
-        found: Json = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found
-
-
-def _get(table: Json, name: str) -> Json:
-    return table.get(name) if isinstance(table, dict) else None
 
 
 def _is_name(path: Path) -> bool:

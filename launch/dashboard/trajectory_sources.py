@@ -23,7 +23,7 @@ from bus.trajectory import Trajectory, TrajectoryBatch
 from launch.dashboard.metrics_source import CONNECT_S, Locate
 from launch.dashboard.token_texts import Decode, decoder, has_tokenizer
 from launch.model_files.model_directory import model_of_run
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from launch.run_view.stored_groups import GroupReader, stored_groups
 from launch.settings.run_config import validate
 from learner.metrics import trained_logprobs

@@ -12,7 +12,7 @@ from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.work_progress import long_work
 from launch.model_files.model_directory import model_of_run
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import facts_of, leases_of_steps

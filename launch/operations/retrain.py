@@ -13,7 +13,7 @@ import structlog
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.trajectory import Trajectory
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from launch.services.learner import learner_settings
 from launch.settings.run_config import RunConfig, resolve
 from storage.client.score_tables import load_scores, scores_path

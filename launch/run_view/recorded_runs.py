@@ -1,37 +1,20 @@
-"""What the directories of runs tell: which there are, how far each is, and with which settings."""
+"""Which runs the directories hold, how far each is, and which processes of this host have its files."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
-from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic_core import to_jsonable_python
 
 from bus.codec import Json
 from bus.errors import ConfigError, LostDataError
-from launch.run_view.history import History
-from launch.run_view.latest_step import latest_history, latest_step
-from launch.settings.run_config import RunConfig, config_file, resolve
-from launch.settings.sources import by_name
-from launch.settings.tree import nearest, settings_at
-from storage.disk import checkpoints
-from storage.disk.atomic_files import read_json
+from launch.run_view.run_files import LatestStep, RunFiles, finite
+from launch.settings.tree import nearest
 from storage.disk.file_users import hidden_owner, processes_holding
-from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory, is_run, run_directories, written_s
-from storage.metrics.records import read_records
+from storage.disk.run_directories import is_run, run_directories, written_s
 
-T = TypeVar("T")
 LOCKS = ("lock", "replay/*/.lock")
 """Files that the processes of a run hold open on the host of its directory."""
-UNSET = "no default"
-PROVENANCE_REMEDY = "remove it: it only records what started the run"
-NOT_COMPARED = ("run", "directory", "bus", "monitoring")
-"""Settings that say where a run is, not what it is."""
 
 
 @dataclass(frozen=True)
@@ -67,28 +50,7 @@ class RecordedRun:
         return asdict(self)
 
 
-class Start(BaseModel):
-    """What is read of each start of a run in its provenance.json."""
-
-    started: datetime
-    host: str | None = None
-    git_commit: str | None = None
-    argv: list[str] = []
-    packages: dict[str, str | None] = {}
-
-
-class _Progress(BaseModel):
-    """What is read of progress.json."""
-
-    stage: str | None = None
-    step: int = 0
-    policy_version: int = 0
-    evaluations: dict[int, tuple[float | None, float | None]] = {}
-
-
 NO_RUNS = "there is none at all; name the directory of your runs with --directory"
-STARTS, PROGRESS = TypeAdapter(list[Start]), TypeAdapter(_Progress)
-SETTINGS = TypeAdapter(dict[str, Any])
 
 
 def find_run(directory: Path, name: str) -> Path:
@@ -113,51 +75,6 @@ def recorded_runs(paths: Iterable[Path]) -> list[RecordedRun]:
     return [_recorded(path, users) for path in paths]
 
 
-def history_of(path: Path) -> History:
-    """Return every step and evaluation of a run."""
-    metrics = path / "metrics.jsonl"
-    return History(read_records(metrics) if metrics.exists() else ())
-
-
-def settings_of(path: Path) -> dict[str, Json]:
-    """Return a run's settings by name, such as learner.steps; none for a run that has recorded none.
-
-    Raises `LostDataError` when the file that records them is garbled."""
-    recorded = _json(path / "config.json", SETTINGS, "start the run again to write it")
-    return by_name(recorded or {})
-
-
-def starts_of(path: Path) -> list[Start]:
-    """Return each start of a run, the first one first. Raises `LostDataError` when their file is garbled."""
-    return _json(path / "provenance.json", STARTS, PROVENANCE_REMEDY) or []
-
-
-def chosen_settings(settings: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the settings that are not the defaults, but for those of where the run is."""
-    defaults = by_name(RunConfig().model_dump(mode="json"))
-    return {
-        name: value for name, value in settings.items()
-        if name.partition(".")[0] not in NOT_COMPARED
-        and value != (defaults[name] if name in defaults else _default_of_its_table(name))
-    }  # fmt: skip
-
-
-def _default_of_its_table(name: str) -> Json:
-    """Return the default of a setting in a table that is not there by default, such as of another loss."""
-    *above, last = name.split(".")
-    field = settings_at(RunConfig, above).get(last)
-    if field is None or field.is_required() or last == "type":
-        return UNSET
-    found: Json = to_jsonable_python(field.get_default(call_default_factory=True, validated_data={}))
-    return found
-
-
-def saved_steps(path: Path) -> list[int]:
-    """Return the steps of a run's checkpoints, ascending."""
-    root = path / "checkpoints"
-    return checkpoints.steps(root) if root.is_dir() else []
-
-
 def lock_files(path: Path) -> Iterator[Path]:
     """Yield the files of a run that its processes hold open."""
     for pattern in LOCKS:
@@ -167,7 +84,7 @@ def lock_files(path: Path) -> Iterator[Path]:
 def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
     pids = sorted({pid for lock in lock_files(path) for pid in users.get(lock, ())})
     try:
-        return _read(path, pids)
+        return _read(RunFiles(path), pids)
     except LostDataError as error:
         problem = str(error)
     except OSError as error:
@@ -175,11 +92,12 @@ def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
     return RecordedRun(path.name, "damaged", str(path), pids=pids, problem=problem)
 
 
-def _read(path: Path, pids: list[int]) -> RecordedRun:
-    starts = starts_of(path)
-    progress = _json(path / "progress.json", PROGRESS, PROGRESS_REMEDY) or _Progress()
-    history = latest_history(path / "metrics.jsonl")
-    latest = latest_step(progress.model_dump(mode="json"), history)
+def _state_without_processes(path: Path) -> str:
+    return "stopped" if hidden_owner(path) is None else "unseen"
+
+
+def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
+    path, starts, latest = files.path, files.starts, files.latest_step or LatestStep()
     return RecordedRun(
         run=path.name,
         state="running" if pids else "done" if latest.stage == "done" else _state_without_processes(path),
@@ -189,69 +107,16 @@ def _read(path: Path, pids: list[int]) -> RecordedRun:
         written=written_s(path),
         stage=latest.stage,
         step=latest.step,
-        steps=_steps(settings_of(path).get("learner.steps")),
+        steps=_steps(files.settings.get("learner.steps")),
         policy_version=latest.policy_version,
-        reward=_finite(history.recent_reward()),
-        accuracy=_accuracy(history, progress),
+        reward=finite(files.latest.recent_reward()),
+        accuracy=files.accuracy,
         pids=pids,
     )
 
 
-def _accuracy(history: History, progress: _Progress) -> float | None:
-    """Return the accuracy measured last; where no late row tells it, that of the newest checkpoint."""
-    if history.evaluations:
-        return _finite(list(history.evaluations.values())[-1].sampled)
-    saved = progress.evaluations
-    return saved[max(saved)][0] if saved else None
-
-
-def _state_without_processes(path: Path) -> str:
-    return "stopped" if hidden_owner(path) is None else "unseen"
-
-
-def _json(path: Path, shape: TypeAdapter[T], remedy: str) -> T | None:
-    """Return what a file holds; None without that file. Raises `LostDataError` for JSON of another shape."""
-    try:
-        return shape.validate_python(read_json(path, remedy))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        [first, *_] = error.errors()
-        where = ".".join(map(str, first["loc"])) or "the whole of it"
-        raise LostDataError(
-            f"{path} has not the shape that a run writes ({where}: {first['msg']}): {remedy}"
-        ) from error
-
-
 def _steps(value: Json) -> int | None:
     return value if isinstance(value, int) else None
-
-
-def _finite(value: float) -> float | None:
-    return value if isfinite(value) else None
-
-
-def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
-    """Return the settings that the run's learner had when it last started, or those in the file `config`.
-
-    Raises `ConfigError` when the run's directory is not here, is of another format, or does not say.
-    """
-    if not run.exists:
-        raise ConfigError(f"there is no run {run.name!r} here: give --run, and --directory where runs lie")
-    run.refuse_other_format()
-    found = [config] if config else [path for path in (run.learner_config, run.config) if path.exists()]
-    if not found:
-        raise ConfigError(f"{run.path} does not hold the run's settings: give them with --config")
-    return resolve(config_file(found[0]), {"run": run.name})
-
-
-def saved_progress(run: RunDirectory) -> dict[str, Json] | None:
-    """Return what the learner wrote when it last ended."""
-    path = run.path / "progress.json"
-    if not path.exists():
-        return None
-    progress: dict[str, Json] = read_json(path, PROGRESS_REMEDY)
-    return progress
 
 
 def supervisor_of(path: Path) -> int | None:

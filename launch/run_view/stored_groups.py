@@ -7,7 +7,7 @@ import structlog
 
 from bus.errors import ConfigError, LostDataError, StorageError
 from bus.trajectory import Trajectory
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from storage.disk.run_directory import RunDirectory
 from storage.store.replay import ReplayStore, read_groups
 

@@ -11,7 +11,7 @@ from bus.messages import Status
 from bus.waiting import cancelled
 from launch.run_view.history import History
 from launch.run_view.monitor import RunMonitor, RunSettings
-from launch.run_view.recorded_runs import saved_progress
+from launch.run_view.run_files import RunFiles
 from launch.screens.curves import draw_curves
 from launch.screens.summary import Summary, summarise, write_summary
 from launch.settings.run_config import RunConfig
@@ -72,7 +72,7 @@ def conclude(config: RunConfig, run: RunDirectory, monitor: RunMonitor, wall_s: 
     summary = summarise(
         monitor,
         run=run,
-        progress=saved_progress(run),
+        progress=RunFiles(run.path).progress,
         checkpoint=checkpoints[-1] if checkpoints else None,
         wall_s=wall_s,
     )

@@ -13,18 +13,8 @@ from rich.text import Text
 
 from bus.codec import Json
 from launch.run_view.history import History, Step
-from launch.run_view.recorded_runs import (
-    NO_RUNS,
-    NOT_COMPARED,
-    RecordedRun,
-    bytes_of,
-    chosen_settings,
-    history_of,
-    recorded_runs,
-    saved_steps,
-    settings_of,
-    starts_of,
-)
+from launch.run_view.recorded_runs import NO_RUNS, RecordedRun, bytes_of, recorded_runs
+from launch.run_view.run_files import NOT_COMPARED, RunFiles, Start
 from launch.run_view.units import UNKNOWN, duration, fraction, size
 
 COLOURS = {"running": "green", "done": "cyan", "damaged": "red", "unseen": "yellow"}
@@ -56,21 +46,22 @@ def whole_run(path: Path) -> dict[str, Any]:
     [run] = recorded_runs([path])
     if run.problem:
         return run.to_json()
-    starts = starts_of(path)
+    files = RunFiles(path)
+    starts = files.starts
     last = starts[-1] if starts else None
     started_by_hand = [start for start in starts if "--no-summary" not in start.argv]
-    settings = settings_of(path)
-    evaluations = history_of(path).evaluations
     return {
         **run.to_json(),
-        "bus": settings.get("bus.url"),
+        "bus": files.settings.get("bus.url"),
         "host": last.host if last else None,
         "git_commit": last.git_commit if last else None,
         "packages": last.packages if last else {},
         "command": (started_by_hand or starts)[-1].argv if starts else [],
-        "settings": chosen_settings(settings),
-        "evaluations": {str(version): found.sampled for version, found in evaluations.items()},
-        "checkpoints": saved_steps(path),
+        "settings": files.chosen_settings,
+        "evaluations": {
+            str(version): found.sampled for version, found in files.history().evaluations.items()
+        },
+        "checkpoints": files.saved_steps,
         "bytes": dict(_sizes(path)),
     }
 
@@ -121,12 +112,13 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def comparison(paths: Sequence[Path]) -> dict[str, Any]:
     """Return what differs between runs: settings, versions, and results also at the last step they share."""
     runs = recorded_runs(paths)
-    histories = [history_of(path) for path in paths]
+    files = [RunFiles(path) for path in paths]
+    histories = [one.history() for one in files]
     shared = min((history.last.step if history.last else 0) for history in histories)
     return {
         "runs": [run.run for run in runs],
-        "settings": _different_settings(paths),
-        "versions": _different([_versions(path) for path in paths]),
+        "settings": _different_settings(files),
+        "versions": _different([_versions(one.starts) for one in files]),
         "results": {
             "state": [run.state for run in runs],
             "step": [run.step for run in runs],
@@ -168,11 +160,11 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _different_settings(paths: Sequence[Path]) -> dict[str, list[Json]]:
+def _different_settings(files: Sequence[RunFiles]) -> dict[str, list[Json]]:
     """Return the settings in which runs differ, of those that are not the default in each."""
-    each = [settings_of(path) for path in paths]
-    chosen = {name for settings in each for name in chosen_settings(settings)}
-    return {name: values for name, values in _different(each).items() if name in chosen}
+    chosen = {name for one in files for name in one.chosen_settings}
+    different = _different([one.settings for one in files])
+    return {name: values for name, values in different.items() if name in chosen}
 
 
 def _different(each: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
@@ -185,8 +177,8 @@ def _different(each: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
     }  # fmt: skip
 
 
-def _versions(path: Path) -> dict[str, Json]:
-    if not (starts := starts_of(path)):
+def _versions(starts: Sequence[Start]) -> dict[str, Json]:
+    if not starts:
         return {}
     return {"commit": starts[-1].git_commit, "host": starts[-1].host, **starts[-1].packages}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bus.errors import ConfigError, LostDataError, StorageError
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from learner.progress import lineage
 from storage.account.records import ACTORS, DROPPED, TRAINED, Copy, DropReason, Kind, read_records
 from storage.disk.run_directory import RunDirectory

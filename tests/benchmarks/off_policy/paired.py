@@ -22,7 +22,7 @@ from bus.codec import Json
 from bus.errors import SluiceError
 from bus.waiting import ended_before
 from launch.operations.retrain import as_then
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from launch.settings.run_config import Layer, resolve
 from storage.disk.run_directory import RunDirectory
 from storage.prompt_files.dataset import load_prompts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bus.errors import SluiceError
 from bus.waiting import ended_before
-from launch.run_view.recorded_runs import saved_progress
+from launch.run_view.run_files import RunFiles
 from launch.settings.run_config import RunConfig
 from soak.local_run import LocalRun
 from storage.disk.atomic_files import write_json
@@ -55,7 +55,7 @@ async def run_to_its_end(config: RunConfig, stop: asyncio.Event, *, limit_s: flo
 
 def _refuse_stopped(run: RunDirectory) -> None:
     """Raise `SluiceError` for a run that ended well before it was done, as one does that gets SIGTERM."""
-    progress = saved_progress(run) or {}
+    progress = RunFiles(run.path).progress or {}
     if progress.get("stage") != "done":
         raise SluiceError(f"{run.name} was stopped from elsewhere, at step {progress.get('step', 0)}")
 

@@ -8,7 +8,7 @@ import pytest
 from bus.codec import encode
 from bus.errors import ConfigError, StorageError
 from launch.operations.retrain import restore_run
-from launch.run_view.recorded_runs import recorded_config
+from launch.run_view.run_files import recorded_config
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.settings.replay import ReplayConfig

@@ -12,12 +12,8 @@ import launch
 from bus.errors import ConfigError
 from launch.cli import main as cli
 from launch.dashboard.run_list import run_facts
-from launch.run_view.recorded_runs import (
-    chosen_settings,
-    find_run,
-    recorded_runs,
-    settings_of,
-)
+from launch.run_view.recorded_runs import find_run, recorded_runs
+from launch.run_view.run_files import RunFiles
 from launch.screens.run_tables import comparison, whole_run
 from launch.settings.run_config import resolve
 from storage.disk.file_users import processes_holding
@@ -64,14 +60,16 @@ def printed(capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.M
     return printed
 
 
-def test_every_screen_tells_the_same_step_of_a_run_that_trained_on_after_its_checkpoint(tmp_path, printed):
+def test_every_screen_tells_the_same_of_a_run_that_trained_on_after_its_checkpoint(tmp_path, printed):
     path = record(tmp_path, "ahead", rewards=[0.5] * 15)
     (path / "progress.json").write_text(json.dumps({"stage": "rl", "step": 10, "policy_version": 11}))
+    (path / "summary.json").write_text(json.dumps({"heldout_accuracy_end": 0.25}))  # of an earlier end
     facts = run_facts(tmp_path, "ahead")
     [listed] = json.loads(printed("list", "--json"))
     shown = json.loads(printed("show", "--run", "ahead", "--json"))
     told = [facts, listed, shown, launch.attach("ahead", directory=tmp_path).status().to_json()]
     assert [(one["stage"], one["step"], one["policy_version"]) for one in told] == [("rl", 15, 16)] * 4
+    assert (facts["heldout"], listed["accuracy"], shown["accuracy"]) == (0.5, 0.5, 0.5)
     (path / "metrics.jsonl").unlink()  # such as on another host
     assert (run_facts(tmp_path, "ahead")["step"], recorded_runs([path])[0].step) == (10, 10)
     (path / "progress.json").unlink()
@@ -97,7 +95,7 @@ def test_a_list_tells_how_far_each_run_is(tmp_path: Path, printed):
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = record(tmp_path, "long", rewards=[float(step) for step in range(400)])
-    monkeypatch.setattr("launch.run_view.latest_step.TAIL_BYTES", 8192)
+    monkeypatch.setattr("launch.run_view.run_files.TAIL_BYTES", 8192)
     [run] = recorded_runs([path])
     assert (run.step, run.reward) == (400, 394.5)
 
@@ -116,6 +114,7 @@ def test_a_garbled_file_costs_its_run_and_no_other(tmp_path: Path, printed):
     assert [run["state"] for run in json.loads(printed("list", "--json"))] == ["damaged", "stopped"]
     assert "progress.json is not JSON" in " ".join(printed("list").split())
     assert "problem" in printed("show", "--run", "bad")
+    assert run_facts(tmp_path, "bad")["step"] == 1  # a page shows what the other files say
 
 
 @pytest.mark.first(2, others=pytest.mark.slow)
@@ -262,7 +261,7 @@ def test_show_tells_settings_that_are_not_the_defaults(tmp_path: Path, printed):
 
 def test_defaults_are_no_choice(tmp_path: Path):
     record(tmp_path, "mine", rewards=[0.5])
-    assert chosen_settings(settings_of(tmp_path / "mine")) == {"data.task": "sort"}
+    assert RunFiles(tmp_path / "mine").chosen_settings == {"data.task": "sort"}
 
 
 def test_runs_are_compared_at_the_last_step_that_both_have(tmp_path: Path, printed):

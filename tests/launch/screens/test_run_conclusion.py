@@ -8,7 +8,7 @@ import pytest
 
 from bus.connection.bus import Bus
 from bus.errors import LostDataError
-from launch.run_view.recorded_runs import saved_progress
+from launch.run_view.run_files import RunFiles
 from launch.screens.conclusion import concluding
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
@@ -44,7 +44,7 @@ async def test_a_garbled_progress_names_the_file_and_the_remedy(run: RunDirector
     with pytest.raises(
         LostDataError, match=r"progress\.json is not JSON .*: remove it: the learner writes it anew"
     ):
-        saved_progress(run)
+        assert RunFiles(run.path).progress
 
 
 async def test_storage_that_is_stopped_before_the_end_makes_them_too(bus: Bus, run: RunDirectory):

@@ -1,0 +1,210 @@
+"""What the files of a run's directory say of it: every command and every screen reads them here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+
+from bus.codec import Json
+from bus.errors import ConfigError, LostDataError
+from launch.run_view.history import History
+from launch.settings.run_config import RunConfig, config_file, resolve
+from launch.settings.sources import by_name
+from launch.settings.tree import settings_at
+from storage.disk import checkpoints
+from storage.disk.atomic_files import read_json
+from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
+from storage.metrics.records import Record, integer, latest_records, read_records
+
+log = structlog.get_logger()
+T = TypeVar("T")
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of metrics.jsonl in which the latest step and evaluation are looked for."""
+UNSET = "no default"
+SETTINGS_REMEDY = "start the run again to write it"
+PROVENANCE_REMEDY = "remove it: it only records what started the run"
+NOT_COMPARED = ("run", "directory", "bus", "monitoring")
+"""Settings that say where a run is, not what it is."""
+
+
+class Start(BaseModel):
+    """What is read of each start of a run in its provenance.json."""
+
+    started: datetime
+    host: str | None = None
+    git_commit: str | None = None
+    argv: list[str] = []
+    packages: dict[str, str | None] = {}
+
+
+class _Progress(BaseModel):
+    """What progress.json has at least, where it has it."""
+
+    stage: str | None = None
+    step: int = 0
+    policy_version: int = 0
+    evaluations: dict[int, tuple[float | None, float | None]] = {}
+
+
+STARTS, PROGRESS = TypeAdapter(list[Start]), TypeAdapter(_Progress)
+SETTINGS = TypeAdapter(dict[str, Any])
+
+
+@dataclass(frozen=True)
+class LatestStep:
+    """The step that a run trained last."""
+
+    stage: str = "starting"
+    step: int = 0
+    policy_version: int = 0
+    """Policy version that the step made."""
+
+
+class RunFiles:
+    """One look at the files of a run: each file is read once, when it is first asked for.
+
+    A garbled file raises `LostDataError`, and one that cannot be read `OSError`; with `lenient` such a file
+    counts as missing, so that it hides neither what the others say nor other runs."""
+
+    def __init__(self, path: Path, *, lenient: bool = False) -> None:
+        self.path = path
+        self._lenient = lenient
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        """Return each start of the run, the first one first."""
+        return self._json("provenance.json", STARTS, PROVENANCE_REMEDY)[1] or []
+
+    @cached_property
+    def settings(self) -> dict[str, Json]:
+        """Return the run's settings by name, such as learner.steps; none for a run that has recorded none."""
+        return by_name(self._json("config.json", SETTINGS, SETTINGS_REMEDY)[1] or {})
+
+    @property
+    def chosen_settings(self) -> dict[str, Json]:
+        """Return the settings that are not the defaults, but for those of where the run is."""
+        defaults = by_name(RunConfig().model_dump(mode="json"))
+        return {
+            name: value for name, value in self.settings.items()
+            if name.partition(".")[0] not in NOT_COMPARED
+            and value != (defaults[name] if name in defaults else _default_of_its_table(name))
+        }  # fmt: skip
+
+    @property
+    def progress(self) -> dict[str, Json] | None:
+        """Return what the learner wrote with its newest checkpoint or at its end; None before."""
+        found: dict[str, Json] | None = self._progress[0]
+        return found
+
+    @cached_property
+    def _progress(self) -> tuple[Any, _Progress | None]:
+        return self._json("progress.json", PROGRESS, PROGRESS_REMEDY)
+
+    @cached_property
+    def latest_rows(self) -> list[Record]:
+        """Return the latest lines of metrics.jsonl."""
+        return self._known(lambda: latest_records(self.path / "metrics.jsonl", TAIL_BYTES), [])
+
+    @cached_property
+    def latest(self) -> History:
+        """Return the latest steps and evaluations."""
+        return History(self.latest_rows)
+
+    def history(self) -> History:
+        """Return every step and evaluation; of a long run this takes seconds."""
+        metrics = self.path / "metrics.jsonl"
+        return History(read_records(metrics) if metrics.exists() else ())
+
+    @property
+    def latest_step(self) -> LatestStep | None:
+        """Return the step of the newest checkpoint or the step recorded last, whichever is later; None where
+        no file says one."""
+        saved, last = self.progress, self.latest.last
+        if saved is None and last is None:
+            return None
+        saved = saved or {}
+        stage = saved.get("stage")
+        return LatestStep(
+            stage=stage if isinstance(stage, str) else "starting" if last is None else "rl",
+            step=max(integer(saved, "step"), last.step if last else 0),
+            policy_version=max(integer(saved, "policy_version"), last.policy_version if last else 0),
+        )
+
+    @property
+    def accuracy(self) -> float | None:
+        """Return the held-out reward, sampled, of the version that was measured last; where no late row tells
+        it, that of the newest checkpoint."""
+        if measured := list(self.latest.evaluations.values()):
+            return finite(measured[-1].sampled)
+        saved = self._progress[1]
+        return saved.evaluations[max(saved.evaluations)][0] if saved and saved.evaluations else None
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """Return the steps of the checkpoints, ascending."""
+        root = self.path / "checkpoints"
+        return checkpoints.steps(root) if root.is_dir() else []
+
+    def _json(self, name: str, shape: TypeAdapter[T], remedy: str) -> tuple[Any, T | None]:
+        """Return what a file holds, as it is and as its shape has it; None twice without that file."""
+
+        def read() -> tuple[Any, T | None]:
+            path = self.path / name
+            try:
+                return (found := read_json(path, remedy)), shape.validate_python(found)
+            except FileNotFoundError:
+                return None, None
+            except ValidationError as error:
+                [first, *_] = error.errors()
+                where = ".".join(map(str, first["loc"])) or "the whole of it"
+                raise LostDataError(
+                    f"{path} has not the shape that a run writes ({where}: {first['msg']}): {remedy}"
+                ) from error
+
+        nothing: tuple[Any, T | None] = (None, None)
+        return self._known(read, nothing)
+
+    def _known(self, read: Callable[[], T], missing: T) -> T:
+        try:
+            return read()
+        except (LostDataError, OSError) as error:
+            if not self._lenient:
+                raise
+            log.debug("run_file_not_read", run=self.path.name, reason=str(error))
+            return missing
+
+
+def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
+    """Return the settings that the run's learner had when it last started, or those in the file `config`.
+
+    Raises `ConfigError` when the run's directory is not here, is of another format, or does not say.
+    """
+    if not run.exists:
+        raise ConfigError(f"there is no run {run.name!r} here: give --run, and --directory where runs lie")
+    run.refuse_other_format()
+    found = [config] if config else [path for path in (run.learner_config, run.config) if path.exists()]
+    if not found:
+        raise ConfigError(f"{run.path} does not hold the run's settings: give them with --config")
+    return resolve(config_file(found[0]), {"run": run.name})
+
+
+def _default_of_its_table(name: str) -> Json:
+    """Return the default of a setting in a table that is not there by default, such as of another loss."""
+    *above, last = name.split(".")
+    field = settings_at(RunConfig, above).get(last)
+    if field is None or field.is_required() or last == "type":
+        return UNSET
+    found: Json = to_jsonable_python(field.get_default(call_default_factory=True, validated_data={}))
+    return found
+
+
+def finite(value: float) -> float | None:
+    """Return a number that was measured; None for NaN and infinity."""
+    return value if isfinite(value) else None
