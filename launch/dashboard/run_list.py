@@ -5,8 +5,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.errors import ConfigError
 from launch.run_view.run_files import RunFiles
-from storage.disk.run_directories import run_directories, written_s
-from storage.disk.run_directory import RunDirectory
+from storage.disk.run_directory import RunDirectory, run_directories, written_s
 
 
 def run_names(root: Path) -> list[str]:

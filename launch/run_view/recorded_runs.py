@@ -11,7 +11,7 @@ from bus.errors import ConfigError, LostDataError
 from launch.run_view.run_files import LatestStep, RunFiles, finite
 from launch.settings.tree import nearest
 from storage.disk.file_users import hidden_owner, processes_holding
-from storage.disk.run_directories import is_run, run_directories, written_s
+from storage.disk.run_directory import is_run, run_directories, written_s
 
 LOCKS = ("lock", "replay/*/.lock")
 """Files that the processes of a run hold open on the host of its directory."""
