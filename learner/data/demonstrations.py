@@ -1,5 +1,6 @@
 """Batches of demonstrations for the supervised stage before reinforcement learning."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from bus.messages import Prompt
 from learner.config.batch import BatchConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.packing import MicroBatch, Sample, pack
-from storage.chats.stop_tokens import answer_end
+from storage.chats.stop_tokens import answer_end, answer_start
 from storage.chats.template import ChatTemplate
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
@@ -36,6 +37,7 @@ class Demonstrations:
         self._rows = rows
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
+        self._start = answer_start(tokenizer)
         self._end = answer_end(tokenizer)
         self._context = context
         self._seed = seed
@@ -58,9 +60,8 @@ class Demonstrations:
         shown = [self._shown(prompt, number) for number, (prompt, _) in zip(numbers, rows, strict=True)]
         prompts = [self._template.render(chat) for chat, _ in shown]
         prompt_ids = self._tokenizer(prompts, add_special_tokens=False)["input_ids"]
-        response_ids = self._tokenizer([response for _, response in rows], add_special_tokens=False)[
-            "input_ids"
-        ]
+        responses = [self._written(response) for _, response in rows]
+        response_ids = self._tokenizer(responses, add_special_tokens=False)["input_ids"]
         return pack(
             [
                 self._sample(p, [*r, self._end], images)
@@ -68,6 +69,12 @@ class Demonstrations:
             ],
             batch.token_budget,
         )
+
+    def _written(self, response: str) -> str:
+        """Return a response behind what the chat template begins an answer with, unless it has its own."""
+        own = response.lstrip()
+        begins_so = any(own.startswith(mark) for mark in re.findall(r"^\s*(<[^<>]+>)", self._start))
+        return response if begins_so else self._start + response
 
     def _shown(self, prompt: Prompt, number: int) -> tuple[list[Json], list[PlacedImage]]:
         """Return the chat of a prompt, whose images have become text, and the images."""

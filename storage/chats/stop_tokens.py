@@ -121,6 +121,21 @@ def answer_end(tokenizer: StopTokenizer) -> int:
     )
 
 
+def answer_start(tokenizer: Renders) -> str:
+    """Return what the chat template writes between the place where an answer begins and the answer's text.
+
+    That is gpt-oss's `<|channel|>final<|message|>` and Qwen3's empty thought, and mostly nothing. A template
+    that writes an answer in a chat otherwise than it has it begin gives nothing, too."""
+    template = ChatTemplate(tokenizer)
+    try:
+        begun = template.render([QUESTION])
+        answered = template.render([QUESTION, ANSWER], go_on=False)
+    except ChatRefusedError:
+        return ""
+    before, found, _ = answered.rpartition(STAND_IN)
+    return before.removeprefix(begun) if found and before.startswith(begun) else ""
+
+
 def turn_ends(tokenizer: RendersTokens) -> TurnEnds:
     """Return the special tokens that the chat template writes behind an answer, found by rendering some."""
     template, marks = ChatTemplate(tokenizer), _Marks(tokenizer)

@@ -11,6 +11,7 @@ from learner.data.demonstrations import Demonstrations
 from learner.initial.scratch_model import character_tokenizer
 from storage.images.chat import ImageChat
 from tests.pictures import image_part, picture, vision_directory
+from tests.published_chats import CHATS, tokenizer_of_chat
 
 ROWS = [(Prompt(content=f"sort {n:03d}"), "".join(sorted(f"{n:03d}"))) for n in range(10)]
 
@@ -28,6 +29,23 @@ def test_only_the_response_and_its_end_are_trained():
     assert prompt.startswith("<|user|>sort ")
     digits = trained.removesuffix("<|end|>")
     assert sorted(digits) == list(digits)
+
+
+@pytest.mark.parametrize(
+    ("response", "written"),
+    [
+        ("43", "<|channel|>final<|message|>43"),
+        ("<|channel|>analysis<|message|>43", "<|channel|>analysis<|message|>43"),
+    ],
+)
+def test_a_response_is_written_as_the_chat_template_writes_answers_unless_it_has_its_own_start(
+    response, written
+):
+    tokenizer = tokenizer_of_chat(CHATS["gpt-oss"])
+    made = Demonstrations([(Prompt(content="42+1?"), response)], tokenizer, context=256, seed=0)
+    [batch] = made.step(0, WarmupConfig(batch_size=1), BatchConfig())
+    assert tokenizer.decode(batch.labels[batch.loss_mask].tolist()) == f"{written}<|return|>"
+    assert tokenizer.decode(batch.tokens.tolist()).endswith(f"<|start|>assistant{written}<|return|>")
 
 
 def test_each_epoch_visits_every_demonstration_once():

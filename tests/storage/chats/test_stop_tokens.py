@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bus.errors import ConfigError
-from storage.chats.stop_tokens import answer_end, stop_tokens, turn_ends
+from storage.chats.stop_tokens import answer_end, answer_start, stop_tokens, turn_ends
 from tests.published_chats import CHATS, tokenizer_of, tokenizer_of_chat
 
 QWEN = tokenizer_of_chat(CHATS["Qwen3"])
@@ -55,6 +55,24 @@ def test_a_template_may_end_answers_otherwise_than_the_tokenizer_says(tmp_path):
     )  # fmt: skip
     assert named(tmp_path, phi) == {"<|end|>": ("chat template",), "<|endoftext|>": ("tokenizer",)}
     assert answer_end(phi) == number(phi, "<|end|>")
+
+
+def test_an_answer_starts_with_what_the_template_writes_before_its_text():
+    assert answer_start(tokenizer_of_chat(CHATS["gpt-oss"])) == "<|channel|>final<|message|>"
+    assert answer_start(tokenizer_of_chat(CHATS["Qwen3"])) == ""
+    thinking = tokenizer_of(
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        ("<|user|>", "<|assistant|>", "<|end|>"), "<|end|>",
+    )  # fmt: skip
+    assert answer_start(thinking) == "<think>\n\n</think>\n\n"
+    otherwise = tokenizer_of(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+        ("<|user|>", "<|assistant|>", "<|end|>"), "<|end|>",
+    )  # fmt: skip
+    assert answer_start(otherwise) == ""
 
 
 def test_a_demonstration_ends_as_the_template_ends_answers_and_else_as_the_tokenizer_says():
