@@ -218,7 +218,7 @@ def _actor(
     )  # fmt: skip
     worker.keep_account(ActorAccount(settings.account, actor_name()))
     worker.retries = settings.actors.retries
-    worker.failures = EnvironmentFailures(environment, settings.actors.failures)
+    worker.failures = EnvironmentFailures(environment, settings.actors.failures, serves=lambda: engine.serves)
     worker.interruption.config = settings.actors.interruption
     worker.further = {name: one.leases for name, one in engines.further.items()}
     worker.room.admission = LeaseAdmission(

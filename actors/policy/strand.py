@@ -150,11 +150,13 @@ def refuse_unequal_lengths(generation: Generation) -> None:
 
     NumPy would give one value to all tokens in silence."""
     tokens = np.shape(generation.token_ids)
-    lengths = np.shape(generation.logprobs), np.shape(generation.policy_versions)
-    if len(tokens) != 1 or lengths != (tokens, tokens):
+    values = {"log-probs": generation.logprobs, "policy versions": generation.policy_versions}
+    if generation.kv_versions is not None:
+        values["versions of keys and values"] = generation.kv_versions
+    if len(tokens) != 1 or any(np.shape(each) != tokens for each in values.values()):
+        found = ", ".join(f"{name} of shape {list(np.shape(each))}" for name, each in values.items())
         raise EngineError(
-            f"the engine gave token ids of shape {list(tokens)}, log-probs of shape {list(lengths[0])} and "
-            f"policy versions of shape {list(lengths[1])}: each token is to have one of both"
+            f"the engine gave token ids of shape {list(tokens)}, {found}: each token is to have one of each"
         )
 
 

@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from actors.environments.base import Environment
@@ -40,7 +40,6 @@ class _Failures:
     """The latest failure by what failed."""
     since_s: float | None = None
     """Time since when too many fail; None while they do not."""
-    has_worked: bool = False
 
     @property
     def failed(self) -> Counter[str]:
@@ -51,15 +50,21 @@ class _Failures:
 class EnvironmentFailures:
     """Tells the environments of an actor apart, so that one that never works is not hidden by the others."""
 
-    def __init__(self, environment: Environment, limits: FailureLimitsConfig | None = None) -> None:
-        """Take the environment of an actor, and when its failures end the run."""
+    def __init__(
+        self, environment: Environment, limits: FailureLimitsConfig | None = None, *,
+        serves: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        """Take the environment of an actor, and when its failures end the run.
+
+        `serves` tells whether an engine serves: a rollout that takes too long may wait for one else."""
+        self._serves = serves
         self._names = environment.names if isinstance(environment, EnvironmentChoice) else frozenset()
         self._limits = limits or FailureLimitsConfig()
         self._of: dict[str, _Failures] = {}
 
     def failed(self, task: Task, error: BaseException, end: End, *, worked_before: int = 0) -> None:
         """Note that a rollout failed, or that a group did whose rollouts had worked. What an engine broke is
-        not noted.
+        not noted, and what took too long only while an engine serves.
 
         Raises `ConfigError`, with the traceback of what failed, when rewards are never valid or cost more
         than the run allows, and when too many rollouts have failed for too long. It names the environment
@@ -83,7 +88,7 @@ class EnvironmentFailures:
                     f"{self._said(name)}{of.invalid_rewards} rewards in a row were none, the last: {error}"
                 )
         what = failed_by(end)
-        if what == "infrastructure" and (end != "timeout" or of.has_worked):
+        if what == "infrastructure" and not (end == "timeout" and self._serves()):
             return
         what = "environment" if what == "infrastructure" else what
         for _ in range(worked_before):
@@ -110,7 +115,7 @@ class EnvironmentFailures:
     def worked(self, task: Task) -> None:
         """Note that a rollout ended as the policy made it end, before its siblings have."""
         of = self._failures(self._name(task.metadata))
-        of.has_worked, of.invalid_rewards = True, 0
+        of.invalid_rewards = 0
         of.recent.append(WORKED)
         self._judge(of)
 
@@ -122,7 +127,7 @@ class EnvironmentFailures:
         for kind, metric in FAILED_EPISODES.items():
             of.counts[metric] += broken[kind]
         if broken.total() < len(episodes):  # rewards that come late make the first success
-            of.has_worked, of.invalid_rewards = True, 0
+            of.invalid_rewards = 0
 
     @property
     def metrics(self) -> dict[str, Json]:

@@ -1,4 +1,4 @@
-"""Whether a model directory has an output layer of its own although its config.json ties it to the embedding.
+"""Whether a model directory has an output layer of its own that its config.json does not promise.
 
 transformers takes the file's output layer then (`PreTrainedModel.tie_weights`); SGLang and Megatron go by
 config.json alone, and would compute with the embedding."""
@@ -26,7 +26,8 @@ class _Tensor(NamedTuple):
 
 
 def has_other_head(directory: Path) -> bool:
-    """Return whether config.json ties the output layer, and the files have another one than the embedding.
+    """Return whether the files have another output layer than the embedding, and config.json denies that, or
+    does not say: then the default of the model's type may tie them.
 
     Raises `ConfigError` for a file of weights without a readable header."""
     try:
@@ -37,7 +38,7 @@ def has_other_head(directory: Path) -> bool:
         return False  # the same
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
-    if not (config.get(TIED, text.get(TIED, False))):
+    if config.get(TIED, text.get(TIED)) is False:
         return False
     tensors = [found for file in sorted(directory.glob("*.safetensors")) for found in _tensors(file).items()]
     heads = [tensor for name, tensor in tensors if name.endswith(HEAD)]

@@ -17,12 +17,14 @@ CALL = Call(0, "solver", "default", Sampling(max_new_tokens=4), True)
         ([-0.5] * 3, [4], r"token ids of shape \[3\], .* policy versions of shape \[1\]"),
         (-0.5, [4, 4, 4], r"log-probs of shape \[\]"),
         ([-0.5] * 2, [4, 4, 4], r"log-probs of shape \[2\]"),
+        ([-0.5] * 3, [4, 4, 4], r"versions of keys and values of shape \[1\]"),
     ],
 )
 def test_one_value_for_several_tokens_is_refused(logprobs, versions, told):
     generation = Generation(
-        np.array([1, 2, 3], np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32), "stop"
-    )
+        np.array([1, 2, 3], np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32), "stop",
+        kv_versions=np.array([3], np.int32),
+    )  # fmt: skip
     strand = Strand(0, "solver", "default", None)
     with pytest.raises(EngineError, match=told):
         strand.extend([7], generation, CALL)

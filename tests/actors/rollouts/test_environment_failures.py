@@ -25,11 +25,12 @@ def _few(monkeypatch):
     monkeypatch.setattr(environment_failures, "MOST_INVALID_REWARDS", 3)
 
 
-def several(**limits):
+def several(serves=True, **limits):
     """Failures of a run with three environments."""
     return EnvironmentFailures(
-        EnvironmentChoice({"": ONE, "calc": ONE, "game": ONE}), AT_ONCE.model_copy(update=limits)
-    )
+        EnvironmentChoice({"": ONE, "calc": ONE, "game": ONE}), AT_ONCE.model_copy(update=limits),
+        serves=lambda: serves,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -115,11 +116,12 @@ def test_the_only_environment_of_a_run_has_no_name_and_no_numbers_of_its_own():
     assert failures.metrics == {}
 
 
-def test_failures_below_the_fraction_and_those_of_engines_end_nothing(failures):
+def test_failures_below_the_fraction_and_those_of_engines_end_nothing():
+    failures = several(serves=False)
     for _ in range(9):
         failures.worked(task("calc"))
         failures.failed(task("calc"), EpisodeError("the engine fell"), "engine_error")
-        failures.failed(task("calc"), EpisodeError("slow"), "timeout")  # it has worked
+        failures.failed(task("calc"), EpisodeError("slow"), "timeout")  # no engine serves
         failures.worked(task("calc"))
         failures.failed(task("calc"), UNSCORED, "reward_error")
     assert failures.alarm == ""
@@ -134,6 +136,13 @@ def test_a_share_of_failures_ends_the_run_also_after_it_worked(failures):
         ConfigError, match="of the latest 6 rollouts failed 2 by their reward and 1 by their environment"
     ):
         failures.failed(task("calc"), UNSCORED, "reward_error")
+
+
+def test_an_environment_that_hangs_after_it_worked_ends_the_run(failures):
+    failures.worked(task("calc"))
+    failures.failed(task("calc"), EpisodeError("hangs"), "timeout")
+    with pytest.raises(ConfigError, match="of the latest 3 rollouts failed 2 by their environment"):
+        failures.failed(task("calc"), EpisodeError("hangs"), "timeout")
 
 
 def test_a_group_whose_reward_fails_counts_as_its_rollouts_do():
