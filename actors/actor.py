@@ -29,7 +29,7 @@ from bus.connection.status import report_status
 from bus.errors import ConfigError, leaves
 
 
-class Engines(NamedTuple):
+class ActorEngines(NamedTuple):
     """The engines of an actor process, and its claims to servers that it shares with other actors."""
 
     policy: Fleet
@@ -55,7 +55,7 @@ class Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engines: Engines, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
+        self, bus: Bus, engines: ActorEngines, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
         environment: Environment, evaluator: Evaluator | None, admin: EngineAdmin,
     ) -> None:  # fmt: skip
         self._bus = bus

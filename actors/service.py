@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 from transformers import AutoTokenizer
 
-from actors.actor import Actor, Engines
+from actors.actor import Actor, ActorEngines
 from actors.engine_start import started
 from actors.engines.base import Engine, Sampling
 from actors.engines.fleet.build import engine_builds, refuse_unfit_model
@@ -150,7 +150,7 @@ async def run_actors(
         further = await _further_policies(settings, model, claims, open_parts, shared, stop)
         if further is None:
             return
-        engines = Engines(policy, opponents, claims, own, further, shared)
+        engines = ActorEngines(policy, opponents, claims, own, further, shared)
         if not await started(bus, engines.at_start(settings.actors), stop):
             return
         open_parts.enter_context(few_collections())
@@ -181,7 +181,7 @@ async def _further_policies(
 
 
 def _actor(
-    bus: Bus, settings: ActorSettings, engines: Engines, blobs: BlobSource, model: Path,
+    bus: Bus, settings: ActorSettings, engines: ActorEngines, blobs: BlobSource, model: Path,
     environment: Environment, keep: GroupFilter, kernels: Mapping[str, str],
 ) -> Actor:  # fmt: skip
     """Put the parts of an actor together around engines that have started."""
@@ -242,7 +242,7 @@ def _actor(
 
 
 def _evaluator(
-    bus: Bus, settings: ActorSettings, engines: Engines, answering: EvaluationEngines, model: Path,
+    bus: Bus, settings: ActorSettings, engines: ActorEngines, answering: EvaluationEngines, model: Path,
     environment: Environment,
 ) -> Evaluator:  # fmt: skip
     """Return what answers held-out prompts on `answering`."""
@@ -261,7 +261,7 @@ def _evaluator(
 
 
 def _evaluating_actor(
-    bus: Bus, settings: ActorSettings, engines: Engines, model: Path, environment: Environment
+    bus: Bus, settings: ActorSettings, engines: ActorEngines, model: Path, environment: Environment
 ) -> EvaluatingActor:
     """Put the parts of an actor together that rolls nothing out."""
     evaluator = _evaluator(bus, settings, engines, engines.own, model, environment)

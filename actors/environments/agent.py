@@ -91,7 +91,6 @@ class AgentEnvironment:
             await cancelled(playing)
 
     async def _played(self, task: Task, policy: Policy) -> Episode:
-        """Return the episode that a program plays."""
         async with self._places, self._gateway.session(policy, task.task_id) as session:
             if self._stop.is_set():
                 raise HandBackError(f"no program was started for task {task.task_id} before the stop")
@@ -228,7 +227,6 @@ class AgentEnvironment:
 
     @property
     def _base(self) -> str:
-        """Return where programs reach the gateway."""
         return (
             self._gateway.url if not self._runner.gives_network else f"http://127.0.0.1:{self._gateway.port}"
         )

@@ -20,7 +20,7 @@ from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway, keys_of
 from actors.gateway.session import Session
-from actors.gateway.task_offers import Offer, Taker, TaskOffers
+from actors.gateway.task_offers import Taker, TaskOffer, TaskOffers
 from actors.gateway.task_requests import described, failure_of, task_request
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
@@ -157,11 +157,10 @@ class ClientsEnvironment:
         if self._scoring is not None:
             await self._scoring.close()
 
-    def _owner(self, offer: Offer) -> str:
+    def _owner(self, offer: TaskOffer) -> str:
         return "client" if offer.taker is self._others else "program"
 
-    async def _claimed(self, offer: Offer) -> None:
-        """Return when a client has taken the rollout."""
+    async def _claimed(self, offer: TaskOffer) -> None:
         try:
             async with asyncio.timeout(self._config.claim_timeout_s):
                 while not (offer.claimed.is_set() or self._stop.is_set()):

@@ -44,8 +44,6 @@ RESTART_S, MOST_DOUBLINGS = 1.0, 6
 
 @dataclass(eq=False)
 class _Program:
-    """One of the programs that are kept running."""
-
     ends_in_vain: int = 0
     """Times in a row that it ended without having taken a task."""
     taker: Taker | None = None
@@ -180,6 +178,5 @@ class LongLivedAgent:
 
     @property
     def _base(self) -> str:
-        """Return where programs reach the gateway."""
         gateway = self._clients.gateway
         return gateway.url if not self._runner.gives_network else f"http://127.0.0.1:{gateway.port}"

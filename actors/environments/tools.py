@@ -37,7 +37,7 @@ by the model's mistake, and those that could not be carried out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedTools:
     """Tools that a chat has."""
 
     style: CallStyle
@@ -46,11 +46,11 @@ class Offer:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ToolConversation:
     """A chat while it goes on."""
 
     messages: list[ChatMessage]
-    offer: Offer
+    offer: OfferedTools
     inserted: str | None = None
     """Results after which the last completion goes on; None where messages follow it."""
     completions: list[Completion] = field(default_factory=list)
@@ -93,7 +93,7 @@ class ToolChat:
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError, RewardError, ToolError or EpisodeError."""
         policy = policy.fresh(task.task_id)
-        chat = Conversation(self._opening(task), self._offered(task))
+        chat = ToolConversation(self._opening(task), self._offered(task))
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._converse(chat, policy)
@@ -116,13 +116,13 @@ class ToolChat:
                 parts.push_async_callback(tool.close)
             parts.push_async_callback(self._scoring.close)
 
-    def _offer(self, tools: Mapping[str, Tool]) -> Offer:
+    def _offer(self, tools: Mapping[str, Tool]) -> OfferedTools:
         if self._config.calls == "tags":
             stops = tuple(f"</{name}>" for name in tools) if self._config.stop_at_call else ()
-            return Offer(TaggedCalls(tools), stops)
-        return Offer(NativeCalls(tools, [function_schema(tool) for tool in tools.values()]), ())
+            return OfferedTools(TaggedCalls(tools), stops)
+        return OfferedTools(NativeCalls(tools, [function_schema(tool) for tool in tools.values()]), ())
 
-    def _offered(self, task: Task) -> Offer:
+    def _offered(self, task: Task) -> OfferedTools:
         """Return the tools that the prompt names, or all. Raises EpisodeError for one that is not there."""
         if not task.tools:
             return self._all
@@ -137,7 +137,7 @@ class ToolChat:
             messages.insert(0, {"role": "system", "content": system})
         return messages
 
-    async def _converse(self, chat: Conversation, policy: Policy) -> None:
+    async def _converse(self, chat: ToolConversation, policy: Policy) -> None:
         """Let the model speak until it answers, or comes to a limit."""
         while True:
             completion = await self._completion(chat, policy)
@@ -156,7 +156,7 @@ class ToolChat:
             else:
                 chat.messages += [completion.message, *chat.offer.style.results(answered)]
 
-    def _calls(self, chat: Conversation, completion: Completion) -> list[FoundCall]:
+    def _calls(self, chat: ToolConversation, completion: Completion) -> list[FoundCall]:
         """Return what a completion asks of tools; nothing makes it the answer."""
         if completion.finish_reason != "stop":
             return []
@@ -167,7 +167,7 @@ class ToolChat:
             return []
         return calls
 
-    async def _completion(self, chat: Conversation, policy: Policy) -> Completion | None:
+    async def _completion(self, chat: ToolConversation, policy: Policy) -> Completion | None:
         """Return the next completion, or None where budget or context leave no room for one."""
         room = policy.sampling.max_new_tokens
         if self._config.token_budget is not None:
@@ -187,7 +187,7 @@ class ToolChat:
             chat.end = "length"  # the model and its tools have filled the context
             return None
 
-    async def _answer(self, number: int, call: FoundCall, chat: Conversation) -> ToolResult:
+    async def _answer(self, number: int, call: FoundCall, chat: ToolConversation) -> ToolResult:
         if isinstance(call, MalformedCall):
             chat.counts["malformed_calls"] += 1
             return ToolResult(f"error: {call.reason}", failed=True)
@@ -218,7 +218,7 @@ class ToolChat:
         return result
 
 
-def _metrics(chat: Conversation) -> dict[str, float]:
+def _metrics(chat: ToolConversation) -> dict[str, float]:
     truncated = chat.end == "length" or chat.completions[-1].finish_reason == "length"
     return {
         "rollout/completion_tokens": float(chat.sampled),

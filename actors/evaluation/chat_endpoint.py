@@ -29,7 +29,7 @@ class Question(NamedTuple):
     """Reads the first choice of the answer; None where that is none."""
 
 
-class Dialect(Protocol):
+class EndpointDialect(Protocol):
     """How chats are put to an endpoint."""
 
     path: str
@@ -77,7 +77,9 @@ class ChatEndpoint:
     policy_version = 0
     waiting = 0
 
-    def __init__(self, name: str, config: "ChatEndpointConfig", dialect: Dialect | None = None) -> None:
+    def __init__(
+        self, name: str, config: "ChatEndpointConfig", dialect: EndpointDialect | None = None
+    ) -> None:
         """Take the settings of `actors.evaluation.endpoints.NAME`; without a `dialect` it is asked for chats.
 
         Raises `ConfigError` where its key is to come from a variable that is not set."""

@@ -74,7 +74,7 @@ class Taker:
 
 
 @dataclass(eq=False)
-class Group:
+class OfferedGroup:
     """The rollouts of one lease."""
 
     runs: int = 0
@@ -86,11 +86,11 @@ class Group:
 
 
 @dataclass(eq=False)
-class Offer:
+class TaskOffer:
     """One rollout that a client may claim."""
 
     task: Task
-    group: Group
+    group: OfferedGroup
     own: OwnTask | None = None
     taker: Taker | None = None
     """Who claimed it."""
@@ -108,7 +108,7 @@ class Offer:
 class _Waiter:
     own: OwnTask | None
     taker: Taker
-    found: "asyncio.Future[Offer]"
+    found: "asyncio.Future[TaskOffer]"
 
 
 class TaskOffers:
@@ -118,8 +118,8 @@ class TaskOffers:
     a task of its own gets a rollout of that task's group, or makes a group that nobody has begun its own."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[str, Group] = OrderedDict()
-        self._offers: deque[Offer] = deque()
+        self._groups: OrderedDict[str, OfferedGroup] = OrderedDict()
+        self._offers: deque[TaskOffer] = deque()
         self._waiters: deque[_Waiter] = deque()
         self._changed = asyncio.Event()
 
@@ -144,12 +144,12 @@ class TaskOffers:
         await set_within(self._changed, timeout_s)
 
     @contextmanager
-    def offering(self, task: Task) -> Iterator[Offer]:
+    def offering(self, task: Task) -> Iterator[TaskOffer]:
         """Offer a rollout while inside, unless it was claimed; its group lasts as long."""
         name = task.task_id.rpartition(".")[0]
-        group = self._groups.setdefault(name, Group())
+        group = self._groups.setdefault(name, OfferedGroup())
         group.runs += 1
-        offer = Offer(task, group)
+        offer = TaskOffer(task, group)
         self._offers.append(offer)
         self._match()
         try:
@@ -173,7 +173,7 @@ class TaskOffers:
             offer.claimed.set()
         self._offers.clear()
 
-    async def claim(self, own: OwnTask | None, taker: Taker, timeout_s: float) -> Offer | None:
+    async def claim(self, own: OwnTask | None, taker: Taker, timeout_s: float) -> TaskOffer | None:
         """Return a rollout, for which the client answers from now on; None if there is none in time."""
         waiter = _Waiter(own, taker, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
@@ -193,7 +193,7 @@ class TaskOffers:
                 self._waiters.remove(waiter)
             self._changed.set()
 
-    def _offer_again(self, offer: Offer) -> None:
+    def _offer_again(self, offer: TaskOffer) -> None:
         """Take a rollout from a client that has left, unless its session has begun: that ends by itself."""
         if not offer.session.done():
             offer.own = offer.taker = None
@@ -214,7 +214,7 @@ class TaskOffers:
                 offer.claimed.set()
                 waiter.found.set_result(offer)
 
-    def _fitting(self, own: OwnTask | None) -> Offer | None:
+    def _fitting(self, own: OwnTask | None) -> TaskOffer | None:
         """Return the rollout that a client should get: of a group that was begun for the same, or of none."""
         name = own.name if own is not None else None
         begun = (offer for offer in self._offers if offer.group.claimed and offer.group.own == name)

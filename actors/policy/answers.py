@@ -20,7 +20,7 @@ CHANNEL = "<|channel>"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ParsedAnswer:
     """An answer, taken apart."""
 
     content: str
@@ -78,7 +78,7 @@ class AnswerReader:
         """Return whether a rendered prompt ends inside of reasoning, so that the answer begins there."""
         return rendered.rstrip().endswith(self._think)
 
-    def read(self, text: str, *, in_reasoning: bool, tools: Sequence[Tool], number: int) -> Answer:
+    def read(self, text: str, *, in_reasoning: bool, tools: Sequence[Tool], number: int) -> ParsedAnswer:
         """Take `text` apart. Calls are looked for only if there are tools.
 
         Reasoning that does not end takes all that follows. `number` is that of the completion: it makes the
@@ -106,7 +106,7 @@ class AnswerReader:
                 at = parts.take(self._calls.read(text, opening.start(), schemas))
         return _answer(parts, text, number)
 
-    def _read_frames(self, text: str, tools: Sequence[Tool], number: int) -> Answer:
+    def _read_frames(self, text: str, tools: Sequence[Tool], number: int) -> ParsedAnswer:
         """Take an answer apart that consists of messages; those to tools are calls."""
         parts, schemas = _Parts(), parameters_of(tools)
         for frame in frames(text):
@@ -135,14 +135,14 @@ class AnswerReader:
         return end + len(self._thought) if end >= 0 else len(text)
 
 
-def _answer(parts: _Parts, text: str, number: int) -> Answer:
+def _answer(parts: _Parts, text: str, number: int) -> ParsedAnswer:
     content = "".join(parts.content)
     reasoning = "\n".join(part.strip() for part in parts.reasoning if part.strip())
     calls = (
         ToolCall(f"{number % 16**6:06x}{index % 16**3:03x}", call.name, call.arguments)
         for index, call in enumerate(parts.calls)
     )
-    return Answer(
+    return ParsedAnswer(
         content if content == text else content.strip(),
         reasoning or None,
         tuple(calls),

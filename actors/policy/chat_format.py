@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 
 from actors.episodes.task import ChatMessage
-from actors.policy.answers import Answer, AnswerReader
+from actors.policy.answers import AnswerReader, ParsedAnswer
 from actors.policy.call_detection import CallsFound, calls_found
 from actors.policy.chat_messages import (
     Fingerprint,
@@ -141,7 +141,7 @@ class ChatFormat:
 
     def read_text(
         self, text: str, *, in_reasoning: bool, tools: Sequence[Tool] | None, number: int
-    ) -> Answer:
+    ) -> ParsedAnswer:
         """Return what an answer consists of, of which only the text is known."""
         return self._reader.read(text, in_reasoning=in_reasoning, tools=tools or (), number=number)
 
@@ -171,7 +171,7 @@ class ChatFormat:
 
     async def read(
         self, token_ids: np.ndarray, *, in_reasoning: bool, tools: Sequence[Tool] | None, number: int
-    ) -> tuple[str, Answer]:
+    ) -> tuple[str, ParsedAnswer]:
         """Return the text of an answer, and what it consists of."""
         return await self.in_thread(self._read, token_ids.tolist(), in_reasoning, tools or (), number)
 
@@ -249,7 +249,7 @@ class ChatFormat:
 
     def _read(
         self, token_ids: list[int], in_reasoning: bool, tools: Sequence[Tool], number: int
-    ) -> tuple[str, Answer]:
+    ) -> tuple[str, ParsedAnswer]:
         text = written = self.decode(token_ids)
         kept_marks = self._numbers_of(self._reader.marks | self._reader.ends)
         if kept_marks.intersection(token_ids):

@@ -17,7 +17,7 @@ from actors.episodes.agents import DEFAULT_AGENT, policy_of
 from actors.episodes.episode import AgentTrajectory
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import ChatMessage
-from actors.policy.answers import Answer
+from actors.policy.answers import ParsedAnswer
 from actors.policy.chat_format import ChatFormat, Context, Tokenizer
 from actors.policy.context_tokens import ContextTokens
 from actors.policy.further_engines import FurtherEngines
@@ -154,7 +154,7 @@ class Policy:
         self._strands.append(strand := Strand(len(self._strands), call.agent, call.policy, None))
         strand.extend(prompt, generation, replace(call, trainable=False), images)
         calls = tuple(ToolCall(*parts) for parts in reply.tool_calls)
-        answer = Answer(reply.content, reply.reasoning, calls, ())
+        answer = ParsedAnswer(reply.content, reply.reasoning, calls, ())
         return _completion(text, answer, generation, call, len(prompt))
 
     async def generate(
@@ -243,7 +243,7 @@ class Policy:
         """Continue tokens with text that is neither reasoning nor a call in the model's own way."""
         _, generation = await self._complete(token_ids, call, images)
         text = self._format.decode(generation.token_ids.tolist())
-        return _completion(text, Answer(text, None, (), ()), generation, call, len(token_ids))
+        return _completion(text, ParsedAnswer(text, None, (), ()), generation, call, len(token_ids))
 
     async def _complete(
         self, token_ids: Sequence[int], call: Call, images: tuple[PlacedImage, ...]
@@ -326,7 +326,7 @@ class Policy:
 
 
 def _completion(
-    text: str, answer: Answer, generation: Generation, call: Call, prompt_tokens: int
+    text: str, answer: ParsedAnswer, generation: Generation, call: Call, prompt_tokens: int
 ) -> Completion:
     """Put an answer together; a stop string that ended it is in its text, but not in its content."""
     ends = (stop for stop in call.sampling.stop if answer.content.endswith(stop))

@@ -27,7 +27,7 @@ import structlog
 from actors.programs.hidden import hidden_paths
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
-from actors.sandboxes.server_process import ServerProcess, sealed_file
+from actors.sandboxes.server_process import ProgramServer, sealed_file
 from actors.settings.programs import IsolationConfig
 from bus.errors import ConfigError, SluiceError
 from bus.process.child_process import module_command
@@ -347,14 +347,14 @@ def _user_of(config: IsolationConfig) -> tuple[int, int] | None:
     return found.pw_uid, found.pw_gid
 
 
-def _started() -> ServerProcess:
+def _started() -> ProgramServer:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
             module_command("actors.programs.server"), stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
             env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True,
         )  # fmt: skip
-    return ServerProcess(process, control)
+    return ProgramServer(process, control)
 
 
 def _texts(paths: Sequence[Path]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ SWEEP_S = 5.0
 """Longest time that the kernel may take to end what a program left behind."""
 
 
-class Descriptors(NamedTuple):
+class ProgramDescriptors(NamedTuple):
     """What a request to run a program brings along."""
 
     request: int
@@ -43,10 +43,10 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     gc.freeze()
     while True:
-        packet, received, _, _ = socket.recv_fds(control, 16, len(Descriptors._fields))
+        packet, received, _, _ = socket.recv_fds(control, 16, len(ProgramDescriptors._fields))
         if not packet:
             return
-        given = Descriptors(*received)
+        given = ProgramDescriptors(*received)
         if os.fork() == 0:
             control.close()
             os._exit(_attend(given))
@@ -54,7 +54,7 @@ def main() -> None:
             os.close(descriptor)
 
 
-def _attend(given: Descriptors) -> int:
+def _attend(given: ProgramDescriptors) -> int:
     """Run one program, see to its end, and report it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -74,7 +74,7 @@ def _attend(given: Descriptors) -> int:
 
 
 def _run(
-    request: ProgramRequest, given: Descriptors, report: socket.socket, listening: socket.socket | None
+    request: ProgramRequest, given: ProgramDescriptors, report: socket.socket, listening: socket.socket | None
 ) -> Outcome:
     if listening is not None:
         socket.send_fds(report, [b"{}"], [listening.fileno()])

@@ -38,7 +38,7 @@ class TransientError(RewardError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class EndpointReply:
     """A reply of the server that was not refused."""
 
     status: int
@@ -68,7 +68,7 @@ class Endpoint:
         self.spent = ""
         """Says which other budget than that of calls is spent; empty while none is."""
 
-    async def post(self, body: JSON) -> Reply:
+    async def post(self, body: JSON) -> EndpointReply:
         """Return the reply, asking again while the server is away.
 
         Raises `RewardError` when all attempts failed or the server refused the request, `BudgetSpentError`
@@ -86,7 +86,7 @@ class Endpoint:
                 return await self._post_once(body)
         raise AssertionError("retry_context raises the last error")
 
-    async def _post_once(self, body: JSON) -> Reply:
+    async def _post_once(self, body: JSON) -> EndpointReply:
         try:
             async with self._places:
                 self._spend_call()
@@ -95,13 +95,13 @@ class Endpoint:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._transient(f"{error!r} from {self._url}") from error
 
-    def _understood(self, status: int, raw: bytes) -> Reply:
+    def _understood(self, status: int, raw: bytes) -> EndpointReply:
         if status in REPEATED or status >= 500:
             raise self._transient(f"status {status} from {self._url}: {_shown(raw)}")
         if not 200 <= status < 300:
             raise RefusedError(f"{self._what}: {self._url} refused the request, {status}: {_shown(raw)}")
         try:
-            return Reply(status, cast(JSON, json.loads(raw)) if raw.strip() else None)
+            return EndpointReply(status, cast(JSON, json.loads(raw)) if raw.strip() else None)
         except (ValueError, RecursionError) as error:
             raise InvalidRewardError(f"{self._what}: {self._url} answered no JSON: {_shown(raw)}") from error
 

@@ -29,8 +29,6 @@ WORKED = ""
 
 @dataclass
 class _Failures:
-    """Failures of one environment."""
-
     recent: deque[str]
     """What failed each of the latest rollouts, `reward` or `environment`; `WORKED` for one that did not."""
     counts: Counter[str] = field(default_factory=Counter)

@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 
 from actors.episodes.errors import ToolError
 from actors.sandboxes.limits import Limits
-from actors.sandboxes.server_process import ServerProcess, sealed_file
+from actors.sandboxes.server_process import ProgramServer, sealed_file
 from actors.sandboxes.system_calls import supported
 from actors.settings.tools import SandboxConfig
 from bus.errors import ConfigError
@@ -199,8 +199,6 @@ async def _after(event: asyncio.Event, act: Callable[[], None]) -> None:
 
 
 class _Pipe(NamedTuple):
-    """A pipe from a program to the actor."""
-
     read_end: BinaryIO
     write_end: int
 
@@ -238,7 +236,7 @@ def _refusal(answer: Mapping[str, str]) -> str:
     return f"this host allows no sandbox ({answer['refused']}): {REMEDY}"
 
 
-def _started(limits: Limits) -> ServerProcess:
+def _started(limits: Limits) -> ProgramServer:
     """Start the process that starts programs. Raises ConfigError where it cannot do its work."""
     if not supported():
         raise ConfigError(
@@ -255,7 +253,7 @@ def _started(limits: Limits) -> ServerProcess:
             cwd="/",
             start_new_session=True,
         )
-    server = ServerProcess(process, control)
+    server = ProgramServer(process, control)
     try:
         control.settimeout(START_TIMEOUT_S)
         answer = json.loads(control.recv(LARGEST_ANSWER) or b'{"refused": "its process ended"}')

@@ -14,7 +14,7 @@ END_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServerProcess:
+class ProgramServer:
     """The process that starts programs, and the socket that it listens on."""
 
     process: subprocess.Popen[bytes]

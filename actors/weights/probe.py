@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from actors.engines.fleet.engine_life import Scored
+from actors.engines.fleet.engine_life import ScoredTokens
 from bus.images import PlacedImage
 from bus.messages import PolicyManifest, Probe
 from bus.process.kernel_versions import differences
@@ -36,12 +36,12 @@ WORDS = {"text": ("samples", "probe"), "images": ("sees images", "probe's image"
 """What an engine does as another version did, and where it differs from the learner, by part of the probe."""
 
 
-class Engines(Protocol):
+class ScoringEngines(Protocol):
     """Engines that can tell the log-probs of given tokens."""
 
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
-    ) -> Mapping[str, Scored]:
+    ) -> Mapping[str, ScoredTokens]:
         """Return what each engine says, by its name."""
 
 
@@ -49,7 +49,7 @@ class ProbeCheck:
     """Compares engines with the learner after each version, and keeps the alarms."""
 
     def __init__(
-        self, engines: Engines, *, bound_nats: float, exact: bool = False,
+        self, engines: ScoringEngines, *, bound_nats: float, exact: bool = False,
         kernels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """With `exact`, any difference is an alarm, and so are other versions of packages than `kernels` has.

@@ -22,7 +22,7 @@ LAST_WORDS_S = 2.0
 """An actor that ends waits no longer for the bus to take its word back."""
 
 
-class Engines(Protocol):
+class SharingEngines(Protocol):
     """All that use the device here: `actors.engines.fleet.Fleet`."""
 
     @property
@@ -48,7 +48,7 @@ def able_to_release(engine: EngineConfig) -> EngineConfig:
 class DeviceSharing:
     """Frees the devices while the learner holds them and reports that; a hold that is not renewed is over."""
 
-    def __init__(self, bus: Bus, engines: Engines, config: ColocationConfig, *, actor: str) -> None:
+    def __init__(self, bus: Bus, engines: SharingEngines, config: ColocationConfig, *, actor: str) -> None:
         self.released = False
         """Whether the engines have freed the device, or are about to."""
         self._bus = bus

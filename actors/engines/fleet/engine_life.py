@@ -16,7 +16,7 @@ from bus.waiting import bounded, unless
 log = structlog.get_logger()
 
 
-class Scored(NamedTuple):
+class ScoredTokens(NamedTuple):
     """Log-probs of given tokens, as the weights of one version have them."""
 
     policy_version: int

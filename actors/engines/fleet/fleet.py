@@ -13,7 +13,7 @@ import structlog
 from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, KvTokens
 from actors.engines.fleet.cache_use import total_of
-from actors.engines.fleet.engine_life import Scored
+from actors.engines.fleet.engine_life import ScoredTokens
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.member import Build, Member
 from actors.engines.fleet.pending_request import PendingRequest
@@ -185,7 +185,7 @@ class Fleet:
 
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]] = ()
-    ) -> dict[str, Scored]:
+    ) -> dict[str, ScoredTokens]:
         """Return what each engine in service that can tell says of these tokens, by the engine's name.
 
         `images` are those of each sequence, or of none (`Scores`)."""

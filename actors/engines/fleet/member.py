@@ -11,7 +11,7 @@ import structlog
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
 from actors.engines.fleet.cache_use import CacheRoom
 from actors.engines.fleet.device_share import DeviceShare
-from actors.engines.fleet.engine_life import EngineLife, Scored
+from actors.engines.fleet.engine_life import EngineLife, ScoredTokens
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.pending_request import PendingRequest, left_of, sound
 from actors.settings.fleet import FleetConfig
@@ -191,7 +191,7 @@ class Member:
 
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[PlacedImage]]
-    ) -> Scored | None:
+    ) -> ScoredTokens | None:
         """Return what its engine says of these tokens and images, with the version that it had all the time.
 
         None when it does not serve, cannot tell, or took other weights meanwhile."""
@@ -200,7 +200,7 @@ class Member:
             return None
         version, timeout_s = self.policy_version, self._config.request_timeout_s
         logprobs = await life.score(sequences, images, name=self.name, timeout_s=timeout_s)
-        return Scored(version, logprobs) if logprobs and self.policy_version == version else None
+        return ScoredTokens(version, logprobs) if logprobs and self.policy_version == version else None
 
     async def update(self) -> float:
         """Load the newest weights unless it has them; return the seconds generation stood still.

@@ -99,7 +99,6 @@ class RequestsInProgress:
         """Requests of each policy at the server when that failed."""
 
     def __iter__(self) -> Iterator[RequestInProgress]:
-        """Return all of them."""
         return iter(self._in_progress.values())
 
     def running(self, policy: "ServedPolicy") -> int:

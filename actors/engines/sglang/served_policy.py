@@ -64,7 +64,6 @@ class ServedPolicies:
         self._further: dict[str, ServedPolicy] = {}
 
     def __iter__(self) -> Iterator[ServedPolicy]:
-        """Return all of them."""
         return iter((self.own, *self._further.values()))
 
     def named(self, name: str) -> ServedPolicy | None:

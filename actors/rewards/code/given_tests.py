@@ -50,7 +50,6 @@ class GivenTests:
     """Function that the statements call by this name or as `candidate`."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self.inputs) + len(self.calls) + len(self.statements)
 
 

@@ -216,7 +216,7 @@ class Link:
 
     def _answer(self, request: tuple[object, ...]) -> Any:
         """Read an answer. Arguments that the program has changed in place change here as well."""
-        remote = partial(Remote, self)
+        remote = partial(RemoteObject, self)
         try:
             reply = receive(monotonic() + self._call_s)
             name = reply.get("raised")
@@ -243,12 +243,12 @@ class Link:
         raise self.raised
 
     def _refer(self, value: object) -> Wire:
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return {"object": object.__getattribute__(value, "_number")}
         raise NotImplementedError(f"a test gives the program {value!r}, and only plain data can be given")
 
 
-class Remote:
+class RemoteObject:
     """An object of the program. It equals itself alone: whether it equals another would be its own word."""
 
     def __init__(self, link: Link, number: int) -> None:
@@ -266,27 +266,22 @@ class Remote:
         return self._link.ask("get", self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute that it has in the program."""
         self._link.ask("set", self, name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what it yields in the program."""
         walked = self._link.ask("iter", self)
-        if not isinstance(walked, Remote):
+        if not isinstance(walked, RemoteObject):
             raise TypeError("the program's object is no iterator")
         while one := self._link.ask("next", walked):
             yield one[0]
 
     def __len__(self) -> int:
-        """Return its length in the program."""
         return int(self._link.ask("len", self))
 
     def __bool__(self) -> bool:
-        """Return that it is there."""
         return True
 
     def __getitem__(self, key: object) -> Any:
-        """Return an item that it has in the program."""
         return self._link.ask("item", self, key)
 
 
@@ -327,7 +322,7 @@ def same_data(found: object, wanted: object) -> bool:
     return bool(found == wanted)
 
 
-class GivenTests:
+class RunningTests:
     """The tests of a prompt, against the program behind a link."""
 
     def __init__(self, given: dict[str, Any], link: Link) -> None:
@@ -385,7 +380,7 @@ def run_tests() -> None:
     link = Link(given["call_s"])
     if not link.begin():
         return
-    tests = GivenTests(given, link)
+    tests = RunningTests(given, link)
     try:
         tests.prepare()
     except BaseException as error:  # noqa: BLE001  # tests may raise anything

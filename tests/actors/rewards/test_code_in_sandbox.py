@@ -7,7 +7,15 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
-from actors.rewards.code.in_sandbox import Link, Remote, Served, packed, same_data, unpacked, wanted_names
+from actors.rewards.code.in_sandbox import (
+    Link,
+    RemoteObject,
+    Served,
+    packed,
+    same_data,
+    unpacked,
+    wanted_names,
+)
 
 
 def refuse(value):
@@ -61,19 +69,19 @@ def test_an_object_is_given_by_reference_and_equals_nothing_but_itself():
     program = Served("def f(): return g\ndef g(x): return x")
     program._names["thing"] = Anything()
     number = program.answer(["name", "thing"])["value"]["object"]
-    remote = Remote(Link(10.0), number)
+    remote = RemoteObject(Link(10.0), number)
     assert packed(remote, Link(10.0)._refer) == {"object": number}
     assert not same_data(remote, 5)
     assert not same_data([remote], [5])
     assert remote != 5
-    assert remote != Remote(Link(10.0), number)
+    assert remote != RemoteObject(Link(10.0), number)
     with pytest.raises(NotImplementedError, match="only plain data can be given"):
         packed(len, Link(10.0)._refer)
 
 
 def test_what_libraries_ask_of_any_object_is_not_asked_of_the_program():
     link = Link(10.0)
-    remote = Remote(link, 0)
+    remote = RemoteObject(link, 0)
     assert not hasattr(remote, "__array_interface__")
     assert not link.used
     assert np.asarray(remote).dtype == object

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.fleet.engine_life import Scored
+from actors.engines.fleet.engine_life import ScoredTokens
 from actors.engines.fleet.fleet import Fleet
 from actors.settings.engines import EmbeddedEngineConfig
 from actors.settings.fleet import FleetConfig
@@ -138,7 +138,7 @@ class Broken:
     """Engines of which one has NaN for text, and the learner's log-probs for what shows an image."""
 
     async def score(self, sequences, images=()):
-        return {"left": Scored(0, [[float("nan")], [-1.0]])}
+        return {"left": ScoredTokens(0, [[float("nan")], [-1.0]])}
 
 
 async def test_an_engine_without_a_log_prob_for_text_has_no_difference_that_looks_small():

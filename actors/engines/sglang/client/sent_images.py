@@ -122,7 +122,6 @@ def as_json(body: Mapping[str, Any]) -> bytes:
 
 
 def _encoded(reader: ImageReader, image: PlacedImage) -> bytes:
-    """Return the PNG of an image in base64."""
     png = reader.resized(image)
     return b"".join(base64.b64encode(png[n : n + STEP_BYTES]) for n in range(0, len(png), STEP_BYTES))
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest, Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.fleet.engine_life import Scored
+from actors.engines.fleet.engine_life import ScoredTokens
 from actors.engines.sglang.engine import SglangEngine
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.weights.probe import ProbeCheck
@@ -184,7 +184,7 @@ class Alone:
         self.engine = engine
 
     async def score(self, sequences, images=()):
-        return {"one": Scored(self.engine.policy_version, await self.engine.score(sequences, images))}
+        return {"one": ScoredTokens(self.engine.policy_version, await self.engine.score(sequences, images))}
 
 
 def announced(policy, directory, version: int) -> PolicyManifest:
