@@ -23,7 +23,7 @@ from actors.policy.chat_messages import (
 from actors.policy.conversation import Boundary, Conversation, continued
 from actors.policy.messages import MessagesError, Tool, tool_name
 from actors.policy.shown_images import DIGESTS, ShownImages, without_data
-from actors.policy.tail import TailRenderer
+from actors.policy.turn_end import TailRenderer
 from bus.images import PlacedImage
 from storage.chats.stop_tokens import AddedToken, TurnEnds, turn_ends
 from storage.chats.template import ChatRefusedError, ChatTemplate

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from actors.engines.fleet.engine_life import ScoredTokens
+from actors.engines.fleet.engine_state import ScoredTokens
 from bus.images import PlacedImage
 from bus.messages import PolicyManifest, Probe
 from bus.process.kernel_versions import differences

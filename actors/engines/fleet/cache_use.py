@@ -9,7 +9,7 @@ RECENT = 64
 """Requests over which the length of answers is averaged."""
 
 
-class CacheRoom:
+class CacheUse:
     """Counts what an engine holds, with requests that it has not counted yet.
 
     A request is expected to need its tokens so far and an answer as long as recent ones."""

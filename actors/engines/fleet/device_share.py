@@ -7,7 +7,7 @@ from actors.engines.base import SharesDevice
 from bus.waiting import bounded, unless
 
 if TYPE_CHECKING:
-    from actors.engines.fleet.engine_life import EngineLife
+    from actors.engines.fleet.engine_state import EngineState
     from actors.engines.fleet.member import Member
 
 
@@ -63,7 +63,7 @@ class DeviceShare:
             self.released = False
             self.device.release()
 
-    async def _free(self, life: "EngineLife") -> None:
+    async def _free(self, life: "EngineState") -> None:
         member, config = self._member, self._member._config
         async with bounded(config.update_timeout_s, f"{member.name} did not end its update"):
             await life.update.acquire()  # an engine that loads weights hands out nothing before that is over
@@ -76,7 +76,7 @@ class DeviceShare:
         finally:
             life.update.release()
 
-    async def _take(self, life: "EngineLife") -> None:
+    async def _take(self, life: "EngineState") -> None:
         """Weights first: an engine that has none on its device takes these with it, not the older ones."""
         member = self._member
         await member._load_newest(life)

@@ -13,7 +13,7 @@ import structlog
 from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, KvTokens
 from actors.engines.fleet.cache_use import total_of
-from actors.engines.fleet.engine_life import ScoredTokens
+from actors.engines.fleet.engine_state import ScoredTokens
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.member import Build, Member
 from actors.engines.fleet.pending_request import PendingRequest
@@ -99,7 +99,7 @@ class Fleet:
     @property
     def kv_tokens(self) -> KvTokens | None:
         """Return how full the caches of the engines in service are; None unless all of them tell."""
-        return total_of(m.cache_room.kv_tokens for m in self._members.values() if m.state == "serving")
+        return total_of(m.cache_use.kv_tokens for m in self._members.values() if m.state == "serving")
 
     @property
     def failure(self) -> str:
@@ -337,7 +337,7 @@ class Fleet:
             if not open_to_it and kept_free is None:
                 able = (member for member in free if member.name not in pending.refusals)
                 kept_free = min(able, key=lambda member: member.load, default=None)
-            elif open_to_it and not (open_to_it := [m for m in open_to_it if m.cache_room.takes(pending)]):
+            elif open_to_it and not (open_to_it := [m for m in open_to_it if m.cache_use.takes(pending)]):
                 return  # shorter contexts would keep it waiting for ever
             elif member := self._choose(pending, open_to_it):
                 self._queue.remove(pending)

@@ -9,9 +9,9 @@ from typing import Literal
 import structlog
 
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
-from actors.engines.fleet.cache_use import CacheRoom
+from actors.engines.fleet.cache_use import CacheUse
 from actors.engines.fleet.device_share import DeviceShare
-from actors.engines.fleet.engine_life import EngineLife, ScoredTokens
+from actors.engines.fleet.engine_state import EngineState, ScoredTokens
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.pending_request import PendingRequest, left_of, sound
 from actors.settings.fleet import FleetConfig
@@ -47,7 +47,7 @@ class Member:
         """Reason of the latest failure."""
         self.misconfigured: ConfigError | None = None
         """Set when the engine did not start for its settings."""
-        self.cache_room = CacheRoom(
+        self.cache_use = CacheUse(
             lambda: self._life.engine if self._life else None, hard_share=config.hard_kv_share
         )
         """Room for contexts."""
@@ -59,7 +59,7 @@ class Member:
         self._config = config
         self._weights = weights
         self._changed = changed
-        self._life: EngineLife | None = None
+        self._life: EngineState | None = None
         self._asked: dict[str, asyncio.Task[Generation]] = {}
         self._idle = asyncio.Event()
         self._out = asyncio.Event()
@@ -117,14 +117,14 @@ class Member:
     def add_request(self, pending: PendingRequest) -> None:
         """Give a request a place."""
         self.requests.add(pending)
-        self.cache_room.add(pending)
+        self.cache_use.add(pending)
         self.served += 1
         self.occupancy.note(len(self.requests))
 
     def remove_request(self, pending: PendingRequest) -> None:
         """Take its place from it."""
         self.requests.discard(pending)
-        self.cache_room.remove(pending)
+        self.cache_use.remove(pending)
         self.occupancy.note(len(self.requests))
 
     async def live(self) -> None:
@@ -222,7 +222,7 @@ class Member:
                 self.fail(f"new weights: {_reason(error)}", of_requests=False)
         return seconds
 
-    def _ended(self, life: EngineLife, task: asyncio.Task[Generation]) -> None:
+    def _ended(self, life: EngineState, task: asyncio.Task[Generation]) -> None:
         life.ending.discard(task)
         self._changed()
 
@@ -269,10 +269,10 @@ class Member:
     async def _bring_up(self) -> None:
         async with bounded(self._config.start_timeout_s, f"{self.name} did not start"):
             engine = await self._build()
-            self._life = EngineLife(engine)
+            self._life = EngineState(engine)
             await engine.start()
 
-    async def _interrupt(self, life: EngineLife) -> None:
+    async def _interrupt(self, life: EngineState) -> None:
         """Have the engine hand out what it has sampled of all its requests."""
         await asyncio.sleep(0)  # requests that were asked for in this turn of the loop get there first
         await asyncio.gather(*(life.engine.abort(request_id) for request_id in self._asked))
@@ -281,18 +281,18 @@ class Member:
         if life.ending:
             await asyncio.wait(life.ending)
 
-    async def _load_newest(self, life: EngineLife) -> None:
+    async def _load_newest(self, life: EngineState) -> None:
         while not self._out.is_set() and life.serial != self._weights().serial:
             await unless(self._out, self._load_patiently(life))
 
-    async def _load_patiently(self, life: EngineLife) -> None:
+    async def _load_patiently(self, life: EngineState) -> None:
         try:
             await self._load(life)
         except WeightsKeptError as error:  # the learner may be starting again
             log.warning("weights_not_to_be_had", engine=self.name, reason=str(error))
             await set_within(self._out, WEIGHTS_AGAIN_S)
 
-    async def _load(self, life: EngineLife) -> float:
+    async def _load(self, life: EngineState) -> float:
         return await life.load(self._weights(), name=self.name, timeout_s=self._config.update_timeout_s)
 
     async def _watch(self) -> None:
@@ -303,7 +303,7 @@ class Member:
             await self._check_health(life)
             self._changed()  # its cache may have emptied while no request ended
 
-    async def _check_health(self, life: EngineLife) -> None:
+    async def _check_health(self, life: EngineState) -> None:
         """Fail an engine that says it is not well, or says nothing."""
         if not isinstance(life.engine, HealthChecked):
             return
@@ -314,7 +314,7 @@ class Member:
             if life is self._life:
                 self.fail(str(error))
 
-    async def _doubt(self, life: EngineLife, reason: str) -> None:
+    async def _doubt(self, life: EngineState, reason: str) -> None:
         """A request failed: the engine has, too, unless it is well and this was rare."""
         log.warning("generation_failed", engine=self.name, reason=reason)
         life.errors += 1
@@ -324,7 +324,7 @@ class Member:
             await self._check_health(life)
 
     async def _piece(
-        self, life: EngineLife, request: GenerationRequest, task: asyncio.Task[Generation]
+        self, life: EngineState, request: GenerationRequest, task: asyncio.Task[Generation]
     ) -> Generation:
         try:
             await first(task, life.gone, self._config.request_timeout_s)

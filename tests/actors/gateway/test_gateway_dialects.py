@@ -10,7 +10,7 @@ from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from actors.gateway.dialects.refusal import RefusedError
-from actors.gateway.pins import pinned
+from actors.gateway.session import pinned
 from actors.gateway.tool_hooks import ToolHookError, passed
 from actors.policy.messages import ToolCall
 

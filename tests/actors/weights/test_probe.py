@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.fleet.engine_life import ScoredTokens
+from actors.engines.fleet.engine_state import ScoredTokens
 from actors.engines.fleet.fleet import Fleet
 from actors.settings.engines import EmbeddedEngineConfig
 from actors.settings.fleet import FleetConfig

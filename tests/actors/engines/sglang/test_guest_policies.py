@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.engines.fleet import shared_servers
-from actors.engines.fleet.engine_life import EngineLife
+from actors.engines.fleet.engine_state import EngineState
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.sglang.guest import GuestEngine
@@ -242,7 +242,7 @@ async def test_no_request_is_blamed_where_the_server_had_one_of_another_policy_t
     await asyncio.wait(both_ask, timeout=TIMEOUT_S)
     assert all(isinstance(one.exception(), EngineError) for one in both_ask)
     assert (own.requests_of_others, rival.requests_of_others) == (1, 1), "as when it failed"
-    assert EngineLife(own).suspects(asked=1) == EngineLife(rival).suspects(asked=1) == 2
+    assert EngineState(own).suspects(asked=1) == EngineState(rival).suspects(asked=1) == 2
     with pytest.raises(EngineError, match="it is gone"):
         await rival.check_health()
 

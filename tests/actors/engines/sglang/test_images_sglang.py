@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest, Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.fleet.engine_life import ScoredTokens
+from actors.engines.fleet.engine_state import ScoredTokens
 from actors.engines.sglang.engine import SglangEngine
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
 from actors.weights.probe import ProbeCheck

@@ -24,7 +24,7 @@ class ScoredTokens(NamedTuple):
 
 
 @dataclass(eq=False)
-class EngineLife:
+class EngineState:
     """State of an engine; the next engine of the same place in the fleet gets a new one."""
 
     engine: Engine
