@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from actors.engines.sglang.client.server_facts import ServerFacts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
