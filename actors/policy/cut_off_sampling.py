@@ -3,14 +3,11 @@ nobody does. Loads nothing but settings."""
 
 from math import log as ln
 
-import structlog
-
 from actors.settings.actors import SamplingConfig
 from actors.settings.engines import MASK_TOKENS, EngineConfig, SglangEngineConfig, tells_kept
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError
 
-log = structlog.get_logger()
 LARGEST_TOLD = 4096
 """SGLang ends a request whose set is larger; equal logits at the edge of `MOST_KEPT` are all kept."""
 
@@ -24,8 +21,10 @@ def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:
     """
     if sampling.keep_masks or not sampling.cuts_off:
         return
+    import structlog  # help loads this module, and logs nothing
+
     bounded = sampling.top_k == 0 and sampling.min_p == 0
-    log.warning(
+    structlog.get_logger().warning(
         "sampling_is_off_policy",
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from actors.weights.follow import fetch_model_files, fetch_state, obtain_model
@@ -35,7 +36,7 @@ def make(bus, *, incarnation="one", **config):
 @pytest.fixture
 async def publisher(bus, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"weights stay away")
+    save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")  # which stay away
     publisher = make(bus, snapshot_every=3)
     await publisher.start(tmp_path)
     return publisher
