@@ -26,7 +26,7 @@ LOADING_S = 300.0
 """Longest time in which the process has to load the reward's module, beside the time of a call."""
 ATTEMPTS = 2
 """Requests to a server, which may be started after the run."""
-CHILD = "import sys; sys.path[:] = sys.argv[1:]; from actors.rewards import sample_call; sample_call.main()"
+CHILD = "import sys; sys.path[:] = sys.argv[1:]; from actors.rewards.scoring.sample_call import main; main()"
 LONGEST = 4000
 """Characters of a traceback that an error shows, from its end."""
 
