@@ -23,8 +23,9 @@ def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:
         return
     import structlog  # help loads this module, and logs nothing
 
+    log = structlog.get_logger()
     bounded = sampling.top_k == 0 and sampling.min_p == 0
-    structlog.get_logger().warning(
+    log.warning(
         "sampling_is_off_policy",
         top_p=sampling.top_p,
         top_k=sampling.top_k,
