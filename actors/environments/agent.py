@@ -14,7 +14,13 @@ from actors.environments.agent_program import (
     placed_command,
     program_variables,
 )
-from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
+from actors.environments.session_episode import (
+    TaskDescriptions,
+    posted_episode,
+    scored_episode,
+    scoring_of,
+    with_metadata,
+)
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
@@ -45,6 +51,7 @@ class AgentEnvironment:
     def __init__(self, config: AgentConfig, scoring: AnswerScoring | None, finish_within_s: float) -> None:
         self._config = config
         self._runner = ProgramRunner(config.isolation)
+        self._descriptions = TaskDescriptions(config.shown_metadata)
         self._finish_within_s = finish_within_s
         self._scoring = scoring
         """Computes rewards; None where programs post them."""
@@ -136,7 +143,7 @@ class AgentEnvironment:
         try:
             with self._runner.directory() as directory:
                 path = directory / "task.json"
-                path.write_text(json.dumps(_described(task)))
+                path.write_text(json.dumps(self._descriptions.of(task)))
                 path.chmod(0o644)
                 ended = await self._run(
                     Program(
@@ -171,8 +178,7 @@ class AgentEnvironment:
         session.reward_owner = "verifier"
         arguments = self._config.verifier_arguments
         told = {
-            **_described(task),
-            "metadata": dict(task.metadata),
+            **with_metadata(task, task.metadata),
             "label": task.label,
             "answer": str(last.message["content"]),
             "directory": str(work),
@@ -237,13 +243,3 @@ class AgentEnvironment:
 
     def _failed(self, task: Task, reason: str) -> EpisodeError:
         return EpisodeError(f"the program {self._config.command!r} on task {task.task_id}: {reason}")
-
-
-def _described(task: Task) -> dict[str, object]:
-    """Return the task for its program, without what tells the answer: the policy may read the file."""
-    described: dict[str, object] = {
-        "task_id": task.task_id,
-        "prompt": task.prompt,
-        "metadata": dict(task.public_metadata),
-    }
-    return described | ({"tools": list(task.tools)} if task.tools else {})

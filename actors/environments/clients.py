@@ -12,10 +12,16 @@ from typing import Self
 import structlog
 from aiohttp import web
 
-from actors.environments.session_episode import posted_episode, scored_episode, scoring_of
+from actors.environments.session_episode import (
+    TaskDescriptions,
+    posted_episode,
+    scored_episode,
+    scoring_of,
+    with_metadata,
+)
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
-from actors.episodes.task import Task
+from actors.episodes.task import JSON, Task
 from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway, keys_of
@@ -49,6 +55,7 @@ class ClientsEnvironment:
         self.token: str | None = None
         """What a client must know to take tasks; None lets everybody who reaches the gateway."""
         self._config = config
+        self._descriptions = TaskDescriptions(config.shown_metadata)
         self._scoring = scoring
         """Computes rewards; None where clients post them."""
         self._gateway = Gateway(config.gateway, self._add_routes)
@@ -247,11 +254,16 @@ class ClientsEnvironment:
         task, session = await asyncio.shield(offer.session)
         url = self._gateway.url_of(session, taker.url)
         reward_url = self._gateway.reward_url_of(session, taker.url)
-        with_label = self._scoring is None
-        answer = json.dumps(described(task, url, session.key, reward_url, with_label=with_label)).encode()
+        answer = json.dumps(described(self._told(task), url, session.key, reward_url)).encode()
         if key:
             taker.remember(key, answer)
         return _json(answer)
+
+    def _told(self, task: Task) -> dict[str, JSON]:
+        """Return what a client learns of a task: the whole of it where the client gives the reward."""
+        if self._scoring is not None:
+            return self._descriptions.of(task)
+        return {**with_metadata(task, task.metadata), "label": task.label}
 
     async def _tell(self, request: web.Request) -> web.Response:
         self._refuse_stranger(request)

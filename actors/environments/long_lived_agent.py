@@ -67,6 +67,7 @@ class LongLivedAgent:
             claim_timeout_s=inf,  # what waits may wait for others that take long
             idle_timeout_s=config.program_timeout_s,
             episode_timeout_s=config.program_timeout_s,
+            shown_metadata=config.shown_metadata,
             unfinished_reward=config.unfinished_reward,
             drain_timeout_s=max(finish_within_s, SOON_S),
             gateway=config.gateway,

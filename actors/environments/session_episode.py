@@ -1,10 +1,12 @@
 """Makes an episode of a gateway's session, with the reward that was posted or that a function computes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import structlog
+
 from actors.episodes.episode import Episode
-from actors.episodes.task import Task
+from actors.episodes.task import JSON, Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.session import Session
 from actors.policy.messages import Completion
@@ -15,8 +17,37 @@ from actors.settings.agents import POSTED
 from actors.settings.rewards import RewardConfig
 from bus.codec import Json
 
+log = structlog.get_logger()
 REFUSED_REWARDS = "refused_rewards"
 """Entry of the metadata of trajectories whose agent posted a reward without the key for it."""
+
+
+class TaskDescriptions:
+    """Describes tasks to agents without what tells the answer, since the policy may read what they read."""
+
+    def __init__(self, shown_metadata: Collection[str]) -> None:
+        self._shown = shown_metadata
+        self._has_told = False
+
+    def of(self, task: Task) -> dict[str, JSON]:
+        """Return a task with the fields of its metadata that the settings name. Others are told once."""
+        kept_back = sorted(task.metadata.keys() - set(self._shown))
+        if kept_back and not self._has_told:
+            self._has_told = True
+            log.info(
+                "metadata_is_not_shown",
+                fields=kept_back,
+                remedy="where the agent needs a field that does not tell the answer, name it in "
+                "actors.environment.shown_metadata",
+            )
+        shown = {name: task.metadata[name] for name in self._shown if name in task.metadata}
+        return with_metadata(task, shown)
+
+
+def with_metadata(task: Task, metadata: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return a task without its label, and with these fields for its metadata."""
+    tools: dict[str, JSON] = {"tools": list(task.tools)} if task.tools else {}
+    return {"task_id": task.task_id, "prompt": task.prompt, "metadata": dict(metadata), **tools}
 
 
 def scoring_of(config: RewardConfig) -> AnswerScoring | None:

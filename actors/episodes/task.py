@@ -8,8 +8,6 @@ from bus.errors import SchemaError
 from bus.messages import Prompt
 from bus.trajectory import FinishReason
 
-ANSWERS = frozenset({"answers", "correct_letter", "reasoning_gym", "tests"})
-"""Fields of a prompt's metadata that tell its answer to rewards (`f1`, `gpqa`, `reasoning_gym`, `code`)."""
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
 ChatMessage: TypeAlias = Mapping[str, JSON]
 """One message of a chat as templates take it: at least `role` and `content`."""
@@ -44,11 +42,6 @@ class Task:
             heldout=heldout,
             tools=tuple(tool for tool in prompt.tools if isinstance(tool, dict)),
         )
-
-    @property
-    def public_metadata(self) -> Mapping[str, JSON]:
-        """Return the metadata without what tells the answer to rewards, for programs of the policy."""
-        return {name: value for name, value in self.metadata.items() if name not in ANSWERS}
 
     @property
     def messages(self) -> Sequence[ChatMessage]:

@@ -51,16 +51,10 @@ def failure_of(raw: bytes) -> str | None:
     return parsed(_End, raw or b"{}").failed
 
 
-def described(task: Task, url: str, key: str, reward_url: str, *, with_label: bool) -> dict[str, JSON]:
+def described(task: Mapping[str, JSON], url: str, key: str, reward_url: str) -> dict[str, JSON]:
     """Return what a client gets: the task, where its session is reached, and where its reward is posted."""
-    label: dict[str, JSON] = {"label": task.label} if with_label else {}
-    tools: dict[str, JSON] = {"tools": list(task.tools)} if task.tools else {}
     return {
-        "task_id": task.task_id,
-        "prompt": task.prompt,
-        "metadata": dict(task.metadata if with_label else task.public_metadata),
-        **label,
-        **tools,
+        **task,
         "session": key,
         "base_url": url,
         "openai_base_url": f"{url}/v1",

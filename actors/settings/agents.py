@@ -26,7 +26,15 @@ def refuse_unusable_rewards(config: RewardConfig, poster: str) -> None:
         )
 
 
-class AgentConfig(RewardConfig):
+class AgentTaskConfig(RewardConfig):
+    """What agents find in their tasks, in environments where the policy may read what its agent reads."""
+
+    shown_metadata: tuple[str, ...] = ()
+    """Fields of a prompt's metadata that an agent which is not paid by itself finds in its task. It finds no
+    other one: rewards and verifiers of your own may know the answer by any field."""
+
+
+class AgentConfig(AgentTaskConfig):
     """Environment in which a program asks the policy as it would ask OpenAI's or Anthropic's servers: one for
     each episode, or a long-lived one that takes many tasks.
 

@@ -4,10 +4,12 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
@@ -81,7 +83,8 @@ def agent(tmp_path: Path) -> Setting:
 
 async def test_program_gets_its_task_and_is_recorded_with_the_reward_it_posts(agent: Setting):
     episode = await agent.run("""
-assert task == {"task_id": "g00000000.0", "prompt": "say fine", "metadata": {"level": 1}}
+assert task == {"task_id": "g00000000.0", "prompt": "say fine", "metadata": {}}
+assert given["metadata"] == {"level": 1}
 reward({"reward": float(ask(task["prompt"]) == given["label"]), "components": {"style": 0.5}})
 """)
     [trajectory] = episode.trajectories
@@ -95,6 +98,22 @@ async def test_reward_function_judges_the_last_answer_and_the_label_stays_here(a
     program = 'assert "label" not in task and not given\nask("first")\nask("say")'
     episode = await agent.run(program, reward="exact")
     assert [trajectory.reward for trajectory in episode.trajectories] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("shown", [(), ("level",)])
+async def test_policy_reads_no_field_of_the_metadata_that_the_settings_do_not_name(agent: Setting, shown):
+    hidden = ("solution", "reference_answer", "tests", "answers", "correct_letter", "reasoning_gym")
+    task = replace(TASK, metadata={"level": 1, **dict.fromkeys(hidden, "LABEL")})
+    program = f"""
+assert task["metadata"] == { ({"level": 1} if shown else {})!r}
+assert "LABEL" not in str([dict(os.environ), sys.argv, task, given])
+ask("hi")
+"""
+    async with agent.running(program, reward="exact", shown_metadata=shown) as environment:
+        with capture_logs() as logs:
+            await environment.run(task, agent.policy)
+    [told] = [entry["fields"] for entry in logs if entry["event"] == "metadata_is_not_shown"]
+    assert ("level" in told, "solution" in told) == (not shown, True)
 
 
 SEEN = []

@@ -91,6 +91,17 @@ async def test_client_takes_a_task_and_is_recorded_with_the_reward_that_it_posts
         assert (status, said["error"]["code"]) == (403, "session_closed")
 
 
+@pytest.mark.parametrize(("shown", "metadata"), [((), {}), (("n", "absent"), {"n": 1})])
+async def test_client_that_does_not_pay_gets_no_label_and_only_metadata_that_is_named(shown, metadata):
+    async with lab(reward="exact", shown_metadata=shown) as at:
+        rollout = at.rollout()
+        taken = await at.take()
+        assert (taken["metadata"], "label" in taken) == (metadata, False)
+        await at.ask(taken)
+        await at.post(taken["end_url"])
+        assert (await rollout).trajectories[0].reward == 1.0
+
+
 async def test_outcome_beside_the_reward_is_what_a_held_out_task_counts_with():
     async with lab() as at:
         rollout = at.rollout()

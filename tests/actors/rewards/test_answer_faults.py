@@ -4,8 +4,6 @@ import signal
 
 import pytest
 
-from actors.episodes.task import Task
-from actors.gateway.task_requests import described
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
 from actors.rewards.builtin.verifier_processes import VerifierProcesses
@@ -169,17 +167,3 @@ async def test_a_label_of_gsm8k_is_read_as_its_last_number(text, reward):
         == reward
     )
     await math.close()
-
-
-def test_a_program_of_the_policy_is_not_told_what_rewards_know_the_answer_by():
-    hidden = {
-        "reasoning_gym": {"entry": "5"},
-        "tests": ["assert f(1) == 2"],
-        "correct_letter": "B",
-        "answers": ["x"],
-    }
-    task = Task(task_id="t", prompt="p", label="5", metadata={"level": 3, **hidden})
-    assert task.public_metadata == {"level": 3}
-    shown = described(task, "http://u", "key", "http://r", with_label=False)
-    assert (shown["metadata"], "label" in shown) == ({"level": 3}, False)
-    assert described(task, "http://u", "key", "http://r", with_label=True)["metadata"] == task.metadata
