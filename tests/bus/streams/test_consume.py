@@ -176,10 +176,13 @@ async def test_busy_consumer_leaves_other_messages_to_its_siblings(bus: Bus, con
 @pytest.mark.nats
 async def test_stop_finishes_what_has_begun_and_gives_the_rest_back_at_once(bus: Bus):
     await send_leases(bus, 10)
-    stop, finished = asyncio.Event(), []
+    stop, begun, finished = asyncio.Event(), [], []
 
     async def handle(lease: Lease) -> None:
-        stop.set()
+        begun.append(lease.lease_id)
+        if len(begun) == 4:
+            stop.set()
+        await stop.wait()
         await asyncio.sleep(0.05)
         finished.append(lease.lease_id)
 
