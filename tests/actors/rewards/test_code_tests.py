@@ -9,6 +9,7 @@ import pytest
 from actors.rewards.base import RewardError
 from actors.rewards.code.reward import CodeTests
 from actors.rewards.scoring.scorers import Scorer
+from actors.sandboxes.sandbox import Sandbox
 from actors.settings.rewards import RewardConfig
 from tests.actors.rewards.answers import answer
 from tests.actors.rewards.cheating_programs import ADD, DOUBLE, WHEN_CALLED, WHEN_READING
@@ -169,7 +170,17 @@ async def test_calls_have_a_limit_each_and_are_bounded_together_by_that_of_all_t
         await reward.close()
 
 
-async def test_calls_that_use_up_the_time_of_all_tests_leave_none_for_inputs():
+@pytest.mark.parametrize("tests_begin_late", [False, True])
+async def test_calls_that_use_up_the_time_of_all_tests_leave_none_for_inputs(monkeypatch, tests_begin_late):
+    begin = Sandbox._run
+
+    async def begin_late(self, code, stdin, limit, limits, **more):
+        if "stop" not in more and "peer" in more:
+            await asyncio.sleep(0.2)
+        return await begin(self, code, stdin, limit, limits, **more)
+
+    if tests_begin_late:  # as on a busy host: the program's time is up while the tests have some left
+        monkeypatch.setattr(Sandbox, "_run", begin_late)
     reward = rewards(credit="share", wall_s=60, total_s=1.0)
     program = (
         "def f(n):\n    while n: pass\n    return n\nif __name__ == '__main__':\n    print(int(input()) * 2)"
