@@ -61,7 +61,8 @@ def verify(
 ) -> None:
     """Account for every trajectory: compare what actors sent, what is stored and what was trained on.
 
-    The run may go on, or have ended. The exit status is 1 if a trajectory was lost, altered or used twice.
+    The run may go on, or have ended. The exit status is 1 if a trajectory was lost, altered, used twice
+    or is in no record, and 3 if records are not here, so that nothing says whether all is well.
 
     Parameters
     ----------
@@ -74,14 +75,14 @@ def verify(
     as_json
         Print one JSON object on one line, which names everything that was found.
     """
-    from launch.verify.comparison import BROKEN
+    from launch.verify.comparison import status_of
     from launch.verify.verify import screen, verify_run
 
     configure_logging("error")
     where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
     found = run(partial(verify_run, where, records))
     print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
-    raise SystemExit(1 if any(found[name] for name in BROKEN) else 0)
+    raise SystemExit(status_of(found))
 
 
 @app.command(usage="Usage: launch tail --run NAME [OPTIONS]")

@@ -11,6 +11,7 @@ from typing import BinaryIO
 from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from launch.settings.run_config import RunConfig
+from storage.account.records import GIVEN
 from storage.client.rewards import RewardSender, Tally, give_lines
 
 STDIN = Path("-")
@@ -29,7 +30,8 @@ async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Tal
         except OSError as error:
             raise ConfigError(f"cannot read the rewards in {file}: {error.strerror}") from error
         async with Bus.connect(where.bus, where.run, name="rewards") as bus:
-            sender = await RewardSender.to_run(bus, source=f"launch reward {file}")
+            account = where.directory / where.run / GIVEN
+            sender = await RewardSender.to_run(bus, source=f"launch reward {file}", account=account)
             await give_lines(sender, _arriving(source, stop), tally)
     return tally
 

@@ -1,7 +1,7 @@
 """Compares what actors sent, what storage holds and what was trained on: each difference has one verdict."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bus.codec import Json
@@ -18,15 +18,19 @@ from launch.verify.evidence import (
 )
 from storage.account.records import Copy, DropReason
 
-BROKEN = ("lost", "altered", "twice")
+BROKEN = ("lost", "altered", "twice", "unlisted", "steps_without_records")
 """Verdicts that no run may have: `launch verify` then ends with status 1."""
+NOT_VERIFIABLE = 3
+"""Exit status where nothing is broken, and records of who sent, gave or trained something are not here."""
 VERDICTS = {
     "lost": "acknowledged, and neither stored nor accounted for in any other way",
     "altered": "stored or trained on otherwise than it was sent",
     "twice": "stored twice, or trained on more often than the sampler allows",
     "re_rolled": "leases rolled out again after one of their trajectories had been acknowledged",
     "never_acknowledged": "trained on, and in the records of an actor that never saw the acknowledgement",
-    "unlisted": "stored or trained on, and in no record of an actor",
+    "unlisted": "stored, rewarded or trained on, and missing in the records of its actor or giver",
+    "steps_without_records": "steps of which a learner that kept records has none",
+    "not_verifiable": "records are not here: of an older build, of another host (--records), or removed",
     "in_flight": "acknowledged, and still on the bus",
     "lost_with_bus": "acknowledged, and gone with a stream that was set back to an earlier state",
     "another_copy": "acknowledged, and not stored: another copy of the same trajectory was there first",
@@ -35,7 +39,6 @@ VERDICTS = {
     "rejected": "acknowledged, and not stored: its lease was rejected",
     "retired": "acknowledged, and removed by retention",
     "late_rewards": "sent without a reward, which came later",
-    "steps_without_records": "steps of which the learner wrote no records",
 }
 _DROPPED = {
     DropReason.HELD: "another_copy",
@@ -60,7 +63,7 @@ class Verdicts:
 
     @property
     def is_broken(self) -> bool:
-        """Tell whether anything was lost, altered or used twice."""
+        """Tell whether there is anything that no run may have."""
         return any(self.found[name] for name in BROKEN)
 
     def to_json(self) -> dict[str, Json]:
@@ -68,6 +71,13 @@ class Verdicts:
         counts: dict[str, Json] = {name: len(things) for name, things in self.found.items()}
         named: dict[str, Json] = {name: dict(things) for name, things in self.found.items() if things}
         return {**dict(self.totals), **counts, "named": named}
+
+
+def status_of(found: Mapping[str, object]) -> int:
+    """Return the exit status for `Verdicts.to_json`: 0 only where everything was compared and is well."""
+    if any(found[name] for name in BROKEN):
+        return 1
+    return NOT_VERIFIABLE if found["not_verifiable"] else 0
 
 
 def compare(
@@ -199,11 +209,30 @@ def _compare_stored(evidence: Evidence, verdicts: Verdicts) -> None:
         if others and one.actor in evidence.after.writers:
             verdicts.add("altered", name, _difference(one, others))
         else:
-            verdicts.add("unlisted", name, f"no record of {one.actor} is here")
+            _add_unlisted(evidence.after, verdicts, name, one.actor)
     for many in evidence.store.stored.values():
         for one in many:
             if one.copy.reward is None and one.reward is not None:
-                verdicts.add("late_rewards", name_of(one.copy))
+                _compare_late(evidence.after, verdicts, one)
+
+
+def _add_unlisted(records: ActorRecords, verdicts: Verdicts, name: str, writer: str) -> None:
+    """Add what its sender or giver did not write down, or what cannot be known without that one's records."""
+    if writer in records.writers - records.incomplete:
+        verdicts.add("unlisted", name, f"{writer} kept records, and has none of it")
+    else:
+        verdicts.add("not_verifiable", name, f"no or not all records of {writer or 'its sender'} are here")
+
+
+def _compare_late(records: ActorRecords, verdicts: Verdicts, one: Stored) -> None:
+    """Compare a late reward with what was given: the first counts, of which storage alone knows the order."""
+    name, given = name_of(one.copy), records.given.get(key_of(one.copy))
+    verdicts.add("late_rewards", name)
+    if given is None:
+        _add_unlisted(records, verdicts, name, one.source)
+    elif one.reward not in given:
+        values = " or ".join(map(str, sorted(value for value in given if value is not None)))
+        verdicts.add("altered", name, f"its late reward was given as {values} and is stored as {one.reward}")
 
 
 def _difference(one: Stored, others: list[Sending]) -> str:
@@ -238,8 +267,10 @@ def _compare_trained(evidence: Evidence, verdicts: Verdicts) -> None:
             verdicts.add("altered", name, f"step {step} trained on other content than was sent")
         if identity in sent and identity not in acknowledged:
             verdicts.add("never_acknowledged", name, f"step {step}")
-        elif key not in listed:
-            verdicts.add("unlisted", name, f"step {step}")
+        elif key not in listed and not there:
+            partial = evidence.after.incomplete or not evidence.after.writers
+            unknown = partial or evidence.store.is_retired(copy.lease_id)
+            verdicts.add("not_verifiable" if unknown else "unlisted", name, f"step {step}; it is not stored")
 
 
 def _count_uses(evidence: Evidence, verdicts: Verdicts) -> None:
@@ -257,7 +288,8 @@ def _count_uses(evidence: Evidence, verdicts: Verdicts) -> None:
     for step, leases in evidence.steps.items():
         recorded = by_step.get(step, [])
         if not recorded:
-            verdicts.add("steps_without_records", f"step {step}")
+            missing = "not_verifiable" if step in evidence.unrecorded else "steps_without_records"
+            verdicts.add(missing, f"step {step}", "its learner has no record of it")
             continue
         for what, why in _misuses(step, leases, recorded):
             verdicts.add("twice" if "times" in why else "altered", what, why)

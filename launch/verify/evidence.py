@@ -12,7 +12,17 @@ import numpy as np
 from bus.errors import ConfigError, LostDataError, StorageError
 from launch.run_view.run_files import recorded_config
 from learner.progress import lineage
-from storage.account.records import ACTORS, DROPPED, TRAINED, Copy, DropReason, Kind, read_records
+from storage.account.records import (
+    ACTORS,
+    DROPPED,
+    GIVEN,
+    TRAINED,
+    Copy,
+    DropReason,
+    Kind,
+    incomplete_writers,
+    read_records,
+)
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import facts_of, reasons_of, states_of
 from storage.shard.ingest_checks import RUN_ID
@@ -56,8 +66,12 @@ class ActorRecords:
 
     sent: dict[Copy, list[Sending]] = field(default_factory=dict)
     acknowledged: dict[Copy, list[Acknowledgement]] = field(default_factory=dict)
+    given: dict[Key, set[float | None]] = field(default_factory=dict)
+    """Late rewards that somebody gave."""
     writers: set[str] = field(default_factory=set)
-    """Actors of which there are records."""
+    """Actors, and sources of late rewards, of which there are records."""
+    incomplete: set[str] = field(default_factory=set)
+    """Those of them some of whose records are known to be gone."""
     garbled: int = 0
     """Records that do not match their checksum."""
 
@@ -70,6 +84,8 @@ class Stored(NamedTuple):
     actor: str
     reward: float | None
     """The reward that it has now, also one that came later."""
+    source: str = ""
+    """Who gave the late reward."""
 
 
 @dataclass
@@ -107,6 +123,8 @@ class Evidence:
     """What the steps that made the newest weights trained on, as far as the learner wrote it down."""
     steps: dict[int, tuple[int, ...]]
     """Leases by step, by the lineage."""
+    unrecorded: set[int]
+    """Steps of learners that wrote no records at all, or whose records are known to be gone."""
     states: dict[int, str]
     """State of each lease in the ledger."""
     reasons: dict[int, str]
@@ -129,10 +147,10 @@ def collect(run: RunDirectory, lists: Sequence[Path] = ()) -> Evidence:
     shards = [run.path / "replay" / f"shard_{number:02d}" for number in range(config.replay.shards)]
     if missing := [path for path in shards if not path.is_dir()]:
         raise ConfigError(f"{missing[0]} is missing: its shard is on another host, where verify must read it")
-    actors = [run.path / ACTORS, *lists]
+    actors = [run.path / ACTORS, run.path / GIVEN, *lists]
     before = actor_records(actors, identity)
     steps = lineage.steps(run.path / "lineage.jsonl")
-    trained = _trained(run.path / TRAINED, {n: step.incarnation for n, step in steps.items()})
+    trained, unrecorded = _trained(run.path / TRAINED, {n: step.incarnation for n, step in steps.items()})
     store = StoreContent()
     for shard in shards:
         read_store(shard, store)
@@ -147,6 +165,7 @@ def collect(run: RunDirectory, lists: Sequence[Path] = ()) -> Evidence:
         store=store,
         trained=trained,
         steps={n: step.leases for n, step in steps.items()},
+        unrecorded=unrecorded,
         states={lease: state for lease, (state, _) in states_of(run.ledger).items()},
         reasons=reasons_of(run.ledger),
         max_reuse=config.admission.sampler.max_reuse,
@@ -158,9 +177,12 @@ def actor_records(directories: Iterable[Path], identity: str) -> ActorRecords:
     """Return what actors of the run with this identity wrote down in these directories."""
     found = ActorRecords()
     for directory in directories:
+        found.incomplete |= incomplete_writers(directory)
         for file in read_records(directory, run=identity):
             writer, host = file.owner.writer, file.owner.host
             found.garbled += file.garbled
+            if file.garbled:
+                found.incomplete.add(writer)
             for kind, copy, number, flag, since_s, written_s in file.records:
                 sending = Sending(copy, writer, host, since_s)
                 if kind == Kind.SENT:
@@ -169,17 +191,26 @@ def actor_records(directories: Iterable[Path], identity: str) -> ActorRecords:
                 elif kind == Kind.ACKNOWLEDGED:
                     answer = Acknowledgement(sending, number, flag, written_s)
                     found.acknowledged.setdefault(copy, []).append(answer)
+                elif kind == Kind.GIVEN:
+                    found.writers.add(writer)
+                    found.given.setdefault((copy.lease_id, copy.sample), set()).add(copy.reward)
     return found
 
 
-def _trained(directory: Path, incarnations: dict[int, str]) -> list[TrainedOn]:
-    """Return what steps trained on; of a step that was trained again, the last time counts."""
-    return [
-        TrainedOn(one.number, one.copy)
-        for file in read_records(directory)
-        for one in file.records
-        if one.kind == Kind.TRAINED and incarnations.get(one.number) == file.owner.writer
-    ]
+def _trained(directory: Path, incarnations: dict[int, str]) -> tuple[list[TrainedOn], set[int]]:
+    """Return what steps trained on, where of a step that was trained again the last time counts, and the
+    steps whose learner kept no records, or no longer has all of them."""
+    found, keepers, incomplete = [], set[str](), incomplete_writers(directory)
+    for file in read_records(directory):
+        keepers.add(file.owner.writer)
+        if file.garbled:
+            incomplete.add(file.owner.writer)
+        found += [
+            TrainedOn(one.number, one.copy)
+            for one in file.records
+            if one.kind == Kind.TRAINED and incarnations.get(one.number) == file.owner.writer
+        ]
+    return found, {step for step, writer in incarnations.items() if writer not in keepers - incomplete}
 
 
 def read_store(directory: Path, into: StoreContent) -> None:
@@ -219,8 +250,11 @@ def _read_segment(store: ReplayStore, entry: SegmentEntry) -> list[Stored]:
         for row in range(segment.summary.trajectories):
             trajectory = segment.trajectory(row)
             copy = Copy.of(trajectory)
-            reward = store.late_reward(copy.lease_id, copy.sample) if copy.reward is None else copy.reward
-            found.append(Stored(copy, trajectory.actor, reward))
+            late = store.late_reward(copy.lease_id, copy.sample) if copy.reward is None else None
+            if late is None:
+                found.append(Stored(copy, trajectory.actor, copy.reward))
+            else:
+                found.append(Stored(copy, trajectory.actor, late.reward, late.source))
         return found
 
 

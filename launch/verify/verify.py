@@ -21,6 +21,8 @@ CONNECT_S = 1.5
 LOOKS = 5
 """Times that a run which goes on is read: what is missing may have been stored while it was read."""
 PAUSE_S = 1.0
+SHOWN = (*BROKEN, "not_verifiable", "re_rolled", "never_acknowledged")
+"""Verdicts whose trajectories are on the screen, with the reason."""
 NAMED = 10
 """Most things that a line of the screen names."""
 
@@ -112,7 +114,7 @@ def screen(found: dict[str, Json]) -> str:
             continue
         lines.append(f"{name.replace('_', ' '):>22} {found[name]:>8}  {meaning}")
         things = named.get(name)
-        if name not in (*BROKEN, "re_rolled", "never_acknowledged") or not isinstance(things, dict):
+        if name not in SHOWN or not isinstance(things, dict):
             continue
         lines += [f"{'':>33}{what}: {why}" for what, why in list(things.items())[:NAMED]]
         if len(things) > NAMED:

@@ -18,6 +18,7 @@ from enum import IntEnum
 from math import isnan, nan
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 import structlog
 import xxhash
@@ -28,18 +29,23 @@ from storage.disk.atomic_files import make_directory
 from storage.disk.host_identity import host_identity
 
 log = structlog.get_logger()
-ACTORS, TRAINED = "account/actors", "account/trained"
-"""Directories below that of a run: what its actors on this host have published, and its learners' steps."""
+ACTORS, TRAINED, GIVEN = "account/actors", "account/trained", "account/rewards"
+"""Directories below that of a run: what its actors on this host have published, its learners' steps, and the
+late rewards that were given from this host."""
 DROPPED = ".dropped"
 """Directory below that of a store: what its shard did not store."""
 FORMAT = 1
 SUFFIX = ".records"
+INCOMPLETE = ".incomplete"
+"""Suffix of an empty file named after a writer, some of whose records were removed or dropped."""
 FILE_BYTES = 64 << 20
 """Size at which a file is followed by the next: about 900,000 records."""
 DIRECTORY_BYTES = 1 << 30
 """Size of all files of one directory above which the oldest are removed: about 7 million trajectories."""
 PENDING_BYTES = 4 << 20
 """Records that are kept in memory while the disk refuses them; older ones are dropped."""
+LONGEST_NAME = 200
+"""Characters of a writer's name in the names of its files."""
 _BODY = struct.Struct("<BBxxIqddqd16s")
 """Kind, flag, sample, lease, the two times, number, reward and digest."""
 _CHECK = struct.Struct("<Q")
@@ -58,6 +64,8 @@ class Kind(IntEnum):
     """A shard received it and did not store it; `number` is a `DropReason`."""
     TRAINED = 4
     """A learner trained on it; `number` is the step, `reward` the one that it used."""
+    GIVEN = 5
+    """Somebody is about to give it this late reward; its digest is not known, and zero."""
 
 
 class DropReason(IntEnum):
@@ -128,6 +136,7 @@ class AccountWriter:
         self._size = 0
         self._pending = b""
         self._refused = False
+        self._has_dropped = False
         self._mutex = threading.Lock()
 
     def add(self, records: Sequence[AccountRecord], *, run: str = "") -> None:
@@ -168,7 +177,10 @@ class AccountWriter:
     def _begin_file(self) -> None:
         make_directory(self._directory)
         _remove_oldest(self._directory)
-        self._path = self._directory / f"{self._writer}-{time.time_ns()}{SUFFIX}"
+        if self._has_dropped:
+            _mark_incomplete(self._directory, self._writer)
+            self._has_dropped = False
+        self._path = self._directory / f"{_file_name(self._writer)}-{time.time_ns()}{SUFFIX}"
         owner = Owner(self._writer, self._run, host_identity())
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         self._size = os.write(self._file, json.dumps(asdict(owner)).encode() + b"\n")
@@ -193,6 +205,7 @@ class AccountWriter:
             self._file = None
         excess = len(self._pending) - PENDING_BYTES
         if excess > 0:
+            self._has_dropped = True
             self._pending = self._pending[-(-excess // RECORD_BYTES) * RECORD_BYTES :]
 
 
@@ -264,5 +277,25 @@ def _remove_oldest(directory: Path) -> None:
     for path, stat in sized:
         if total + FILE_BYTES <= DIRECTORY_BYTES:
             return
+        _mark_incomplete(directory, _writer_of(path))
         path.unlink(missing_ok=True)
         total -= stat.st_size
+
+
+def _mark_incomplete(directory: Path, writer: str) -> None:
+    (directory / f"{_file_name(writer)}{INCOMPLETE}").touch()
+
+
+def _writer_of(path: Path) -> str:
+    return unquote(path.name.removesuffix(SUFFIX).rpartition("-")[0])
+
+
+def _file_name(writer: str) -> str:
+    """Return a name for files: a source of rewards may be a path, or longer than a file's name."""
+    quoted = quote(writer, safe=" ")
+    return quoted if len(quoted) <= LONGEST_NAME else xxhash.xxh3_128_hexdigest(writer.encode())
+
+
+def incomplete_writers(directory: Path) -> set[str]:
+    """Return the writers some of whose records in this directory, or below it, are known to be gone."""
+    return {unquote(path.name.removesuffix(INCOMPLETE)) for path in directory.rglob(f"*{INCOMPLETE}")}

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Self
 
 from bus.codec import encode
@@ -12,6 +13,7 @@ from bus.errors import ConfigError, SchemaError
 from bus.messages import RewardGiven, RunRecord
 from bus.streams.publish import Publisher, together
 from bus.topology import shard_of
+from storage.account.records import AccountRecord, AccountWriter, Copy, Kind
 
 _EXAMPLE = '{"trajectory_id": "g00000012.3", "reward": 0.5}'
 
@@ -19,14 +21,16 @@ _EXAMPLE = '{"trajectory_id": "g00000012.3", "reward": 0.5}'
 class RewardSender:
     """Gives rewards to one run. They wait on the bus while its storage is away."""
 
-    def __init__(self, bus: Bus, shards: int, *, source: str = "") -> None:
+    def __init__(self, bus: Bus, shards: int, *, source: str = "", account: Path | None = None) -> None:
+        """Give rewards as `source`, and write them down in the directory `account` for `launch verify`."""
         self._bus = bus
         self._shards = shards
         self._source = source
         self._publisher = Publisher(bus)
+        self._account = None if account is None else AccountWriter(account, source)
 
     @classmethod
-    async def to_run(cls, bus: Bus, *, source: str = "") -> Self:
+    async def to_run(cls, bus: Bus, *, source: str = "", account: Path | None = None) -> Self:
         """Make a sender for the run of `bus`. Raises `ConfigError` when no storage ever served that run."""
         found = await bus.get("run", RunRecord)
         if found is None:
@@ -34,7 +38,7 @@ class RewardSender:
                 f"there is no run {bus.topology.run!r} on this bus: name another with --run, or start its "
                 "`launch storage`"
             )
-        return cls(bus, json.loads(found[0].config_json)["replay"]["shards"], source=source)
+        return cls(bus, json.loads(found[0].config_json)["replay"]["shards"], source=source, account=account)
 
     async def give(self, trajectory_id: str, reward: float) -> None:
         """Give a reward; return when the bus has it. A second reward for the trajectory changes nothing.
@@ -43,6 +47,9 @@ class RewardSender:
         `BusError` when the bus does not take it."""
         given = RewardGiven(trajectory_id=trajectory_id, reward=float(reward), source=self._source)
         given.check()
+        if self._account is not None:
+            copy = Copy(given.lease_id, given.sample, bytes(16), given.reward)
+            self._account.add([AccountRecord(Kind.GIVEN, copy)])
         await self._publisher.publish(
             self._bus.subject("outcomes", "rewards", shard_of(given.lease_id, self._shards)),
             encode(given),

@@ -22,6 +22,7 @@ from storage.store.archive import archive_segment
 from storage.store.arrivals import sort_arrivals
 from storage.store.contents import StoreContents
 from storage.store.kept_turns import KeptTurns
+from storage.store.late_rewards import LateReward
 from storage.store.layout import SegmentEntry, choose_merge, find_entries, merged
 from storage.store.loading import load_store, save_index
 from storage.store.retired import write_retired
@@ -245,10 +246,9 @@ class ReplayStore:
             )
         return found
 
-    def late_reward(self, lease_id: int, sample: int) -> float | None:
+    def late_reward(self, lease_id: int, sample: int) -> LateReward | None:
         """Return the reward that a trajectory was given after it was stored, or None."""
-        given = self._held.groups.rewards.reward_of(lease_id, sample)
-        return None if given is None else given.reward
+        return self._held.groups.rewards.reward_of(lease_id, sample)
 
     def locate(self, lease_ids: Iterable[int]) -> list[tuple[SegmentEntry, int]]:
         """Return entry and row of each trajectory of these complete groups, in the order of `read`.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bus.codec import Json
 from bus.errors import StorageError
-from launch.verify.comparison import BROKEN
+from launch.verify.comparison import status_of
 from learner.progress import lineage
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
@@ -61,7 +61,7 @@ def exit_status(result: dict[str, Json]) -> int:
     """Return 0 when nothing was lost, altered or used twice, the bound held, and resumes left no trace."""
     clean = all(result[key] == 0 for key in ("lost", "trained_too_often", "trained_but_not_in_ledger"))
     verified = result["verify"]
-    whole = isinstance(verified, dict) and all(verified[verdict] == 0 for verdict in BROKEN)
+    whole = isinstance(verified, dict) and status_of(verified) == 0
     fair = float(str(result["length_ks_p"])) > 0.01
     bounded = int(str(result["max_staleness_seen"])) <= int(str(result["max_staleness_allowed"]))
     kept = not result.get("broken_promises") and float(str(result.get("known_length_ks_p", 1.0))) > 0.01

@@ -14,14 +14,15 @@ from bus.messages import RewardGiven, RunRecord
 from launch.cli.main import main
 from launch.operations.give_rewards import give_rewards
 from launch.settings.run_config import RunConfig, resolve
+from storage.account.records import GIVEN, read_records
 
 pytestmark = pytest.mark.nats
 
 
 @pytest.fixture
-async def where(bus, server) -> RunConfig:
+async def where(bus, server, tmp_path) -> RunConfig:
     await bus.put("run", RunRecord(name="test", config_json=json.dumps({"replay": {"shards": 2}})))
-    return resolve({"run": "test", "bus": {"url": server.url}})
+    return resolve({"run": "test", "bus": {"url": server.url}, "directory": str(tmp_path)})
 
 
 def line(name: str, reward: float) -> str:
@@ -51,6 +52,9 @@ async def test_rewards_of_a_file_reach_their_shards(bus, where, tmp_path):
         "g00000000.0", 0.5, "g00000003.1", 1.0
     )  # fmt: skip
     assert even.source == f"launch reward {rewards}"
+    [file] = read_records(tmp_path / "test" / GIVEN)
+    assert file.owner.writer == even.source
+    assert {one.copy[:2]: one.copy.reward for one in file.records} == {(0, 0): 0.5, (3, 1): 1.0}
 
 
 async def test_lines_of_a_pipe_are_given_as_they_come_until_it_is_stopped(bus, where, monkeypatch):

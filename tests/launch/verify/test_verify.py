@@ -1,6 +1,7 @@
 """`launch verify`: each way in which a trajectory can go wrong has a verdict of its own."""
 
 import json
+import shutil
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +12,11 @@ from bus.messages import RewardGiven
 from bus.trajectory import Trajectory
 from launch.cli import main as cli
 from launch.settings.run_config import resolve
-from launch.verify.comparison import VERDICTS, Verdicts
+from launch.verify.comparison import NOT_VERIFIABLE, VERDICTS, Verdicts, status_of
 from launch.verify.evidence import read_store
 from launch.verify.verify import screen, verified
 from learner.progress import lineage
-from storage.account.records import ACTORS, TRAINED, AccountRecord, AccountWriter, Copy, Kind
+from storage.account.records import ACTORS, GIVEN, TRAINED, AccountRecord, AccountWriter, Copy, Kind
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.store import layout
@@ -54,6 +55,12 @@ class Run:
             step=step, policy_version=step, incarnation=incarnation, leases=tuple(leases)
         )
         lineage.record(self.directory.path / "lineage.jsonl", line)
+
+    def give(self, *given: tuple[Trajectory, float]) -> None:
+        """Note what the judge notes of late rewards."""
+        copies = [Copy(one.lease_id, one.sample, bytes(16), reward) for one, reward in given]
+        writer = AccountWriter(self.directory.path / GIVEN, "judge")
+        writer.add([AccountRecord(Kind.GIVEN, copy) for copy in copies])
 
     async def verdicts(self, *lists: Path) -> Verdicts:
         self.ledger.flush()
@@ -239,11 +246,61 @@ async def test_a_reward_that_came_later_is_no_other_reward(run):
         run.store.give([reward])
     trained = [replace(one, reward=0.5 + one.sample, reward_due=False) for one in due]
     run.train(2, [3], *trained)
-    assert await run.found() == {"late_rewards": {"g00000003.0", "g00000003.1"}}
+    late = {"g00000003.0", "g00000003.1"}
+    assert await run.found() == {"late_rewards": late, "not_verifiable": late}
+    run.give(*((one, 0.5 + one.sample) for one in due))
+    assert await run.found() == {"late_rewards": late}
     run.train(3, [3], replace(trained[0], reward=1.5))
     assert (await run.verdicts()).found["altered"].keys() == {
         "g00000003.0",
     }
+
+
+async def test_a_late_reward_that_was_given_otherwise_is_altered_and_one_that_nobody_gave_is_unlisted(run):
+    due = group(3, reward_due=True, reward=0.0)
+    run.send(*due)
+    run.store.append(due)
+    run.store.give([RewardGiven(trajectory_id=one.trajectory_id, reward=0.0, source="judge") for one in due])
+    run.give((due[0], 1.0))
+    found = await run.verdicts()
+    assert found.found["altered"] == {
+        "g00000003.0": "its late reward was given as 1.0 and is stored as 0.0",
+    }
+    assert found.found["unlisted"].keys() == {"g00000003.1"}
+
+
+async def test_what_no_actor_sent_and_steps_without_records_end_with_status_1(run):
+    run.store.append(group(3))
+    run.train(2, [3], *group(3))
+    found = await run.verdicts()
+    assert found.found["unlisted"].keys() == {"g00000003.0", "g00000003.1"}
+    assert status_of(found.to_json()) == 1
+
+
+async def test_a_step_of_which_a_learner_with_records_has_none_ends_with_status_1(run):
+    run.train(2, [2])
+    found = await run.verdicts()
+    assert found.found["steps_without_records"].keys() == {"step 2"}
+    assert status_of(found.to_json()) == 1
+
+
+async def test_a_run_without_any_account_is_not_called_clean(run):
+    shutil.rmtree(run.directory.path / "account")
+    found = await run.verdicts()
+    assert len(found.found["not_verifiable"]) == 7  # six trajectories and a step
+    assert status_of(found.to_json()) == NOT_VERIFIABLE
+    assert not found.is_broken
+
+
+@pytest.mark.parametrize("part", [ACTORS, TRAINED])
+async def test_records_that_were_removed_are_not_verifiable(run, part):
+    name = "test" if part == ACTORS else "a"
+    for path in (run.directory.path / part).glob("*.records"):
+        path.unlink()
+    run.train(2, [2], *group(2)) if part == TRAINED else run.send(*group(2))
+    (run.directory.path / part / f"{name}.incomplete").touch()
+    found = await run.verdicts()
+    assert (found.is_broken, status_of(found.to_json())) == (False, NOT_VERIFIABLE)
 
 
 async def test_a_stream_that_went_back_has_lost_what_came_after(run):
@@ -265,7 +322,7 @@ async def test_an_actor_that_died_before_the_answer_is_explained(run):
 async def test_records_of_other_hosts_may_be_given(run, tmp_path):
     foreign = group(3, actor="elsewhere")
     run.store.append(foreign)
-    assert await run.found() == {"unlisted": {"g00000003.0", "g00000003.1"}}
+    assert await run.found() == {"not_verifiable": {"g00000003.0", "g00000003.1"}}
     (run.directory.path / ACTORS).rename(tmp_path / "here")
     run.send(*foreign)
     (run.directory.path / "account").rename(tmp_path / "copied")

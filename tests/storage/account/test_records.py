@@ -99,6 +99,7 @@ def test_memory_for_refused_records_is_bounded(tmp_path, monkeypatch):
         for n in range(50):
             writer.add([record(n)])
     writer.add([record(50)])
+    assert records.incomplete_writers(tmp_path) == {"actor"}
     assert [one.copy.lease_id for one in read(tmp_path)] == [*range(40, 51)]
 
 
@@ -111,6 +112,7 @@ def test_files_are_bounded_and_so_is_their_directory(tmp_path, monkeypatch):
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 105 * RECORD_BYTES
     found = [one.copy.lease_id for one in read(tmp_path)]
     assert found == list(range(found[0], 400))
+    assert records.incomplete_writers(tmp_path) == {"actor"}
     assert len(found) > 50
 
 
