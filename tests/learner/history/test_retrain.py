@@ -17,15 +17,21 @@ from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import read_extra
 from learner.config.advantage import GDPOAdvantage
 from learner.config.loss import PPOClipLoss
+from learner.history import retrain
 from learner.history.retrain import last_step, retrain_steps, summary
 from learner.initial.initial import prepare
 from learner.metrics import trained_logprobs
+from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, TRAINS_FROM, MiniRun, in_one_process, mini_run, past_run
 from tests.storage.serving import SHARDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
+
+
+RESUMED: list[int] = []
+"""Steps that the learners of `past` told storage they go on from."""
 
 
 def retrained(run: MiniRun, from_step: int, to_step: int, **options):
@@ -44,7 +50,36 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> MiniRun:
     """Six steps; the learner was killed after the third, and had a checkpoint of the second."""
     with pytest.MonkeyPatch.context() as patch:
         in_one_process(patch)
+        resumed = ReplayReader.resumed
+
+        async def noted(reader: ReplayReader, step: int) -> None:
+            RESUMED.append(step)
+            await resumed(reader, step)
+
+        patch.setattr(ReplayReader, "resumed", noted)
         return asyncio.run(past_run(tmp_path_factory.mktemp("past"), steps=6, killed_after=3))
+
+
+def test_storage_is_told_the_step_that_a_learner_resumes_from(past: MiniRun):
+    assert RESUMED == [0, 2, 6]  # at the start, after the kill, and at the end
+
+
+def test_a_step_is_trained_again_at_the_version_that_trained_it(past: MiniRun, monkeypatch):
+    train_on, versions = retrain.train_on, []
+
+    def noted(*arguments, policy_version: int, **named):
+        versions.append(policy_version)
+        return train_on(*arguments, policy_version=policy_version, **named)
+
+    monkeypatch.setattr(retrain, "train_on", noted)
+    retrained(past, 5, 6)
+    of_tokens = {
+        int(v)
+        for lease in past.steps()[6].leases
+        for t in rollouts_of(past, lease)
+        for v in t.policy_versions[t.loss_mask]
+    }  # no group may be stale here
+    assert {versions[-1]} == of_tokens
 
 
 def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bit(past: MiniRun):
