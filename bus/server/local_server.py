@@ -1,6 +1,7 @@
-"""Tells whether the bus at the other end of a connection is this host's own, which no other host reaches.
+"""Tells whether the bus at the other end of a connection is this host's own, or asks clients for credentials.
 
-An address on loopback proves nothing: a tunnel may listen there and lead to a bus that others write on."""
+An address on loopback proves nothing: a tunnel may listen there and lead to a bus that others write on.
+Credentials in a URL prove nothing either: a server that asks nobody takes every client."""
 
 import ipaddress
 from pathlib import Path
@@ -13,13 +14,22 @@ SERVER = "nats-server"
 
 def reaches_own_server(client: Client) -> bool:
     """Return whether this connection ends at a nats-server that this process sees, all of whose sockets are
-    on loopback: no other host is its client, nor a server of its cluster or a leaf node.
+    on loopback: no other host is connected to it, as a client, a server of its cluster or a leaf node.
+
+    A tunnel that somebody on this host opens into that server (`ssh -R`) is a process of this host to it, and
+    lets strangers in: no socket of the server shows that.
 
     Another user's processes cannot be looked at, unless by root: what they serve is not this host's own as
     far as this process can prove it."""
     writer = client._transport._io_writer if client._transport is not None else None
     here = writer.get_extra_info("sockname") if writer is not None else None
     return here is not None and any(_is_end_of(process, here[:2]) for process in psutil.process_iter())
+
+
+def demands_credentials(client: Client) -> bool:
+    """Return whether the server refuses clients without credentials: it says so in its first message, and a
+    user for clients that give none (`no_auth_user`) makes it say that it asks nobody."""
+    return bool(client._server_info.get("auth_required"))
 
 
 def _is_end_of(process: psutil.Process, place: tuple[str, int]) -> bool:

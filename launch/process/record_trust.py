@@ -11,7 +11,7 @@ from bus.config import without_credentials
 from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
-from bus.server.local_server import reaches_own_server
+from bus.server.local_server import demands_credentials, reaches_own_server
 from bus.server.nats_server import is_loopback
 from launch.settings.run_config import RunConfig, validate
 
@@ -68,7 +68,9 @@ def _trusted(bus: Bus, config: RunConfig) -> bool:
     url = bus.client.connected_url
     if bus.secured or config.allow.insecure or url is None:  # a secured bus: storage has signed the record
         return bus.secured or config.allow.insecure
-    return bool(url.username) or (is_loopback(url.hostname or "") and reaches_own_server(bus.client))
+    if url.username and demands_credentials(bus.client):
+        return True
+    return is_loopback(url.hostname or "") and reaches_own_server(bus.client)
 
 
 def _writers(bus: Bus, config: RunConfig) -> str:

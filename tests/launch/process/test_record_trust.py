@@ -19,10 +19,10 @@ from bus.messages import RunRecord
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
 from bus.security.credentials import load_credentials
-from bus.server.nats_server import NatsServer
+from bus.server.nats_server import NatsServer, free_port, nats_binary
 from bus.server.secure_directory import SecureDirectory
 from launch.cli.app import allowed_here, run_and_own_settings
-from launch.process.record_trust import with_own_engine
+from launch.process.record_trust import _trusted, with_own_engine
 from launch.process.run_connection import joined
 from launch.services.actors import serve_actors
 from launch.settings.run_config import RunConfig, resolve, validate
@@ -99,11 +99,12 @@ async def test_module_is_imported_on_loopback(server: NatsServer, url: str):
     assert NAME in sys.modules
 
 
-async def test_module_is_refused_where_a_tunnel_listens_on_loopback(server: NatsServer, url: str):
+@pytest.mark.parametrize("user", ["", "me@", "me:secret@"])
+async def test_module_is_refused_where_a_tunnel_listens_on_loopback(server: NatsServer, url: str, user: str):
     """The port is this host's, and who writes on the bus behind it is not known."""
     async with tunnel(server.port) as port:
         with pytest.raises(ConfigError, match=r"others may write: .* is not seen to be a nats-server"):
-            await take_part(actor(f"nats://127.0.0.1:{port}"))
+            await take_part(actor(f"nats://{user}127.0.0.1:{port}"))
     assert NAME not in sys.modules
 
 
@@ -112,9 +113,30 @@ async def test_module_is_refused_on_a_bus_of_this_host_that_others_reach(tmp_pat
         there = f"nats://127.0.0.1:{server.port}"
         async with Bus.connect(BusConfig(url=there), "test", name="stranger") as stranger:
             await define(stranger, {"run": "test", "actors": {"environment": {"reward": f"{NAME}:reward"}}})
-        with pytest.raises(ConfigError, match="one that listens beyond loopback"):
-            await take_part(actor(there))
+        for user in ("", "me:secret@"):
+            with pytest.raises(ConfigError, match="one that listens beyond loopback"):
+                await take_part(actor(there.replace("//", f"//{user}")))
     assert NAME not in sys.modules
+
+
+@pytest.mark.parametrize(("no_auth_user", "trusted"), [("", True), ("no_auth_user: me\n", False)])
+async def test_a_password_counts_where_the_server_refuses_who_has_none(
+    tmp_path: Path, no_auth_user: str, trusted: bool
+):
+    port = free_port("127.0.0.1")
+    config = tmp_path / "nats.conf"
+    users = 'authorization { users: [{ user: "me", password: "secret" }] }\n'
+    config.write_text(f'listen: "0.0.0.0:{port}"\n{users}{no_auth_user}')
+    process = await asyncio.create_subprocess_exec(
+        nats_binary(), "-c", str(config), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        where = actor(f"nats://me:secret@127.0.0.1:{port}")
+        async with Bus.connect(where.bus, where.run, name="actors") as bus:
+            assert _trusted(bus, where) == trusted
+    finally:
+        process.kill()
+        await process.wait()
 
 
 @asynccontextmanager
