@@ -11,7 +11,7 @@ from bus.errors import LostDataError, StorageError
 from storage.store.index import Columns, IndexFile, RowIndex, load_index, save_columns
 from storage.store.layout import SegmentEntry, SegmentLayout, covered_entries, hull
 from storage.store.retired import load_retired
-from storage.store.segments import check_segment, read_columns
+from storage.store.segments import Summary, check_segment, read_columns
 from storage.store.settled import FILE as SETTLED_FILE
 from storage.store.settled import Settled, load_settled
 
@@ -29,12 +29,15 @@ class Loaded:
     settled: Settled
     indexed: tuple[int, int]
     """Segments and rows that the index file covers."""
+    run: str = ""
+    """Identity of the run whose segments they are; empty where none says so."""
 
 
 def load_store(directory: Path, entries: Sequence[SegmentEntry]) -> Loaded:
     """Read what a store must know of these entries. Raises `StorageError` naming what is torn."""
     known = _load_index(directory / INDEX_FILE)
     sizes = [None if p.retired else check_segment(directory / p.name) for p in entries]
+    run = _only_run(directory, entries, sizes)
     covered, ends = covered_entries(entries, sizes, known.entries)
     indexed = ends[-1] if ends else 0
     counts, ranges = np.diff([0, *ends]).tolist(), [known.lease_range(p.numbers) for p in entries[:covered]]
@@ -65,7 +68,19 @@ def load_store(directory: Path, entries: Sequence[SegmentEntry]) -> Loaded:
     index = RowIndex(Columns.join(parts), np.concatenate(rows), sum(counts))
     index.forget(settled)
     last = entries[covered - 1].last + 1 if covered else 0
-    return Loaded(SegmentLayout(directory, sized, counts), index, settled, (last, indexed))
+    return Loaded(SegmentLayout(directory, sized, counts), index, settled, (last, indexed), run)
+
+
+def _only_run(directory: Path, entries: Sequence[SegmentEntry], found: Sequence[Summary | None]) -> str:
+    """Return the run that the segments name. Raises `LostDataError` naming two that are not of one run."""
+    named = [(one.run, entry.name) for entry, one in zip(entries, found, strict=True) if one and one.run]
+    for run, name in named:
+        if run != named[0][0]:
+            raise LostDataError(
+                f"{directory / name} is of run {run}, and {named[0][1]} beside it of run {named[0][0]}: "
+                "restore the one that was put here from another run, or move the store away"
+            )
+    return named[0][0] if named else ""
 
 
 def save_index(directory: Path, index: RowIndex, layout: SegmentLayout) -> tuple[int, int] | None:

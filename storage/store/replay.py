@@ -51,6 +51,8 @@ class ReplayStore:
         """Segments and rows in the index file."""
         self.late_siblings = 0
         """Trajectories not stored, since their groups had been closed without them; from the opening on."""
+        self.run = ""
+        """Identity of the run whose segments were here when it opened; empty where none says so."""
         self._dropped = AccountWriter(directory / DROPPED, "shard")
         """Account of what arrived and was not stored."""
         self._held = StoreContents(directory, writable=writable)
@@ -386,6 +388,7 @@ class ReplayStore:
         loaded = load_store(self.directory, entries)
         self._held.become(loaded)
         self._indexed = loaded.indexed
+        self.run = loaded.run
 
     def _save_index(self) -> None:
         self._indexed = save_index(self.directory, self._held.index, self._held.layout) or self._indexed

@@ -85,6 +85,8 @@ class Summary:
     rows_xxh3: str
     compressed: bool
     """Whether zarr wrote it, compressed; a hot segment is mapped."""
+    run: str = ""
+    """Identity of the run; empty where older builds wrote it, or older actors sent what is in it."""
 
 
 def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
@@ -109,7 +111,8 @@ def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
     ]
     arrays["rows"] = [rows]
     arrays |= {name: [array] for name, array in blobs_of(trajectories).items()}
-    return _write(path, arrays, record_fields=RECORD_FIELDS, written_s=time.time())
+    run = next((t.run for t in trajectories if t.run), "")
+    return _write(path, arrays, record_fields=RECORD_FIELDS, written_s=time.time(), run=run)
 
 
 def merge_segments(path: Path, merged: Sequence[Path]) -> Summary:
@@ -159,12 +162,13 @@ def compress_segments(merged: Sequence[Path]) -> tuple[dict[str, Any], Content]:
         record_fields=max((summary.record_fields for summary in summaries), key=len),
         written_s=max(summary.written_s for summary in summaries),
         compressed=True,
+        run=next((summary.run for summary in summaries if summary.run), ""),
     )
     return attributes, zipped({name: [data] for name, data in compressed_group(arrays, attributes).items()})
 
 
 def _attributes(
-    rows: NDArray[np.int64], *, record_fields: Sequence[str], written_s: float, compressed: bool
+    rows: NDArray[np.int64], *, record_fields: Sequence[str], written_s: float, compressed: bool, run: str
 ) -> dict[str, Any]:
     return {
         "sluice_replay": FORMAT,
@@ -173,12 +177,17 @@ def _attributes(
         "rows_xxh3": xxhash.xxh3_64_hexdigest(np.ascontiguousarray(rows).data),
         "written_s": written_s,
         "compressed": compressed,
+        "run": run,
     }
 
 
-def _write(path: Path, arrays: Arrays, *, record_fields: Sequence[str], written_s: float) -> Summary:
+def _write(
+    path: Path, arrays: Arrays, *, record_fields: Sequence[str], written_s: float, run: str
+) -> Summary:
     [rows] = arrays["rows"]
-    attributes = _attributes(rows, record_fields=record_fields, written_s=written_s, compressed=False)
+    attributes = _attributes(
+        rows, record_fields=record_fields, written_s=written_s, compressed=False, run=run
+    )
     document = json.dumps({"attributes": attributes, "zarr_format": 3, "node_type": "group"}).encode()
     contents: dict[str, Content] = {_DOCUMENT: [document]}
     for name, parts in arrays.items():
@@ -285,6 +294,7 @@ def _summarise(attributes: dict[str, Any], size_bytes: int) -> Summary:
         record_fields=attributes["record_fields"],
         rows_xxh3=attributes["rows_xxh3"],
         compressed=attributes["compressed"],
+        run=attributes.get("run", ""),
     )
 
 

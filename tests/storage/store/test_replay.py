@@ -9,6 +9,7 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -463,3 +464,25 @@ def test_a_segment_restored_under_another_number_is_never_read_as_that_one(tmp_p
                 with pytest.raises(LostDataError, match=r"segment_00000000 holds g00000002\.0 .* of lease 0"):
                     ask(store)
             assert as_bytes(store.read([1, 2])) == as_bytes([*group(1), *group(2)])
+
+
+def test_a_segment_of_another_run_is_refused_by_name(tmp_path):
+    stores = {}
+    for run in ("mine", "other"):
+        stores[run] = tmp_path / run
+        with closing(ReplayStore.open(stores[run])) as store:
+            for lease in range(3):
+                store.append([replace(trajectory(lease, n), run=run) for n in range(2)])
+    shutil.copyfile(*(stores[run] / "segment_00000001" / FILE for run in ("other", "mine")))
+    with pytest.raises(LostDataError, match=r"segment_00000001 is of run other, and .*00000000 beside it"):
+        ReplayStore.open(stores["mine"])
+
+
+def test_a_merged_segment_and_a_store_name_their_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "MERGE_SEGMENTS", 2)
+    with closing(ReplayStore.open(tmp_path)) as store:
+        for lease, run in enumerate(("", "mine")):  # the first came from an older actor
+            store.append([replace(trajectory(lease, n), run=run) for n in range(2)])
+        assert store.compact()
+    with closing(ReplayStore.open(tmp_path)) as store:
+        assert store.run == "mine"
