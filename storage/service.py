@@ -22,9 +22,8 @@ from bus.connection.roles import guarded, hold_role
 from bus.connection.status import report_status
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
-from bus.streams.blob_store import get_blob, put_only_blob
+from bus.streams.blob_store import get_blob
 from bus.streams.lost_streams import keep_streams
-from bus.streams.publish import Publisher
 from bus.topology import ensure
 from bus.waiting import RETRY_S, set_within
 from storage.disk.run_directory import RunDirectory
@@ -33,9 +32,10 @@ from storage.dispatch.dispatcher import Counting, Dispatcher
 from storage.ledger.ledger import Ledger
 from storage.metrics.recorder import Sink, record_metrics
 from storage.model_files.packed_files import vocabulary_size
-from storage.prompt_files.dataset import encoded_prompts, refuse_large
+from storage.prompt_files.dataset import refuse_large
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
+from storage.prompts.heldout_blobs import HeldoutBlobs
 from storage.prompts.length_check import (
     check_lengths,
     check_measured,
@@ -129,8 +129,9 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
             sources=prompts.sources,
         )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
-        await _announce(bus, records, settings, prompts)
-        service = _Service(bus, settings, sets, ledger, held, measured=prompts.measured, records=records)
+        owned = _Owned(records, HeldoutBlobs(bus, records))
+        await _announce(owned, settings, prompts)
+        service = _Service(bus, settings, sets, ledger, held, measured=prompts.measured, owned=owned)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
 
 
@@ -160,16 +161,21 @@ async def _withdraw_other(bus: Bus, config_json: str) -> None:
         await bus.delete("run")
 
 
-async def _announce(bus: Bus, records: OwnRecords, settings: StorageSettings, prompts: Prompts) -> None:
+@dataclass(frozen=True)
+class _Owned:
+    """What storage writes on the bus, and again when the bus loses it."""
+
+    records: OwnRecords
+    heldout: HeldoutBlobs
+
+
+async def _announce(owned: _Owned, settings: StorageSettings, prompts: Prompts) -> None:
     """Tell others what they need to join the run."""
     if prompts.heldout and settings.measures:
-        encoded = encoded_prompts(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
-        await records.put("heldout", await put_only_blob(bus, Publisher(bus), encoded, "heldout"))
+        await owned.heldout.put(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
     for name, found in prompts.sets.items():
-        encoded = encoded_prompts(found, f"evaluation.sets {name!r}")
-        blob = await put_only_blob(bus, Publisher(bus), encoded, f"heldout-{name}")
-        await records.put(f"heldout.{name}", blob)
-    await records.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
+        await owned.heldout.put(found, f"evaluation.sets {name!r}", name)
+    await owned.records.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
 
 
 class _Service:
@@ -177,10 +183,10 @@ class _Service:
 
     def __init__(
         self, bus: Bus, settings: StorageSettings, data: DataSets, ledger: Ledger,
-        held: list[HeldShard], *, measured: Mapping[str, Sequence[Prompt]], records: OwnRecords,
+        held: list[HeldShard], *, measured: Mapping[str, Sequence[Prompt]], owned: _Owned,
     ) -> None:  # fmt: skip
         self._bus = bus
-        self._records = records
+        self._owned = owned
         self._settings = settings
         self._measured = measured
         self._data = data
@@ -219,7 +225,8 @@ class _Service:
             tasks.create_task(self._watch_queues(finished))
             tasks.create_task(self._record(stop, finished))
             tasks.create_task(tell_pace(self._bus, finished))
-            tasks.create_task(self._records.keep(finished), name="keep the run's records")
+            tasks.create_task(self._owned.records.keep(finished), name="keep the run's records")
+            tasks.create_task(self._owned.heldout.keep(finished), name="keep held-out prompts")
             tasks.create_task(
                 keep_streams(self._bus, self._settings.replay.shards, finished), name="keep the run's streams"
             )
@@ -392,6 +399,11 @@ def _refuse_other_run(ledger: Ledger, shards: list[HeldShard]) -> None:
             seen=int(ledger.facts.get(f"shard_{held.number}", "0")),
             again=filter(noted.covers, ledger.rolling_out),
         )
+        if store.run not in ("", ledger.facts[RUN_ID]):
+            raise ConfigError(
+                f"{store.directory} holds segments of run {store.run}, and the ledger is of run "
+                f"{ledger.facts[RUN_ID]}: restore the replay directory, or move both away to start a new run"
+            )
         if youngest >= ledger.next_id:
             raise ConfigError(
                 f"{store.directory} holds the group of lease {youngest}, but the ledger has issued only "

@@ -20,7 +20,8 @@ LOOK_S = 3.0
 async def keep_streams(bus: Bus, shards: int, stop: asyncio.Event) -> None:
     """Make streams and consumers again that are gone, until `stop`.
 
-    What was on them is gone too: leases are published again by the ledger, weights by the learner."""
+    What was on them is gone too, and its owner writes it again: the ledger leases, storage held-out
+    prompts, the learner weights and model files for who asks. Events and messages that were set aside do not come back."""
     while not await set_within(stop, LOOK_S):
         try:
             if gone := await _gone(bus, shards):

@@ -12,11 +12,21 @@ from structlog.testing import capture_logs
 from transformers import Qwen3Config
 
 from bus.codec import Json, decode, encode
-from bus.connection import Bus
+from bus.connection import Bus, own_records
 from bus.errors import ConfigError, SluiceError, leaves
 from bus.evaluation_messages import PromptSet
-from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, RoleHolder, RunRecord, Status
+from bus.messages import (
+    BlobRef,
+    GroupRejected,
+    ModelFiles,
+    PolicyManifest,
+    RoleHolder,
+    RunIdentity,
+    RunRecord,
+    Status,
+)
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from bus.streams import lost_streams
 from bus.streams.blob_store import get_blob, put_blob
 from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
@@ -26,11 +36,13 @@ from learner.initial.scratch_model import character_tokenizer
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.model_files.packed_files import bundle, unbundle
+from storage.prompts import heldout_blobs
 from storage.prompts.length_check import check_lengths
 from storage.service import StorageSettings, run_storage
 from storage.settings.data import DataConfig
 from storage.settings.replay import ReplayConfig
 from storage.store.replay import ReplayStore
+from storage.weights.blob_stores import on_bus
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 from tests.pictures import image_part, picture
@@ -399,3 +411,24 @@ async def test_poison_is_known_at_once_after_a_restart_and_counted_by_kind(bus, 
         }  # each becomes known at a time of its own
         await until(lambda: expected.items() <= heard[-1].values.items())
     assert expected.items() <= heard[-1].values.items()
+
+
+async def test_keys_streams_and_heldout_prompts_that_the_bus_loses_come_back(bus, tmp_path, monkeypatch):
+    for module in (own_records, lost_streams, heldout_blobs):
+        monkeypatch.setattr(module, "LOOK_S", 0.05)
+    heldout = write_prompts(tmp_path / "heldout.jsonl", "4 + 4 =")
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =", heldout=heldout)):
+        await until(lambda: is_known(bus))
+        [ref, _] = await bus.get("heldout", BlobRef)
+        await bus.delete("identity")
+        for stream in ("FILES", "DEAD"):
+            await bus.js.delete_stream(bus.topology.stream(stream))
+
+        async def all_back() -> bool:
+            names = {found.config.name for found in await bus.js.streams_info()}
+            there = {bus.topology.stream(stream) for stream in ("FILES", "DEAD")} <= names
+            return there and await bus.get("identity", RunIdentity) is not None and await on_bus(bus, [ref])
+
+        await until(all_back)
+        [prompt] = decode(await get_blob(bus, ref), PromptSet).prompts
+        assert prompt.content == "4 + 4 ="
