@@ -21,7 +21,8 @@ async def keep_streams(bus: Bus, shards: int, stop: asyncio.Event) -> None:
     """Make streams and consumers again that are gone, until `stop`.
 
     What was on them is gone too, and its owner writes it again: the ledger leases, storage held-out
-    prompts, the learner weights and model files for who asks. Events and messages that were set aside do not come back."""
+    prompts, the learner weights and model files for who asks. Events, and messages that were set
+    aside, do not come back."""
     while not await set_within(stop, LOOK_S):
         try:
             if gone := await _gone(bus, shards):
