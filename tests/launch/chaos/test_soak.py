@@ -5,6 +5,7 @@ import psutil
 import pytest
 
 from bus.errors import SluiceError
+from launch.verify.comparison import BROKEN
 from soak import soak
 from soak.soak import SoakPlan, run_soak
 from soak.trajectory_account import exit_status, ks_p
@@ -13,7 +14,8 @@ CLEAN = {
     "lost": 0, "trained_too_often": 0, "trained_but_not_in_ledger": 0, "length_ks_p": 0.5,
     "max_staleness_seen": 2, "max_staleness_allowed": 2, "steps": 9, "retrained_batches": 9,
     "retrained_batches_equal": 9, "loss_max_abs_diff": 0.0, "weights_max_abs_diff": 0.0,
-    "witness": {"trained": "once"}, "verify": {"lost": 0, "altered": 0, "twice": 0, "re_rolled": 3},
+    "witness": {"trained": "once"},
+    "verify": dict.fromkeys((*BROKEN, "not_verifiable"), 0) | {"re_rolled": 3},
 }  # fmt: skip
 
 
@@ -32,8 +34,8 @@ def test_samples_of_one_distribution_are_alike_and_shifted_ones_are_not():
         {"retrained_batches": 8}, {"retrained_batches_equal": 8}, {"loss_max_abs_diff": 1e-9},
         {"loss_max_abs_diff": None}, {"weights_max_abs_diff": 2e-6}, {"weights_max_abs_diff": None},
         {"witness": {"trained": "twice"}}, {"broken_promises": ["a second learner was let in"]},
-        {"known_length_ks_p": 0.001}, {"verify": CLEAN["verify"] | {"lost": 1}},
-        {"verify": CLEAN["verify"] | {"altered": 1}}, {"verify": CLEAN["verify"] | {"twice": 1}},
+        {"known_length_ks_p": 0.001},
+        *({"verify": CLEAN["verify"] | {verdict: 1}} for verdict in (*BROKEN, "not_verifiable")),
     ],
     ids=str,
 )  # fmt: skip
