@@ -62,7 +62,7 @@ class SampledCounts(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, Json]:
-        """Return them as numbers of an actor's record."""
+        """Return the sums as numbers of an actor's record."""
         return {f"sampled/{name}": value for name, value in self._asdict().items()}
 
     @classmethod

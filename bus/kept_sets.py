@@ -22,12 +22,12 @@ class KeptSets:
 
     @classmethod
     def none(cls, tokens: int) -> Self:
-        """Return those of so many tokens of which none has a set."""
+        """Return the kept sets of so many tokens of which none has a set."""
         return cls(np.zeros(tokens, np.uint16), np.zeros(0, np.int32))
 
     @classmethod
     def of(cls, sets: Sequence[NDArray[np.int32]]) -> Self:
-        """Return these sets, of which empty ones are none."""
+        """Return the kept sets with these tokens; a token with an empty set has none."""
         ids = np.concatenate(sets) if len(sets) else np.zeros(0, np.int32)
         return cls(np.array([len(each) for each in sets], np.uint16), ids.astype(np.int32))
 
@@ -55,7 +55,7 @@ class KeptSets:
         return KeptSets(counts, self.token_ids[: int(counts.sum(dtype=np.int64))])
 
     def only(self, where: NDArray[np.bool_]) -> "KeptSets":
-        """Return these sets without those of the tokens that are False in `where` [N]."""
+        """Return the kept sets without the sets of tokens that are False in `where` [N]."""
         return KeptSets(np.where(where, self.counts, 0).astype(np.uint16), self.token_ids[where[self.owners]])
 
     def padded(self) -> NDArray[np.int32]:

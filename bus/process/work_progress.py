@@ -87,7 +87,7 @@ class _Work:
         self._began_s = time.monotonic()
 
     def advance(self, amount: float) -> None:
-        """Note that so much more is done."""
+        """Add to what is done."""
         self._done += amount
 
     def done(self) -> float:

@@ -36,7 +36,7 @@ class LeasePublication:
         return int(self._ledger.facts.get(PUBLISHED_THROUGH, "-1"))
 
     async def publish(self, lease_ids: Sequence[int], *, again: bool = False) -> None:
-        """Publish those that still roll out, and remember durably that they are published.
+        """Publish the leases that still roll out, and remember durably that they are published.
 
         They have been flushed to the ledger: a crash must not issue again what an actor has."""
         if not lease_ids:

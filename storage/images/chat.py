@@ -38,7 +38,9 @@ class ImageChat:
 
     @classmethod
     def of(cls, directory: Path, tokenizer: Vocabulary) -> Self | None:
-        """Return that of a model directory, or None for a model that sees no images. Raises `ConfigError`."""
+        """Return the chat images of a model directory, or None for a model that sees none.
+
+        Raises `ConfigError`."""
         reader = ImageReader.of(directory)
         return None if reader is None else cls(reader, tokenizer)
 

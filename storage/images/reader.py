@@ -53,7 +53,9 @@ class ImageReader:
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
-        """Return that of a model directory, or None for a model that sees no images. Raises `ConfigError`."""
+        """Return the reader of a model directory, or None for a model that sees no images.
+
+        Raises `ConfigError`."""
         try:
             config = json.loads((directory / "config.json").read_bytes())
         except (OSError, ValueError) as error:

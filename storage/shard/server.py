@@ -252,7 +252,7 @@ class Shard:
         return [*_packed(found), Done()]
 
     def _lost(self, lease_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return those of these groups that are damaged or were retired."""
+        """Return the leases whose groups are damaged or were retired."""
         lost: list[int] = []
         for lease_id in lease_ids:
             try:

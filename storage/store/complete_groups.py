@@ -133,7 +133,7 @@ class CompleteGroups:
         return completed
 
     def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
-        """Close those groups that have at least `fewest` trajectories and no reward due.
+        """Close the groups that have at least `fewest` trajectories and no reward due.
 
         Returns those of `lease_ids` that are complete now. Raises `StorageError` when the disk refuses.
         """

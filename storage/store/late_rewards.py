@@ -94,7 +94,7 @@ class LateRewards:
         return None if found is None else LateReward(*found)
 
     def first_of(self, rewards: Iterable[RewardGiven]) -> tuple[dict[Key, RewardGiven], Counter[str]]:
-        """Return those that are the first of their trajectories, and counts of all.
+        """Return the rewards that are the first of their trajectories, and counts of all.
 
         They are counted as `taken`, there `again` as they were, or `differing` from the first, which is kept.
         """
@@ -147,7 +147,7 @@ class LateRewards:
 
     @staticmethod
     def insert(sql: sqlite3.Connection, fresh: Mapping[Key, RewardGiven]) -> None:
-        """Write these rewards in a transaction; `forget` them as missing once it is durable."""
+        """Write rewards in a transaction; `forget` them as missing once it is durable."""
         now = time.time()
         sql.executemany(
             "INSERT INTO rewards VALUES (?, ?, ?, ?, ?)",

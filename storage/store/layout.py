@@ -272,7 +272,7 @@ class MappedSegments(Generic[K]):
         return segment
 
     def drop(self, key: K) -> None:
-        """Unmap that of `key`, if it is mapped."""
+        """Unmap the segment of `key`, if it is mapped."""
         if (segment := self._segments.pop(key, None)) is not None:
             segment.close()
 

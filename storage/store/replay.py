@@ -158,7 +158,7 @@ class ReplayStore:
     # --- trajectories ---
 
     def append(self, trajectories: Sequence[Trajectory]) -> list[int]:
-        """Store those not stored yet as one new segment; return the leases whose groups this completed.
+        """Store what is not stored yet as one new segment; return the leases whose groups are complete now.
 
         On return they are on the disk. Otherwise nothing is stored: the disk refuses (`StorageError`), or
         siblings disagree on their group's size, where a retry cannot help (`SchemaError`)."""
@@ -185,7 +185,7 @@ class ReplayStore:
         return completed
 
     def _fresh(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return those not stored yet, each once; the account says which are not stored, and why.
+        """Return the trajectories to store, each once; the account says which are not stored, and why.
 
         Raises `SchemaError` if siblings disagree on `group_size`."""
         arrived = sort_arrivals(self._held, trajectories)
@@ -194,7 +194,7 @@ class ReplayStore:
         return arrived.fresh
 
     def _store(self, fresh: Sequence[Trajectory]) -> list[int]:
-        """Write these as the next segment, and index them; return the groups that are full now."""
+        """Write trajectories as the next segment, and index them; return the groups that are full now."""
         keys = [(t.lease_id, t.sample) for t in fresh]
         due = [key for key, t in zip(keys, fresh, strict=True) if t.reward_due]
         self._held.groups.rewards.expect(due, stored=keys)

@@ -206,7 +206,7 @@ _pack: Callable[[list[Any]], bytes] = msgpack.packb
 
 
 def _without_images(trajectory: Trajectory) -> Trajectory:
-    """Return it without the bytes of its images, which lie in arrays of their own."""
+    """Return the trajectory without the bytes of its images, which lie in arrays of their own."""
     if not trajectory.images:
         return trajectory
     return replace(trajectory, images=tuple(image._replace(data=b"") for image in trajectory.images))

@@ -74,7 +74,7 @@ class BusBlobs:
         await self._bus.patiently(purge, "freeing the weights of the learner before")
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
-        """Store it in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
+        """Store the blob in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
         await self._refuse_too_large(size_of(content))
         data = await asyncio.to_thread(b"".join, content)
         return await put_blob(self._bus, self._publisher, data, "policy", *tokens, stream="weights")

@@ -64,7 +64,7 @@ class HostTensor:
         return part_count(len(self.words), self.words.itemsize)
 
     def part(self, number: int) -> Words:
-        """Return one part, in the same memory."""
+        """Return one part of the tensor, in the same memory."""
         return self.words[place_of(number, len(self.words), self.words.itemsize)]
 
     def same_kind(self, other: "HostTensor") -> bool:
