@@ -15,7 +15,7 @@ from nats.aio.subscription import Subscription
 
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
 from bus.errors import BusError, FencedError, SchemaError, SluiceError, UnreadableGroupsError
-from bus.jetstream import GarbledAnswerError
+from bus.waiting import GarbledAnswerError
 
 log = structlog.get_logger()
 

@@ -25,10 +25,10 @@ from bus.connection.answers import (
     send_answer,
 )
 from bus.connection.connect import connected, drain, refuse_other_layout
+from bus.connection.jetstream import JetStream
 from bus.connection.key_bucket import Entry, KeyBucket
 from bus.connection.process_state import ProcessState
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError, UnsignedError
-from bus.jetstream import JetStream
 from bus.requests import Done
 from bus.security.credentials import load_credentials
 from bus.security.record_rules import record_of

@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.jetstream import GarbledAnswerError
+from bus.waiting import GarbledAnswerError
 
 ANSWER_TIMEOUT_S = 10.0
 """Longest time between two messages of an answer."""

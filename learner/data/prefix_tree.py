@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bus.config import LEAST_SHARED
 from learner.host_memory.transfer import to_device
+from storage.shard.shared_prefixes import common_length
 
 
 class Segment(NamedTuple):
@@ -166,7 +167,7 @@ def _tree_paths(
 
     What all of a range of them begin with is a segment. The range is then divided where neighbours have no
     more in common than that, and so on."""
-    common = [0, *(_common_length(a, b) for a, b in pairwise(ordered))]
+    common = [0, *(common_length(a, b) for a, b in pairwise(ordered))]
     paths: list[SegmentPath] = [()] * len(ordered)
     ranges: list[tuple[int, int, SegmentPath]] = [(0, len(ordered), ())]
     while ranges:
@@ -183,9 +184,3 @@ def _tree_paths(
         parts = list(pairwise(cuts))
         ranges.extend((first, last, path) for first, last in reversed(parts))  # the first is popped first
     return paths
-
-
-def _common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length

@@ -18,11 +18,12 @@ def different_beginnings(sequences: Sequence[NDArray[np.int32]], *, least: int =
     """
     # Bytes of big-endian numbers are in the order of the numbers.
     ordered = sorted(sequences, key=lambda tokens: tokens.astype(">i4").tobytes())
-    common = (_common_length(before, after) for before, after in pairwise(ordered))
+    common = (common_length(before, after) for before, after in pairwise(ordered))
     return sum(map(len, sequences)) - sum(length for length in common if length >= least)
 
 
-def _common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Return the number of tokens that both begin with."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

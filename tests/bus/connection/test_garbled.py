@@ -10,14 +10,13 @@ from bus import waiting
 from bus.codec import Message, decode, encode
 from bus.connection import Bus
 from bus.errors import BusError, SchemaError
-from bus.jetstream import GarbledAnswerError
 from bus.messages import DeadLetter, Lease, RoleHolder, Status
 from bus.requests import Done, LeaseRequest, LeaseState
 from bus.streams.blob_store import get_blob, put_blob
 from bus.streams.consume import Inbox, consume, consume_batches
 from bus.streams.publish import Publisher
 from bus.streams.stream_reader import StreamReader
-from bus.waiting import is_away
+from bus.waiting import GarbledAnswerError, is_away
 from tests.conftest import Connect
 from tests.factories import make_lease
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import nats.errors
 from nats.aio.client import Client
 from nats.js.client import JetStreamContext
 from nats.js.errors import APIError
+
+from bus.waiting import GarbledAnswerError
 
 INVALID_JSON = 10025
 """Error code of a server that cannot read a request: nats-py writes none that it could not."""
@@ -19,12 +20,6 @@ REMOVAL_S = 10.0
 """Longest that a server removes the files of a stream, unless its disk is at fault."""
 RETRY_S = 0.1
 _Call = Callable[..., Awaitable[Any]]
-
-
-class GarbledAnswerError(nats.errors.Error):  # type: ignore[misc]  # nats-py has no types
-    """An answer has bytes that neither the bus nor a process of ours sends: ask again.
-
-    It is one of nats-py's errors, so that whoever waits for a bus that is away waits for this to pass too."""
 
 
 def _checked(call: _Call) -> _Call:
