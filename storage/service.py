@@ -16,14 +16,13 @@ import structlog
 
 from bus.codec import Json, decode
 from bus.connection import Bus
-from bus.connection.own_records import OwnRecords
 from bus.connection.reporting_rate import tell_pace
 from bus.connection.roles import guarded, hold_role
 from bus.connection.status import report_status
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
 from bus.streams.blob_store import get_blob
-from bus.streams.lost_streams import keep_streams
+from bus.streams.lost_data import OwnRecords, keep_streams
 from bus.topology import ensure
 from bus.waiting import RETRY_S, set_within
 from storage.disk.run_directory import RunDirectory
@@ -33,7 +32,7 @@ from storage.ledger.ledger import Ledger
 from storage.metrics.recorder import Sink, record_metrics
 from storage.model_files.packed_files import vocabulary_size
 from storage.prompt_files.dataset import refuse_large
-from storage.prompts.curriculum import SourceSuccess
+from storage.prompts.curriculum import SourceSuccess, report_sources
 from storage.prompts.data_sets import DataSets
 from storage.prompts.heldout_blobs import HeldoutBlobs
 from storage.prompts.length_check import (
@@ -44,7 +43,6 @@ from storage.prompts.length_check import (
     lengths_exceeded,
 )
 from storage.prompts.run_prompts import Prompts, read_prompts
-from storage.prompts.source_report import report_sources
 from storage.prompts.updates import DataUpdates
 from storage.settings.admission import AdmissionConfig
 from storage.settings.data import DataConfig

@@ -24,7 +24,7 @@ from bus.connection.answers import (
     receive_answer,
     send_answer,
 )
-from bus.connection.connect import connected, drain, refuse_other_layout
+from bus.connection.client import connected, drain, refuse_other_layout
 from bus.connection.jetstream import JetStream
 from bus.connection.key_bucket import Entry, KeyBucket
 from bus.connection.process_state import ProcessState

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from nats.js.api import StreamConfig
 from nats.js.client import JetStreamContext
 
-from bus.connection.connect import authentication
+from bus.connection.client import authentication
 from bus.security.credentials import Credentials
 
 log = structlog.get_logger()

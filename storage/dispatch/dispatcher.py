@@ -41,8 +41,8 @@ from storage.ledger.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
 from storage.settings.admission import AdmissionConfig, PrioritySampler
+from storage.shard.group_requests import close_short
 from storage.shard.ingest_checks import LedgerFacts
-from storage.shard.short_groups import close_short
 from storage.store.settled import Settled, refuse_older_ledger
 
 log = structlog.get_logger()

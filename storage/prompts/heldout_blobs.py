@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import structlog
 
 from bus.connection import Bus
-from bus.connection.own_records import OwnRecords
 from bus.errors import BusError
 from bus.messages import BlobRef, Prompt
 from bus.streams.blob_store import put_only_blob
+from bus.streams.lost_data import OwnRecords
 from bus.streams.publish import Publisher
 from bus.waiting import set_within
 from storage.prompt_files.dataset import encoded_prompts

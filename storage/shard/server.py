@@ -31,10 +31,9 @@ from bus.streams.publish import Publisher, together
 from bus.topology import shard_of
 from bus.trajectory import KeptTurn, Trajectory, TrajectoryBatch
 from storage.disk.host_identity import host_identity
-from storage.shard.group_status import serve_siblings, serve_turns
+from storage.shard.group_requests import serve_closing, serve_siblings, serve_turns
 from storage.shard.ingest_checks import Quarantine
 from storage.shard.shared_prefixes import different_beginnings
-from storage.shard.short_groups import serve_closing
 from storage.store.addresses import locate
 from storage.store.replay import ReplayStore
 

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from transformers import Qwen3Config
 
 from bus.codec import Json, decode, encode
-from bus.connection import Bus, own_records
+from bus.connection import Bus
 from bus.errors import ConfigError, SluiceError, leaves
 from bus.evaluation_messages import PromptSet
 from bus.messages import (
@@ -26,7 +26,7 @@ from bus.messages import (
     Status,
 )
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
-from bus.streams import lost_streams
+from bus.streams import lost_data
 from bus.streams.blob_store import get_blob, put_blob
 from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
@@ -414,8 +414,9 @@ async def test_poison_is_known_at_once_after_a_restart_and_counted_by_kind(bus, 
 
 
 async def test_keys_streams_and_heldout_prompts_that_the_bus_loses_come_back(bus, tmp_path, monkeypatch):
-    for module in (own_records, lost_streams, heldout_blobs):
-        monkeypatch.setattr(module, "LOOK_S", 0.05)
+    for name in ("LOOK_AT_STREAMS_S", "LOOK_AT_KEYS_S"):
+        monkeypatch.setattr(lost_data, name, 0.05)
+    monkeypatch.setattr(heldout_blobs, "LOOK_S", 0.05)
     heldout = write_prompts(tmp_path / "heldout.jsonl", "4 + 4 =")
     async with storage(bus, make_settings(tmp_path, "2 + 2 =", heldout=heldout)):
         await until(lambda: is_known(bus))

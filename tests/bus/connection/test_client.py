@@ -16,7 +16,6 @@ from bus.codec import Message
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.connection import client as of_client
-from bus.connection import connect as connect_module
 from bus.errors import BusError
 from bus.messages import RunRecord
 from bus.requests import Done, StoredRequest
@@ -119,8 +118,8 @@ async def test_the_end_of_a_connection_to_a_server_that_hangs_is_quick_and_leave
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ):
     """Python would print the error of a drain that is cancelled, which nobody looks at."""
-    monkeypatch.setattr(connect_module, "DRAIN_S", 0.1)
-    monkeypatch.setattr(connect_module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(of_client, "DRAIN_S", 0.1)
+    monkeypatch.setattr(of_client, "CLOSE_S", 0.2)
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     assert server.pid is not None

@@ -11,8 +11,7 @@ from structlog.testing import capture_logs
 from bus import waiting
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.connection.client import BusClient
-from bus.connection.connect import connected
+from bus.connection.client import BusClient, connected
 from bus.errors import BusAwayError, ConfigError
 from bus.requests import Done, StoredRequest
 from bus.server.nats_server import NatsServer, free_port

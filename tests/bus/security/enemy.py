@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError
 
 from bus.config import BusConfig, StreamsConfig
 from bus.connection import Bus
-from bus.connection.connect import authentication
+from bus.connection.client import authentication
 from bus.errors import BusError
 from bus.security.credentials import Credentials, load_credentials
 from bus.security.permissions import permissions

@@ -15,7 +15,8 @@ import structlog
 from bus import topology
 from bus.codec import encode
 from bus.config import BusConfig
-from bus.connection import Bus, connect
+from bus.connection import Bus
+from bus.connection import client as bus_client
 from bus.errors import ConfigError
 from bus.requests import Done
 from bus.security.credentials import Credentials, load_credentials
@@ -349,7 +350,7 @@ async def test_credentials_of_an_older_build_reach_the_streams(tmp_path: Path):
 async def test_a_bus_that_an_older_build_configured_is_named(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connect, "STREAMS_S", 0.2)
+    monkeypatch.setattr(bus_client, "STREAMS_S", 0.2)
 
     class Older(OneAccount):
         def server_config(self) -> str:

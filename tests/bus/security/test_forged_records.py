@@ -13,9 +13,8 @@ import pytest
 
 from bus.codec import decode, encode
 from bus.config import BusConfig
-from bus.connection import key_bucket, own_records
+from bus.connection import key_bucket
 from bus.connection.bus import Bus
-from bus.connection.own_records import OwnRecords
 from bus.connection.roles import hold_role
 from bus.connection.status import report_status
 from bus.errors import BusError, ConfigError
@@ -26,7 +25,9 @@ from bus.security.role_keys import RoleKeys, public_key
 from bus.security.signatures import Signatures
 from bus.server.nats_server import NatsServer
 from bus.server.secure_directory import SecureDirectory
+from bus.streams import lost_data
 from bus.streams.consume import Inbox, consume
+from bus.streams.lost_data import OwnRecords
 from bus.streams.publish import Publisher
 from launch.services.bus_keys import follow_directory
 from tests.bus.security.secured import As, by_role, make_streams, secured_bus
@@ -48,7 +49,7 @@ async def secured(tmp_path: Path) -> AsyncIterator[tuple[SecureDirectory, NatsSe
 
 @pytest.fixture
 async def as_role(secured: tuple[SecureDirectory, NatsServer], monkeypatch: pytest.MonkeyPatch) -> As:
-    monkeypatch.setattr(own_records, "LOOK_S", 0.1)
+    monkeypatch.setattr(lost_data, "LOOK_AT_KEYS_S", 0.1)
     monkeypatch.setattr(key_bucket, "LOOK_S", 0.2)
     connect = by_role(secured[0])
     await make_streams(connect)

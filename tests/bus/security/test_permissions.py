@@ -16,7 +16,7 @@ from nats.js.errors import NotFoundError
 
 from bus.config import BusConfig
 from bus.connection import Bus, answers
-from bus.connection.connect import authentication
+from bus.connection.client import authentication
 from bus.connection.reporting_rate import follow_pace
 from bus.connection.roles import hold_role
 from bus.errors import BusAwayError, BusError, ConfigError

@@ -11,8 +11,7 @@ from bus.messages import GroupRejected, Metrics
 from bus.streams.publish import Publisher
 from storage.ledger.given_groups import Use
 from storage.ledger.ledger import Ledger
-from storage.prompts.curriculum import SourceSuccess
-from storage.prompts.source_report import TOLD, report_sources
+from storage.prompts.curriculum import TOLD, SourceSuccess, report_sources
 from storage.prompts.sources import load_sources
 from storage.settings.admission import AdmissionConfig
 from storage.settings.data import PromptKeys, SourceConfig
@@ -79,7 +78,7 @@ def give(ledger: Ledger, *steps: int) -> None:
 
 async def test_steps_are_told_once_and_again_where_a_learner_resumed_before_them(bus, tmp_path, monkeypatch):
     """Nothing is read again meanwhile: a step of thousands of groups holds up the dispatcher."""
-    monkeypatch.setattr("storage.prompts.source_report.PERIOD_S", 0.01)
+    monkeypatch.setattr("storage.prompts.curriculum.PERIOD_S", 0.01)
     asked: list[int] = []
     uses = Ledger.uses
 

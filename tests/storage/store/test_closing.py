@@ -8,7 +8,7 @@ import pytest
 
 from bus.errors import StorageError
 from storage.settings.admission import AdmissionConfig
-from storage.shard.short_groups import FEWEST
+from storage.shard.group_requests import FEWEST
 from storage.store.complete_groups import in_order
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from bus.connection import Bus
-from bus.streams import lost_streams
+from bus.streams import lost_data
 from bus.streams.consume import Inbox
-from bus.streams.lost_streams import keep_streams
+from bus.streams.lost_data import keep_streams
 from bus.streams.publish import Publisher
 
 pytestmark = pytest.mark.nats
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.nats
 async def test_reader_goes_on_when_what_it_reads_is_made_again(
     lost: str, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lost_streams, "LOOK_S", 0.2)
+    monkeypatch.setattr(lost_data, "LOOK_AT_STREAMS_S", 0.2)
     name, stop = bus.topology.stream("TASKS"), asyncio.Event()
     taking = asyncio.create_task(Inbox(bus, "TASKS", "rollout").take(1, timeout_s=20))
     while not (await bus.js.consumer_info(name, "rollout")).num_waiting:
@@ -35,7 +35,7 @@ async def test_reader_goes_on_when_what_it_reads_is_made_again(
 
 
 async def test_nothing_is_made_where_nothing_is_gone(bus: Bus):
-    assert await lost_streams._gone(bus, 2) == []
+    assert await lost_data._gone(bus, 2) == []
     await bus.js.delete_stream(bus.topology.stream("DEAD"))
     await bus.js.delete_consumer(bus.topology.stream("OUTCOMES"), "dispatcher")
-    assert await lost_streams._gone(bus, 2) == ["consumers of test-OUTCOMES", "test-DEAD"]
+    assert await lost_data._gone(bus, 2) == ["consumers of test-OUTCOMES", "test-DEAD"]
