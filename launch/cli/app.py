@@ -16,7 +16,7 @@ from bus.config import LOG_FORMAT_VARIABLE, URL_VARIABLE
 from bus.errors import ConfigError
 from bus.security.credentials import VARIABLE
 from launch.cli.settings_help import show_summary
-from launch.process.log_settings import Format, Level, configure_logging
+from launch.process.log_settings import LogFormat, LogLevel, configure_logging
 from launch.settings.environment_variables import (
     DIRECTORY_VARIABLE,
     LOG_LEVEL_VARIABLE,
@@ -161,16 +161,16 @@ class LogOptions:
     """How a process, and those that it starts, write their logs."""
 
     level: Annotated[
-        Level | None,
+        LogLevel | None,
         _log_parameter("--log-level", LOG_LEVEL_VARIABLE, "debug, info, warning or error"),
     ] = None
     form: Annotated[
-        Format | None,
+        LogFormat | None,
         _log_parameter("--log-format", LOG_FORMAT_VARIABLE, "text or json"),
     ] = None
 
 
-def log_as(options: LogOptions, process: str, *, level: Level = "info") -> None:
+def log_as(options: LogOptions, process: str, *, level: LogLevel = "info") -> None:
     """Begin the log of a process; `level` counts where the user names none. Its children get the options."""
     chosen = {LOG_LEVEL_VARIABLE: options.level, LOG_FORMAT_VARIABLE: options.form}
     os.environ.update({name: value for name, value in chosen.items() if value is not None})

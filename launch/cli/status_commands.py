@@ -122,12 +122,12 @@ def tail(  # noqa: PLR0913 - each is a flag
     token_ids
         Add token ids and loss mask to the JSON objects.
     """
-    from launch.screens.tail import Wanted, lines, tail_run
+    from launch.screens.tail import TailOptions, lines, tail_run
 
     if token_ids and not as_json:
         raise ConfigError("--token-ids is for --json: give both")
     configure_logging("error")
     where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
-    wanted = Wanted(recent, once=once, lease=lease, task=task, token_ids=token_ids)
+    wanted = TailOptions(recent, once=once, lease=lease, task=task, token_ids=token_ids)
     write = json.dumps if as_json else lines
     run(partial(tail_run, where, wanted, lambda found: print(write(found), flush=True)))  # noqa: T201

@@ -33,7 +33,7 @@ from launch.dashboard.open_runs import OpenRuns
 from launch.dashboard.run_list import run_facts
 from launch.dashboard.status_watch import StatusWatch
 from launch.dashboard.timeline import timeline
-from launch.dashboard.trajectories import Wanted, one_trajectory, trajectory_list
+from launch.dashboard.trajectories import TrajectoryFilter, one_trajectory, trajectory_list
 from storage.disk.run_directory import RunDirectory
 
 WEB = Path(__file__).with_name("web")
@@ -152,11 +152,11 @@ async def _events(
         await set_within(stop, LOOK_S if curves.read_fraction == 1 else 0.01)
 
 
-def _wanted(query: Mapping[str, str]) -> Wanted:
+def _wanted(query: Mapping[str, str]) -> TrajectoryFilter:
     """Return the filters of a query. Raises `ConfigError` for one that is no such number."""
     given = {name: text for name, text in query.items() if text}
     try:
-        return Wanted(
+        return TrajectoryFilter(
             step=_whole("step", given["step"]) if "step" in given else None,
             version=_whole("version", given["version"]) if "version" in given else None,
             least_reward=float(given["least"]) if "least" in given else None,

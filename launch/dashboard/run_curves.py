@@ -9,7 +9,7 @@ from bus.codec import Json
 from launch.dashboard.alerts import StepAlerts
 from launch.dashboard.buckets import HEAD, Buckets, Floats, columns, steps_of
 from launch.dashboard.charts import CHARTS, with_computed
-from launch.dashboard.scores import Scores
+from launch.dashboard.scores import ScoreCurves
 from storage.metrics.records import Record, integer
 
 HELD_OUT = "held-out"
@@ -27,7 +27,7 @@ class RunCurves:
         """Steps of the supervised stage before, which are counted for themselves."""
         self.alerts = StepAlerts()
         """What is wrong in the latest steps."""
-        self._scores: dict[str, Scores] = {}
+        self._scores: dict[str, ScoreCurves] = {}
         self._last = -1
 
     def add(self, rows: Iterable[Record]) -> bool:
@@ -37,7 +37,7 @@ class RunCurves:
         scored = False
         for row in rows:
             if row.get("kind") == "evaluation":
-                self._scores.setdefault(str(row.get("data_set", HELD_OUT)), Scores()).add(row)
+                self._scores.setdefault(str(row.get("data_set", HELD_OUT)), ScoreCurves()).add(row)
                 scored = True
             elif row.get("train/stage") == "rl" and row.get("source") == "learner":
                 self._forget_undone(row)
@@ -77,7 +77,7 @@ class RunCurves:
         }
 
 
-def _all_scores(scores: Scores) -> dict[str, Json]:
+def _all_scores(scores: ScoreCurves) -> dict[str, Json]:
     curves = scores.curves
     return _table(curves, [name for name in curves.names if name != "time_s"])
 

@@ -11,7 +11,7 @@ NOT_SCORES = {
 }  # fmt: skip
 
 
-class Scores:
+class ScoreCurves:
     """Results by the step that made the evaluated weights, in any order.
 
     The latest are kept one by one, so that a step's next result replaces the one before; the others as

@@ -40,7 +40,7 @@ async def serve_dashboard(
             ssl_keyfile=address.certificate_key,
         )
         _load(config, address)  # before `ready`, so that a wrong certificate is told at once
-        server = _Server(config)
+        server = _DashboardServer(config)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]))
             tasks.create_task(_end(server, serving, stop))
@@ -65,7 +65,7 @@ async def _end(server: uvicorn.Server, serving: "asyncio.Task[None]", stop: asyn
     server.should_exit = True
 
 
-class _Server(uvicorn.Server):
+class _DashboardServer(uvicorn.Server):
     """A server that leaves signals to the process that it runs in."""
 
     @contextmanager

@@ -31,7 +31,7 @@ CUT_OFF = 20.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrajectoryFilter:
     """Which trajectories to list; None wants any."""
 
     step: int | None = None
@@ -58,7 +58,7 @@ class Wanted:
         return self.most_reward is None or t.reward <= self.most_reward
 
 
-async def trajectory_list(source: TrajectorySource, wanted: Wanted) -> dict[str, Json]:
+async def trajectory_list(source: TrajectorySource, wanted: TrajectoryFilter) -> dict[str, Json]:
     """Return the newest wanted trajectories, and where the search goes on: `below`, null at its end."""
     of_step = None if wanted.step is None else await source.of_step(wanted.step)
     recorded = await source.recorded() if wanted.recorded else None
@@ -76,7 +76,7 @@ async def trajectory_list(source: TrajectorySource, wanted: Wanted) -> dict[str,
 
 
 async def _search(
-    groups: Groups, leases: Sequence[int], wanted: Wanted, decode: Decode, recorded: set[str] | None
+    groups: Groups, leases: Sequence[int], wanted: TrajectoryFilter, decode: Decode, recorded: set[str] | None
 ) -> tuple[list[Trajectory], int]:
     """Return wanted trajectories of these leases, in their order, and how many leases were searched.
 

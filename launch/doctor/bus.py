@@ -10,7 +10,7 @@ import nats.errors
 from bus.config import without_credentials
 from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError
-from launch.doctor.findings import Finding, Level, brief
+from launch.doctor.findings import Finding, FindingLevel, brief
 from launch.settings.run_config import RunConfig
 
 CONNECT_S = 3.0
@@ -64,7 +64,7 @@ async def _look(bus: Bus, url: str) -> AsyncIterator[Finding]:
         trips.append(time.perf_counter() - begin)
     trip_s, largest = min(trips), bus.client.max_payload
     server = str(bus.client.connected_server_version).strip("<>")
-    level: Level = "warning" if trip_s > SLOW_S else "ok"
+    level: FindingLevel = "warning" if trip_s > SLOW_S else "ok"
     remedy = "a run waits for many round trips: bring host and bus nearer" if level == "warning" else ""
     yield Finding("bus", level, f"{url} answers within {1000 * trip_s:.2g} ms: {server}", remedy)
     if largest < LEAST_PAYLOAD:

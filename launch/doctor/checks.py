@@ -23,10 +23,10 @@ from launch.doctor.packages import (
 )
 from launch.settings.run_config import RunConfig
 
-Say = Callable[[Finding], None]
+ShowFinding = Callable[[Finding], None]
 
 
-async def examine(config: RunConfig, named_bus: bool, say: Say, stop: asyncio.Event) -> list[Finding]:
+async def examine(config: RunConfig, named_bus: bool, say: ShowFinding, stop: asyncio.Event) -> list[Finding]:
     """Make every check, tell each finding to `say` as it comes, and return all; ends early on `stop`.
 
     Starts nothing that stays and leaves no file."""

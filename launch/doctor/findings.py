@@ -7,7 +7,7 @@ from typing import Literal
 
 from bus.codec import Json
 
-Level = Literal["ok", "warning", "error"]
+FindingLevel = Literal["ok", "warning", "error"]
 WIDTH = 100
 INDENT = " " * 23
 LONGEST_REASON = 300
@@ -19,7 +19,7 @@ class Finding:
     """What one check found."""
 
     check: str
-    level: Level
+    level: FindingLevel
     """`ok`; `warning`: a run starts, and may be slow or wrong later; `error`: a run cannot start."""
     found: str
     remedy: str = ""
@@ -46,7 +46,7 @@ def brief(error: Exception) -> str:
     return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
 
 
-def worst(findings: Iterable[Finding]) -> Level:
+def worst(findings: Iterable[Finding]) -> FindingLevel:
     """Return the gravest level of several findings."""
     levels = {finding.level for finding in findings}
     return "error" if "error" in levels else "warning" if "warning" in levels else "ok"

@@ -12,7 +12,7 @@ from pathlib import Path
 from actors.settings.clients import ClientsConfig
 from bus.errors import ConfigError
 from bus.server.nats_server import free_port, refuse_taken_port
-from launch.doctor.findings import Finding, Level, brief
+from launch.doctor.findings import Finding, FindingLevel, brief
 from launch.settings.environment_variables import KNOWN_VARIABLES
 from launch.settings.run_config import PARTS, RunConfig
 from launch.settings.tree import nearest
@@ -72,7 +72,7 @@ def _gpus() -> Finding:
             "look at nvidia-smi: end the process that has the GPU, or choose another by CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
     memory = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free on the first"
-    level: Level = "ok" if free > total / 2 else "warning"
+    level: FindingLevel = "ok" if free > total / 2 else "warning"
     remedy = "" if level == "ok" else "another process has most of it: nvidia-smi names it"
     return Finding("gpu", level, f"{len(names)}: {', '.join(dict.fromkeys(names))}, {memory}", remedy)
 
@@ -81,7 +81,7 @@ def check_disk(directory: Path) -> Iterator[Finding]:
     """Tell the free space where runs lie, and how long the disk takes to keep something. Leaves nothing."""
     there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
-    level: Level = "error" if free < TOO_LITTLE_BYTES else "warning" if free < LITTLE_BYTES else "ok"
+    level: FindingLevel = "error" if free < TOO_LITTLE_BYTES else "warning" if free < LITTLE_BYTES else "ok"
     remedy = "" if level == "ok" else "free some, or choose another --directory: a full disk stops the bus"
     yield Finding("disk", level, f"{free / 2**30:.1f} GiB free in {there}", remedy)
     try:

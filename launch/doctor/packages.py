@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from bus.errors import ConfigError
 from bus.server.nats_server import nats_binary
 from launch.checks.engine_check import own_servers, sglang_version
-from launch.doctor.findings import Finding, Level
+from launch.doctor.findings import Finding, FindingLevel
 from launch.settings.run_config import RunConfig
 
 OURS = "sluice-rl"
@@ -46,7 +46,7 @@ def check_packages() -> Iterator[Finding]:
         return
     yield Finding("packages", "ok", ", ".join(f"{name} {found}" for name, found in versions.items()))
     for who, requirement, found in unmet:
-        level: Level = "error" if who == OURS else "warning"
+        level: FindingLevel = "error" if who == OURS else "warning"
         yield Finding(
             "conflict", level, f"{who} wants {requirement}, and {found or 'none'} is installed",
             f"pip install '{requirement}'",

@@ -49,9 +49,9 @@ async def monitored(config: MonitoringConfig, state: ProcessState) -> AsyncItera
             server.server_close()
 
 
-def _bound(config: MonitoringConfig, state: ProcessState) -> "_Server":
+def _bound(config: MonitoringConfig, state: ProcessState) -> "_ProbeServer":
     try:
-        return _Server(config, state)
+        return _ProbeServer(config, state)
     except OSError as error:
         raise ConfigError(
             f"monitoring.port={config.port}: cannot listen at {config.host}:{config.port} "
@@ -63,7 +63,7 @@ def _shown(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-class _Server(ThreadingHTTPServer):
+class _ProbeServer(ThreadingHTTPServer):
     """Serves one process's state; it never waits for its connections when it ends."""
 
     daemon_threads = True
@@ -133,7 +133,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD."""
 
-    server: _Server
+    server: _ProbeServer
     timeout = REQUEST_TIMEOUT_S
     server_version = "sluice"
     sys_version = ""

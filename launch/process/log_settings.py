@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, TextIO, cast
 
-Level = Literal["debug", "info", "warning", "error"]
-Format = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 FAILED = "process_failed"
 """Event of JSON logs with the error that a process ends with."""
 
 
-def configure_logging(level: str = "info", form: Format = "text", process: str = "") -> None:
+def configure_logging(level: str = "info", form: LogFormat = "text", process: str = "") -> None:
     """Log each event as one line on stderr.
 
     Args:

@@ -12,7 +12,7 @@ TRAINED, HELD_OUT, EXAMPLES = 200, 20, 2
 
 
 @dataclass(frozen=True)
-class Level:
+class TaskLevel:
     """A data set of reasoning-gym at one difficulty."""
 
     name: str
@@ -23,23 +23,23 @@ class Level:
 
 
 LEVELS = (
-    Level("sum-1", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
-    Level("sum-2", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
-    Level("sum-3", "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2}),
-    Level("product-1", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
-    Level("product-2", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
-    Level("gcd-1", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 20}),
-    Level("gcd-2", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 20, "max_value": 99}),
-    Level("letters-1", "letter_counting", {"min_words": 1, "max_words": 2}),
-    Level("letters-2", "letter_counting", {"min_words": 4, "max_words": 6}),
-    Level("backward-1", "spell_backward", {"min_word_len": 3, "max_word_len": 3}),
-    Level("backward-2", "spell_backward", {"min_word_len": 4, "max_word_len": 5}),
-    Level("bits-1", "count_bits", {"min_n": 1, "max_n": 99}),
-    Level("bits-2", "count_bits", {"min_n": 100, "max_n": 999}),
-    Level(
+    TaskLevel("sum-1", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    TaskLevel("sum-2", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
+    TaskLevel("sum-3", "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2}),
+    TaskLevel("product-1", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    TaskLevel("product-2", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    TaskLevel("gcd-1", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 20}),
+    TaskLevel("gcd-2", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 20, "max_value": 99}),
+    TaskLevel("letters-1", "letter_counting", {"min_words": 1, "max_words": 2}),
+    TaskLevel("letters-2", "letter_counting", {"min_words": 4, "max_words": 6}),
+    TaskLevel("backward-1", "spell_backward", {"min_word_len": 3, "max_word_len": 3}),
+    TaskLevel("backward-2", "spell_backward", {"min_word_len": 4, "max_word_len": 5}),
+    TaskLevel("bits-1", "count_bits", {"min_n": 1, "max_n": 99}),
+    TaskLevel("bits-2", "count_bits", {"min_n": 100, "max_n": 999}),
+    TaskLevel(
         "legs-1", "leg_counting", {"min_animals": 1, "max_animals": 1, "min_instances": 1, "max_instances": 9}
     ),
-    Level(
+    TaskLevel(
         "legs-2", "leg_counting", {"min_animals": 2, "max_animals": 2, "min_instances": 1, "max_instances": 9}
     ),
 )
@@ -59,14 +59,14 @@ def prompts() -> PromptFiles:
     return {"heldout": heldout, "prompts": trained}
 
 
-def _questions(level: Level, size: int, seed: int, besides: Iterable[PromptRow]) -> list[PromptRow]:
+def _questions(level: TaskLevel, size: int, seed: int, besides: Iterable[PromptRow]) -> list[PromptRow]:
     from storage.built_in_tasks.reasoning_gym_tasks import prompt_rows  # not for help
 
     asked = frozenset(str(row["prompt"]) for row in besides)
     return list(prompt_rows(level.data_set, size=size, seed=seed, besides=asked, settings=level.settings))
 
 
-def _row(level: Level, asked: PromptRow, shown: Iterable[PromptRow]) -> PromptRow:
+def _row(level: TaskLevel, asked: PromptRow, shown: Iterable[PromptRow]) -> PromptRow:
     """Return the question after some that are answered, by which the model sees how to answer."""
     messages: list[Json] = []
     for one in shown:

@@ -86,7 +86,7 @@ class RunSettings:
 
 
 @dataclass
-class Process:
+class HeardProcess:
     """Latest status of a process."""
 
     status: Status
@@ -102,7 +102,7 @@ class RunMonitor:
     def __init__(self, settings: RunSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
         self.history = History()
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, HeardProcess] = {}
         """Every process that sent a status, by source, without actors that are forgotten."""
         self.peak_rss_bytes: dict[str, int] = {}
         """Largest memory of any process of this name; of forgotten actors as many as `KEPT_PEAKS` allows."""
@@ -113,7 +113,7 @@ class RunMonitor:
         self._clock = clock
         self._started_s = clock()
         self._noted: dict[str, int] = {}
-        self._latest: dict[str, Process] = {}
+        self._latest: dict[str, HeardProcess] = {}
         """The process of each role that was heard last."""
         self._actors: OrderedDict[str, None] = OrderedDict()
         """Sources of actors, the longest silent first."""
@@ -130,7 +130,7 @@ class RunMonitor:
         """Store a process's status. The cost does not depend on how many processes there are."""
         known = self.processes.get(status.source)
         starts = 1 if known is None else known.starts + (known.status.pid != status.pid)
-        process = Process(status, self._clock(), starts)
+        process = HeardProcess(status, self._clock(), starts)
         self.processes[status.source] = self._latest[status.role] = process
         if status.role == "actor":
             self._actors[status.source] = None
@@ -193,13 +193,13 @@ class RunMonitor:
         """Return the seconds since this monitor began."""
         return self._clock() - self._started_s
 
-    def silent_s(self, process: Process) -> float:
+    def silent_s(self, process: HeardProcess) -> float:
         """Return the seconds that a process has been silent; 0 while it speaks as often as it should."""
         silence = self._clock() - process.heard_s
         allowed_s = max(SILENT_S, SILENT_PERIODS * process.status.next_s)
         return silence if silence > allowed_s else 0.0
 
-    def shown(self) -> list[Process]:
+    def shown(self) -> list[HeardProcess]:
         """Return processes to show: learner, storage, others, then actors except those long gone."""
         order = {"learner": 0, "storage": 1, "actor": 3}
         found = [
@@ -209,7 +209,7 @@ class RunMonitor:
         ]
         return sorted(found, key=lambda p: (order.get(p.status.role, 2), p.status.source))
 
-    def actors(self) -> list[Process]:
+    def actors(self) -> list[HeardProcess]:
         """Return the actors that are not silent."""
         return [p for p in map(self.processes.__getitem__, self._actors) if not self.silent_s(p)]
 

@@ -43,7 +43,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TailOptions:
     """What to show of the run."""
 
     recent: int
@@ -61,7 +61,7 @@ class Wanted:
 
 
 async def tail_run(
-    where: RunConfig, wanted: Wanted, show: Callable[[dict[str, Json]], None], stop: asyncio.Event
+    where: RunConfig, wanted: TailOptions, show: Callable[[dict[str, Json]], None], stop: asyncio.Event
 ) -> None:
     """Call `show` with each trajectory as an object, until `stop`. Raises `ConfigError` without a policy."""
     async with Bus.connect(where.bus, where.run, name="tail", stop=stop) as bus:
@@ -86,7 +86,7 @@ class _Tail:
     """Asks the shards for what is new, and shows it."""
 
     def __init__(
-        self, bus: Bus, shards: int, tokenizer: PreTrainedTokenizerBase, wanted: Wanted,
+        self, bus: Bus, shards: int, tokenizer: PreTrainedTokenizerBase, wanted: TailOptions,
         show: Callable[[dict[str, Json]], None],
     ) -> None:  # fmt: skip
         self._bus = bus

@@ -13,7 +13,7 @@ from rich.text import Text
 from bus.codec import Json
 from bus.waiting import set_within
 from launch.run_view.history import Evaluation, Step
-from launch.run_view.monitor import Process, RunMonitor
+from launch.run_view.monitor import HeardProcess, RunMonitor
 from launch.run_view.status_texts import best_text, ends_text, engines_of, holders_text, policy_text
 from launch.run_view.units import UNKNOWN, count, duration, fraction, size
 from storage.metrics.records import integer, number
@@ -248,7 +248,7 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
     return [*absent, *(line for block in blocks for line in block)]
 
 
-def _process(monitor: RunMonitor, process: Process, width: int, rows: int) -> list[Text]:
+def _process(monitor: RunMonitor, process: HeardProcess, width: int, rows: int) -> list[Text]:
     ended = monitor.silent_s(process) > 0 and monitor.stage == "done"
     silence = 0.0 if ended else monitor.silent_s(process)
     style = "red" if silence else "yellow" if "waiting" in process.status.doing.lower() else "green"
@@ -265,7 +265,7 @@ def _process(monitor: RunMonitor, process: Process, width: int, rows: int) -> li
     return lines + [Text(" " * len(head) + other, style=style) for other in others]
 
 
-def _activity(process: Process, silence_s: float) -> str:
+def _activity(process: HeardProcess, silence_s: float) -> str:
     status = process.status
     if silence_s:
         return f"SILENT for {duration(round(silence_s))}, was: {status.doing}"
@@ -282,7 +282,7 @@ def _activity(process: Process, silence_s: float) -> str:
     return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
 
 
-def _alarm(process: Process) -> str:
+def _alarm(process: HeardProcess) -> str:
     """Return what the process says is wrong, such as an engine with other weights than it should have."""
     return str(process.status.values.get("alarm", ""))
 

@@ -23,7 +23,7 @@ from bus.streams.publish import Publisher
 from launch.dashboard.open_runs import OpenRuns
 from launch.dashboard.token_texts import decoder, token_texts
 from launch.dashboard.trajectories import (
-    Wanted,
+    TrajectoryFilter,
     importance_ratios,
     one_trajectory,
     trajectory_list,
@@ -54,7 +54,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 async def names(run: RunDirectory, **wanted: object) -> list[str]:
-    found = await trajectory_list(StoredTrajectories(run), Wanted(**wanted))
+    found = await trajectory_list(StoredTrajectories(run), TrajectoryFilter(**wanted))
     return [one["id"] for one in found["trajectories"]]
 
 
@@ -85,21 +85,21 @@ async def test_text_is_found_in_prompts_and_answers_whatever_its_case(tmp_path: 
 
 async def test_a_search_that_takes_long_stops_and_says_where(stored: RunDirectory, monkeypatch):
     monkeypatch.setattr("launch.dashboard.trajectories.LONGEST_SEARCH_S", -1.0)
-    found = await trajectory_list(StoredTrajectories(stored), Wanted(text="no such words"))
+    found = await trajectory_list(StoredTrajectories(stored), TrajectoryFilter(text="no such words"))
     assert (found["trajectories"], found["searched"], found["below"]) == ([], 4, 8)
-    found = await trajectory_list(StoredTrajectories(stored), Wanted(text="no such words", below=4))
+    found = await trajectory_list(StoredTrajectories(stored), TrajectoryFilter(text="no such words", below=4))
     assert (found["searched"], found["below"]) == (4, None)
 
 
 async def test_a_long_list_goes_on_where_it_ended(stored: RunDirectory, monkeypatch):
     monkeypatch.setattr("launch.dashboard.trajectories.SEARCHED", 4)
-    source, wanted, seen = StoredTrajectories(stored), Wanted(), []
+    source, wanted, seen = StoredTrajectories(stored), TrajectoryFilter(), []
     while True:
         found = await trajectory_list(source, wanted)
         seen += [one["id"] for one in found["trajectories"]]
         if found["below"] is None:
             break
-        wanted = Wanted(below=found["below"])
+        wanted = TrajectoryFilter(below=found["below"])
     assert seen == [f"g{n:08}.{m}" for n in range(11, -1, -1) for m in (0, 1)]
 
 
@@ -137,7 +137,7 @@ async def test_a_damaged_store_is_opened_once_more_and_its_groups_are_left_out(
 async def test_what_appears_after_a_first_look_is_found(tmp_path: Path):
     runs = OpenRuns(tmp_path, no_bus)
     with pytest.raises(ConfigError, match="nobody knows the bus of fresh"):
-        await trajectory_list(runs.trajectories("fresh"), Wanted())
+        await trajectory_list(runs.trajectories("fresh"), TrajectoryFilter())
     run = make_run(tmp_path, "fresh", steps=3)
     tokenizer = (run.path / "model/tokenizer.json").rename(tmp_path / "tokenizer.json")
     found = await one_trajectory(runs.trajectories("fresh"), "g00000007.1")
@@ -221,12 +221,12 @@ async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: Na
             running(make_shard(bus, odd, 1).run),
             asyncio.timeout(30),
         ):
-            found = await trajectory_list(source, Wanted(least_reward=1))
+            found = await trajectory_list(source, TrajectoryFilter(least_reward=1))
             one = await one_trajectory(source, "g00000003.1")
             with pytest.raises(ConfigError, match="steps are known on the host of the run's storage only"):
-                await trajectory_list(source, Wanted(step=1))
+                await trajectory_list(source, TrajectoryFilter(step=1))
             with pytest.raises(ConfigError, match="known on the host of the run's learner only"):
-                await trajectory_list(source, Wanted(recorded=True))
+                await trajectory_list(source, TrajectoryFilter(recorded=True))
     assert [one["id"] for one in found["trajectories"]] == [f"g0000000{n}.1" for n in (4, 3, 2, 1, 0)]
     assert one["parts"][1]["texts"][0] == "the "
     assert (one["steps"], one["learner"]) == (None, None)

@@ -19,7 +19,7 @@ from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import put_only_blob
 from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, Turn
-from launch.screens.tail import Wanted, lines, tail_run
+from launch.screens.tail import TailOptions, lines, tail_run
 from launch.settings.run_config import RunConfig, validate
 from storage.model_files.packed_files import bundle
 from storage.shard.server import Shard
@@ -69,7 +69,7 @@ def where(server: NatsServer) -> RunConfig:
     return validate({"run": "test", "bus": {"url": server.url}})
 
 
-async def once(where: RunConfig, wanted: Wanted) -> list[dict[str, Json]]:
+async def once(where: RunConfig, wanted: TailOptions) -> list[dict[str, Json]]:
     shown: list[dict[str, Json]] = []
     async with asyncio.timeout(20):
         await tail_run(where, wanted, shown.append, asyncio.Event())
@@ -86,7 +86,7 @@ async def test_newest_come_with_text_by_turn_mask_versions_and_staleness(
 ):
     for lease in range(5):
         append(stores, lease)
-    found = await once(where, Wanted(3, once=True, token_ids=True))
+    found = await once(where, TailOptions(3, once=True, token_ids=True))
     assert [one["trajectory_id"] for one in found] == ["g00000003.1", "g00000004.0", "g00000004.1"]
     last = found[-1]
     assert (last["oldest_version"], last["newest_version"], last["staleness"]) == (3, 4, VERSION - 3)
@@ -108,7 +108,7 @@ async def test_newest_come_with_text_by_turn_mask_versions_and_staleness(
 async def test_it_follows_until_it_is_stopped(stores: list[ReplayStore], where: RunConfig):
     append(stores, 0)
     shown, stop = [], asyncio.Event()
-    following = asyncio.create_task(tail_run(where, Wanted(1), shown.append, stop))
+    following = asyncio.create_task(tail_run(where, TailOptions(1), shown.append, stop))
     await until(lambda: len(shown) == 1 or following.done())
     append(stores, 1)
     append(stores, 2)
@@ -123,8 +123,13 @@ async def test_it_follows_until_it_is_stopped(stores: list[ReplayStore], where: 
 async def test_one_lease_or_one_task_is_chosen(stores: list[ReplayStore], where: RunConfig):
     for lease in range(6):
         append(stores, lease, metadata={"id": f"task-{lease % 3}"})
-    assert [one["lease_id"] for one in await once(where, Wanted(9, once=True, lease=1))] == [1, 1]
-    assert [one["lease_id"] for one in await once(where, Wanted(9, once=True, task="task-2"))] == [2, 2, 5, 5]
+    assert [one["lease_id"] for one in await once(where, TailOptions(9, once=True, lease=1))] == [1, 1]
+    assert [one["lease_id"] for one in await once(where, TailOptions(9, once=True, task="task-2"))] == [
+        2,
+        2,
+        5,
+        5,
+    ]
 
 
 async def test_a_retired_group_is_named_and_left_out(
@@ -133,7 +138,7 @@ async def test_a_retired_group_is_named_and_left_out(
     append(stores, 0)
     append(stores, 2)
     stores[0].retire(stores[0].entries[0], None)
-    found = await once(where, Wanted(4, once=True))
+    found = await once(where, TailOptions(4, once=True))
     assert [one["lease_id"] for one in found] == [2, 2]
     assert "launch: group of lease 0 is not shown: " in capsys.readouterr().err
 
@@ -147,7 +152,7 @@ async def test_nothing_is_taken_from_the_run(stores: list[ReplayStore], where: R
         return [(one.last_seq, one.consumer_count) for one in found]
 
     before = await counts()
-    assert len(await once(where, Wanted(2, once=True))) == 2
+    assert len(await once(where, TailOptions(2, once=True))) == 2
     assert await counts() == before
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console, Group
 from rich.text import Text
 
-from launch.run_view.monitor import Process, RunMonitor
+from launch.run_view.monitor import HeardProcess, RunMonitor
 from launch.run_view.units import count, duration, fraction, size
 from launch.screens import terminal_view as view
 from launch.screens.terminal_view import MAX_LINES, News, TerminalView, screen, status_line
@@ -64,7 +64,7 @@ def test_screen_writes_no_line_for_an_actor_that_does_not_fit(monkeypatch: pytes
     written: list[str] = []
     line = view._process
 
-    def counted(monitor: RunMonitor, process: Process, width: int, rows: int) -> list[Text]:
+    def counted(monitor: RunMonitor, process: HeardProcess, width: int, rows: int) -> list[Text]:
         written.append(process.status.source)
         return line(monitor, process, width, rows)
 
