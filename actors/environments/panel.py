@@ -26,7 +26,7 @@ class Panel:
     def __init__(self, config: PanelConfig, scorer: Scorer | RewardChoice) -> None:
         self._config = config
         self._scorer = scorer
-        self.trajectories_per_episode: int | None = config.agents
+        self.trajectories_per_episode: int | None = config.trajectories_per_rollout
 
     @classmethod
     def from_config(cls, config: PanelConfig) -> Self:

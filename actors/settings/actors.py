@@ -9,6 +9,7 @@ from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig
 from actors.settings.debate import DebateConfig
 from actors.settings.engines import EmbeddedEngineConfig, EngineConfig, SglangEngineConfig
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.evaluation import EvaluationEngine, EvaluatorConfig
 from actors.settings.fleet import FleetConfig
 from actors.settings.games import GameConfig
@@ -62,14 +63,24 @@ class SamplingConfig(Config):
         return self
 
 
-class SingleTurnConfig(RewardConfig):
+class SingleTurnConfig(EnvironmentSettings, RewardConfig):
     """Environment in which an episode is one prompt, one completion and one reward."""
 
     type: Literal["single_turn"] = "single_turn"
     """Name of the environment."""
 
+    @property
+    def agent_names(self) -> tuple[str, ...]:
+        """Return the name of its one agent."""
+        return ("solver",)
 
-class PluginEnvironmentConfig(Config):
+    @property
+    def trajectories_per_rollout(self) -> int:
+        """Return that each rollout is one trajectory."""
+        return 1
+
+
+class PluginEnvironmentConfig(EnvironmentSettings):
     """Environment of the user's own."""
 
     type: Literal["plugin"]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.gateway import GatewayConfig
 from actors.settings.programs import IsolationConfig, with_own_python
 from actors.settings.rewards import RewardConfig
@@ -34,7 +35,7 @@ class AgentTaskConfig(RewardConfig):
     other one: rewards and verifiers of your own may know the answer by any field."""
 
 
-class AgentConfig(AgentTaskConfig):
+class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     """Environment in which a program asks the policy as it would ask OpenAI's or Anthropic's servers: one for
     each episode, or a long-lived one that takes many tasks.
 

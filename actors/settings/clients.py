@@ -5,10 +5,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from actors.settings.agents import AgentTaskConfig, refuse_unusable_rewards
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.gateway import GatewayConfig
 
 
-class ClientsConfig(AgentTaskConfig):
+class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
     """Environment of `launch gateway`: clients take tasks, ask the policy, and say when they are done.
 
     The reward is computed from the policy's last answer, or it is named `posted`: then each client posts its

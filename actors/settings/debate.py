@@ -1,9 +1,10 @@
 """Settings of the environment of agents that debate. Loads without torch."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.panel import refuse_template
 from actors.settings.rewards import RewardConfig
 
@@ -11,7 +12,7 @@ VOTE, SELF = "vote", "self"
 """Judges that are no opponents: the rule, and the policy itself."""
 
 
-class DebateConfig(RewardConfig):
+class DebateConfig(EnvironmentSettings, RewardConfig):
     """Environment in which several agents of one policy answer a task, see each other's answers and answer
     again, round after round, until a judge decides (arXiv:2305.14325)."""
 
@@ -44,6 +45,13 @@ class DebateConfig(RewardConfig):
 
     win_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """What a debater gets besides if it ended with the answer that was decided on, right or wrong."""
+
+    opponent_setting: ClassVar[str] = "decided_by"
+
+    @property
+    def agent_names(self) -> tuple[str, ...]:
+        """Return the names of the debaters and of a judge that is an agent."""
+        return (*(f"debater-{n + 1}" for n in range(self.debaters)), "judge")
 
     @property
     def opponents_named(self) -> tuple[str, ...]:

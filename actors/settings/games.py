@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from actors.settings.environment import EnvironmentSettings
 from bus.config import Config
 
 SELF, SCRIPTED = "self", "scripted"
@@ -73,7 +74,7 @@ AnyGame = Annotated[
 ]
 
 
-class GameConfig(Config):
+class GameConfig(EnvironmentSettings):
     """Environment in which policies play a text game over several turns, with rewards at its end."""
 
     type: Literal["game"] = "game"
@@ -96,6 +97,16 @@ class GameConfig(Config):
 
     game_timeout_s: float = Field(600.0, gt=0)
     """Longest time of an episode."""
+
+    @property
+    def agent_names(self) -> tuple[str, ...] | None:
+        """Return the names of the players; None for a game of the user's own."""
+        count = {"guess_number": 1, "nim": 2, "gymnasium": 1}.get(self.game.type)
+        if isinstance(self.game, TextArenaGame):
+            count = self.game.players
+        if count is None:
+            return None
+        return ("player",) if count == 1 else tuple(f"player-{n + 1}" for n in range(count))
 
     @property
     def opponents_named(self) -> tuple[str, ...]:

@@ -5,13 +5,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.rewards import RewardConfig
 
 DRAFTS = "{prompt} drafts {answers}"
 CHOICES = "{prompt} which {answers}"
 
 
-class PanelConfig(RewardConfig):
+class PanelConfig(EnvironmentSettings, RewardConfig):
     """Environment in which several agents of one policy answer a task together: solvers each draft an answer,
     rewriters see all drafts and each write a better one, and a selector chooses among those."""
 
@@ -36,9 +37,16 @@ class PanelConfig(RewardConfig):
     answer."""
 
     @property
-    def agents(self) -> int:
-        """Return how many agents there are, each of which has one trajectory an episode."""
-        return self.solvers + self.rewriters + 1
+    def agent_names(self) -> tuple[str, ...]:
+        """Return the names of the agents, each of which has one trajectory an episode."""
+        roles = {"solver": self.solvers, "rewriter": self.rewriters}
+        numbered = (f"{role}-{n + 1}" for role, count in roles.items() for n in range(count))
+        return (*numbered, "selector")
+
+    @property
+    def trajectories_per_rollout(self) -> int:
+        """Return how many agents there are."""
+        return len(self.agent_names)
 
     @model_validator(mode="after")
     def _prompts_name_what_there_is(self) -> Self:

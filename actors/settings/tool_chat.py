@@ -4,11 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.rewards import RewardConfig
 from actors.settings.tools import McpConfig, PluginToolConfig, ToolConfig
 
 
-class ToolsConfig(RewardConfig):
+class ToolsConfig(EnvironmentSettings, RewardConfig):
     """Environment in which an episode is a chat with tools, until the model answers without calling one."""
 
     type: Literal["tools"]
@@ -38,6 +39,11 @@ class ToolsConfig(RewardConfig):
 
     max_turns: int = Field(8, ge=1)
     """Completions of an episode; one whose last completion calls a tool ends as `turn_limit`."""
+
+    @property
+    def agent_names(self) -> tuple[str, ...]:
+        """Return the name of its one agent."""
+        return ("solver",)
 
     token_budget: int | None = Field(None, ge=1)
     """Tokens that the model may sample in an episode, over all turns; one that has used them up ends as

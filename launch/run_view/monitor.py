@@ -11,9 +11,7 @@ import nats.errors
 import structlog
 from nats.aio.subscription import Subscription
 
-from actors.settings.actors import ActorsConfig, EnvironmentConfig, SingleTurnConfig
-from actors.settings.length_profile import LengthProfileConfig
-from actors.settings.panel import PanelConfig
+from actors.settings.actors import ActorsConfig
 from bus.codec import Json
 from bus.connection.bus import Bus
 from bus.errors import BusError
@@ -46,14 +44,8 @@ DRAIN_TIMEOUT_S = 2.0
 
 
 def _trajectories_per_rollout(actors: ActorsConfig) -> int | None:
-    each = {_trajectories_in(environment) for environment in actors.by_name.values()}
+    each = {environment.trajectories_per_rollout for environment in actors.by_name.values()}
     return each.pop() if len(each) == 1 else None
-
-
-def _trajectories_in(environment: EnvironmentConfig) -> int | None:
-    if isinstance(environment, PanelConfig):
-        return environment.agents
-    return 1 if isinstance(environment, SingleTurnConfig | LengthProfileConfig) else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from actors.settings.actors import PluginEnvironmentConfig
 from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig
 from actors.settings.engines import SglangEngineConfig, refuse_quantised, refuse_running
-from actors.settings.length_profile import LengthProfileConfig
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from launch.settings.evaluation_checks import check_evaluations
@@ -224,9 +223,9 @@ def _check_environments(config: "RunConfig") -> None:
             )
     for environment in environments.values():
         limit = config.sampling.max_new_tokens
-        if isinstance(environment, LengthProfileConfig) and environment.lengths.longest > limit:
+        if environment.longest_answer > limit:
             raise ConfigError(
-                f"actors.environment.lengths: answers of up to {environment.lengths.longest} tokens, but "
+                f"actors.environment.lengths: answers of up to {environment.longest_answer} tokens, but "
                 f"sampling.max_new_tokens={limit}: raise that, or lower the longest"
             )
 

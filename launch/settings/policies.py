@@ -4,7 +4,7 @@ Each has a run of its own on the bus and on the disk, so that versions, leases, 
 kept apart, and all that holds for a run holds for each policy."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,10 @@ from pydantic import Field, JsonValue, field_validator
 
 from actors.engines.fleet.gpu_plan import gpu_plan, gpus_used
 from actors.episodes.agents import policy_of
-from actors.settings.actors import ActorsConfig, EnvironmentConfig
-from actors.settings.debate import DebateConfig
+from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EngineConfig, SglangEngineConfig
-from actors.settings.games import GameConfig, TextArenaGame
+from actors.settings.games import GameConfig
 from actors.settings.opponents import TAKEN, refuse_misnamed
-from actors.settings.panel import PanelConfig
 from bus.config import BusConfig, Config
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
@@ -105,9 +103,7 @@ def refuse_policies(config: "RunConfig") -> None:
         _refuse_name(config, name)
     _refuse_agents_of_two(config)
     for environment in config.actors.by_name.values():
-        if isinstance(environment, GameConfig | DebateConfig):
-            setting = "decided_by" if isinstance(environment, DebateConfig) else "opponent"
-            _refuse_unknown(config, environment.opponents_named, setting)
+        _refuse_unknown(config, environment.opponents_named, environment.opponent_setting)
         if isinstance(environment, GameConfig):
             _refuse_opponent_on_both_sides(config, environment)
     if config.policies:
@@ -184,10 +180,10 @@ def _refuse_unplayed(config: "RunConfig") -> None:
     """Refuse a policy that no agent is. Agents of an environment that is a user's own are not known."""
     named, agents, others = set[str](), set[str](), False
     for environment in config.actors.by_name.values():
-        known = known_agents(environment)
+        known = environment.agent_names
         others = others or known is None
         agents |= set(known or ())
-        named |= set(getattr(environment, "opponents_named", ()))
+        named |= set(environment.opponents_named)
     assigned = {agent: name for name, one in config.policies.items() for agent in one.agents}
     players = {agent: policy_of(agent, assigned) for agent in agents}
     for agent, name in assigned.items():
@@ -207,30 +203,6 @@ def _refuse_unplayed(config: "RunConfig") -> None:
             f"policies: all agents ({', '.join(sorted(agents))}) are further policies, and the run's own is "
             "none: leave at least one to it"
         )
-
-
-def known_agents(environment: EnvironmentConfig) -> frozenset[str] | None:
-    """Return the names of the agents of an environment; None where only its own code knows them."""
-    return None if (found := _agents(environment)) is None else frozenset(found)
-
-
-def _agents(environment: EnvironmentConfig) -> Iterator[str] | None:
-    if isinstance(environment, PanelConfig):
-        roles = {"solver": environment.solvers, "rewriter": environment.rewriters}
-        numbered = (f"{role}-{n + 1}" for role, count in roles.items() for n in range(count))
-        return iter([*numbered, "selector"])
-    if isinstance(environment, DebateConfig):
-        return iter([*(f"debater-{n + 1}" for n in range(environment.debaters)), "judge"])
-    if isinstance(environment, GameConfig):
-        players = {"guess_number": 1, "nim": 2, "gymnasium": 1}.get(environment.game.type)
-        if isinstance(environment.game, TextArenaGame):
-            players = environment.game.players
-        return None if players is None else _players(players)
-    return iter(["solver"]) if environment.type in ("single_turn", "tools", "length_profile") else None
-
-
-def _players(count: int) -> Iterator[str]:
-    return iter(["player"]) if count == 1 else (f"player-{n + 1}" for n in range(count))
 
 
 def shares_servers(config: "RunConfig", name: str, engine: EngineConfig) -> bool:
