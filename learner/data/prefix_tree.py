@@ -23,7 +23,7 @@ from learner.host_memory.transfer import to_device
 from storage.shard.shared_prefixes import common_length
 
 
-class Segment(NamedTuple):
+class PrefixSegment(NamedTuple):
     """Tokens that follow each other in every sequence that has the first of them."""
 
     number: int
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
     length: int
 
 
-SegmentPath = tuple[Segment, ...]
+SegmentPath = tuple[PrefixSegment, ...]
 """Segments of one sequence, in the order of the text."""
 
 
@@ -99,7 +99,7 @@ def chunks_within(paths: Sequence[SegmentPath], prompts: Sequence[int], budget: 
     A sequence over the budget is a chunk by itself. Each chunk is in depth-first order."""
     chunks: list[list[int]] = []
     for members in _by_prompt(prompts):
-        begun: set[Segment] = set()
+        begun: set[PrefixSegment] = set()
         room = -1
         for i in sorted(members, key=paths.__getitem__):
             if (added := _length(set(paths[i]) - begun)) > room:
@@ -156,7 +156,7 @@ def _by_prompt(prompts: Sequence[int]) -> list[list[int]]:
     return list(members.values())
 
 
-def _length(segments: Sequence[Segment] | set[Segment]) -> int:
+def _length(segments: Sequence[PrefixSegment] | set[PrefixSegment]) -> int:
     return sum(segment.length for segment in segments)
 
 
@@ -176,7 +176,7 @@ def _tree_paths(
         shared = len(ordered[begin]) if is_one else min(common[begin + 1 : end])
         more = shared - _length(path)
         if more >= (1 if is_one else least):
-            path = (*path, Segment(next(numbers), more))
+            path = (*path, PrefixSegment(next(numbers), more))
         if is_one:
             paths[begin] = path
             continue

@@ -18,7 +18,7 @@ from learner.logprobs.top_tokens import with_top_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
+class TokenScores:
     """Result of a pass for a sample of L tokens; NaN at tokens that are not trained."""
 
     logprobs: np.ndarray
@@ -111,7 +111,7 @@ def score(
     policy: str | None = None,
     tokens_per_micro_batch: int,
     share_prefixes: bool = False,
-) -> list[Scores]:
+) -> list[TokenScores]:
     """Compute log-probs and entropy of the trained tokens. Every rank calls this.
 
     Args:
@@ -131,7 +131,7 @@ def score(
             )
     packs = numbered_packs(samples, tokens_per_micro_batch, share_prefixes=share_prefixes)
     values_of = backend.logprobs([batch for _, batch in packs])
-    found: dict[int, Scores] = {}
+    found: dict[int, TokenScores] = {}
     for (members, batch), values in zip(packs, values_of, strict=True):
         for i, of_sample in zip(members, torch.split(values, list(batch.lengths), dim=1), strict=True):
             found[i] = _scores(of_sample)
@@ -157,8 +157,8 @@ def with_own_experts(backend: Backend, samples: Sequence[Sample], learner: Learn
     return found
 
 
-def _scores(values: Tensor) -> Scores:
+def _scores(values: Tensor) -> TokenScores:
     """Shift by one: position t holds the prediction of token t + 1."""
     first = torch.full((2, 1), torch.nan)
     logprobs, entropy = torch.cat((first, values[:, :-1]), dim=1).numpy()
-    return Scores(logprobs=logprobs, entropy=entropy)
+    return TokenScores(logprobs=logprobs, entropy=entropy)

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.backends.contract.backend import Adapters
+from learner.backends.contract.backend import TrainedAdapters
 from learner.model_directories.lazy_weights import spec_of
 from storage.model_files.adapter_names import WEIGHT, adapter_names
 
@@ -29,7 +29,7 @@ SUBDIRECTORY = "adapter"
 """Name of the directory beside the whole weights that a run exports."""
 
 
-def write_adapter(path: Path, adapters: Adapters, tensors: Mapping[str, Tensor], model: str) -> None:
+def write_adapter(path: Path, adapters: TrainedAdapters, tensors: Mapping[str, Tensor], model: str) -> None:
     """Write the `tensors` that `adapters.streamed` gave; `model` says where the frozen weights are from."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps(_config(adapters, model), indent=2) + "\n")
@@ -37,7 +37,7 @@ def write_adapter(path: Path, adapters: Adapters, tensors: Mapping[str, Tensor],
     save_file(whole, path / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _lacking(adapters: Adapters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _lacking(adapters: TrainedAdapters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield adapters of 0 for experts' projections without one in a layer where others have one: peft makes
     one of all."""
     layers = {module.rsplit(".", 2)[0] for module in adapters.modules if _is_routed(module)}
@@ -61,7 +61,7 @@ def _is_of_mlp(module: str) -> bool:
     return _is_routed(module) or module.endswith(MLP)
 
 
-def _config(adapters: Adapters, model: str) -> dict[str, JsonValue]:
+def _config(adapters: TrainedAdapters, model: str) -> dict[str, JsonValue]:
     """Return what peft reads; what is missing has peft's default."""
     lora = adapters.config
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # peft declares whole numbers
@@ -81,7 +81,7 @@ def _config(adapters: Adapters, model: str) -> dict[str, JsonValue]:
     }
 
 
-def _targets(adapters: Adapters) -> dict[str, JsonValue]:
+def _targets(adapters: TrainedAdapters) -> dict[str, JsonValue]:
     """Return what says which layers have adapters. Those of DoRA can be modules alone."""
     lora = adapters.config
     is_mixture = any(_is_routed(name.removesuffix(WEIGHT)) for name in adapters.base)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.contract.backend import Adapters, Backend, Exported
+from learner.backends.contract.backend import Backend, Exported, TrainedAdapters
 from learner.distributed.process_group import device
 from learner.host_memory.host_tensors import host_tensors
 from learner.host_memory.transfer import host_memory
@@ -75,13 +75,13 @@ class HostCopy:
         self.seconds = time.perf_counter() - began
         return Copied(buffers.words, done)
 
-    def adapter_base(self, adapters: Adapters | None) -> AdapterBase | None:
+    def adapter_base(self, adapters: TrainedAdapters | None) -> AdapterBase | None:
         """Return what published adapters belong to; None where whole weights are published."""
         if adapters is None or adapters.config.publish == "merged":
             return None
         return AdapterBase(adapters.described, partial(self.as_published, adapters))
 
-    def as_published(self, adapters: Adapters) -> Weights:
+    def as_published(self, adapters: TrainedAdapters) -> Weights:
         """Return the frozen weights of adapters in the dtypes to publish. It is called on any thread."""
         exact, base = adapters.exact, adapters.base
         tensors = {name: base[name].to(exact.get(name, self._dtype)).contiguous() for name in sorted(base)}

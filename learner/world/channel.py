@@ -16,7 +16,7 @@ SILENCE_LIMIT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """A method of `Rank` that all ranks call, or None to leave the world."""
 
     method: str | None
@@ -36,7 +36,7 @@ class Channel:
         self._group = dist.new_group(backend="gloo", timeout=SILENCE_LIMIT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="calls")
 
-    async def send(self, call: Call | None = None) -> bool:
+    async def send(self, call: RankCall | None = None) -> bool:
         """Pass `call`, or a sign of life, to all other ranks; return whether one of them was told to stop.
 
         For rank 0. Raises `WorldError` when a rank is gone.
@@ -46,16 +46,16 @@ class Channel:
         _, stopping = await self._in_thread(call)
         return stopping
 
-    async def receive(self) -> Call | None:
+    async def receive(self) -> RankCall | None:
         """Return what rank 0 sends next. Raises `WorldError` when it is gone, or silent for
         `SILENCE_LIMIT`."""
         call, _ = await self._in_thread(None)
         return call
 
-    async def _in_thread(self, call: Call | None) -> tuple[Call | None, bool]:
+    async def _in_thread(self, call: RankCall | None) -> tuple[RankCall | None, bool]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._pass, call)
 
-    def _pass(self, call: Call | None) -> tuple[Call | None, bool]:
+    def _pass(self, call: RankCall | None) -> tuple[RankCall | None, bool]:
         """Pass one round of all ranks: the call from rank 0, the wish to stop from any to all."""
         box = [call]
         try:

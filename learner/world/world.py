@@ -13,14 +13,14 @@ from bus.requests import BatchLease, GroupRef
 from learner.config.batch import BatchConfig
 from learner.config.process_settings import LearnerSettings
 from learner.data.balancing import GroupWork, balanced
-from learner.world.channel import Call, Channel
+from learner.world.channel import Channel, RankCall
 from learner.world.rank import Rank
 
 log = structlog.get_logger()
 BEAT_S = 1.0
 P = ParamSpec("P")
 T = TypeVar("T")
-LEAVE = Call(None)
+LEAVE = RankCall(None)
 
 
 class World:
@@ -54,14 +54,14 @@ class World:
         Every one can be called so, if its arguments can be pickled: there is no list of them. Raises
         `WorldError` when a rank is gone.
         """
-        await self._channel.send(Call(method.__name__, arguments, named))
+        await self._channel.send(RankCall(method.__name__, arguments, named))
         return await method(self.rank, *arguments, **named)
 
     async def send(
         self, method: Callable[Concatenate[Any, P], None], *arguments: P.args, **named: P.kwargs
     ) -> None:
         """Call a plain method of `Rank` on all ranks, by its name; each does it on receipt."""
-        await self._channel.send(Call(method.__name__, arguments, named))
+        await self._channel.send(RankCall(method.__name__, arguments, named))
         method(self.rank, *arguments, **named)
 
     async def fetch(self, lease: BatchLease) -> None:
@@ -75,16 +75,16 @@ class World:
 
         Raises `WorldError` when rank 0 is gone.
         """
-        calls: asyncio.Queue[Call] = asyncio.Queue()
+        calls: asyncio.Queue[RankCall] = asyncio.Queue()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen(calls), name="hear calls")
             while (call := await calls.get()) != LEAVE:
                 await self._method(call)(*call.arguments, **call.named)
             self.rank.cancel_fetches()
 
-    async def _listen(self, calls: asyncio.Queue[Call]) -> None:
+    async def _listen(self, calls: asyncio.Queue[RankCall]) -> None:
         """Call a plain method, such as `fetch`, at once, even during a step; a coroutine waits its turn."""
-        call: Call | None = None
+        call: RankCall | None = None
         while call != LEAVE:
             call = await self._channel.receive()
             if call is None:
@@ -94,7 +94,7 @@ class World:
             else:
                 self._method(call)(*call.arguments, **call.named)
 
-    def _method(self, call: Call) -> Callable[..., Any]:
+    def _method(self, call: RankCall) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.rank, str(call.method))
         return method
 

@@ -82,7 +82,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
+class TrainedAdapters:
     """Low-rank adapters that are trained instead of the weights (learner/backends/shared/lora.py)."""
 
     config: LoraConfig
@@ -260,7 +260,7 @@ class Backend(Protocol):
     # --- weights out: learner/publication/host_copy.py and the export at the end ---
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> TrainedAdapters | None:
         """Return the adapters that are trained instead of the weights; None where these are trained.
 
         `export` and `streamed` give the weights that the adapters make of the frozen ones."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bus.errors import ConfigError
-from learner.backends.contract.backend import Adapters, Exported
+from learner.backends.contract.backend import Exported, TrainedAdapters
 from learner.backends.fsdp.expert_adapters import ExpertStack, adapt_experts, expert_stacks, pairs_name
 from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import local, whole
@@ -261,11 +261,11 @@ class ModelAdapters:
                 if dist.get_rank() == 0:
                     yield magnitude_name(weight), self._norms.magnitude(weight, found)
 
-    def described(self, exact: Mapping[str, torch.dtype]) -> Adapters:
+    def described(self, exact: Mapping[str, torch.dtype]) -> TrainedAdapters:
         """Return what others than this backend need of them; `exact` weights have dtypes of their own."""
         streamed = partial(self._streamed, torch.float32)
         layers = [layer for adapter in self._adapters for layer in adapter.of.layers]
-        return Adapters(self.config, self._base, exact, layers, streamed)
+        return TrainedAdapters(self.config, self._base, exact, layers, streamed)
 
     def saved(self) -> dict[str, JsonValue]:
         """Return what must be the same where a checkpoint of them is loaded."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import first_row, local, whole
 from learner.backends.quantised.rounding import Rounding
-from learner.backends.quantised.weights import Mixed, Part, RoundedWeights
+from learner.backends.quantised.weights import Mixed, RoundedWeights, WeightPart
 from storage.weights.quantisation import is_quantised
 
 
@@ -19,7 +19,7 @@ def rounded_weights(
     """Return this rank's part of the weights, and what engines make of them; `dtype` is what layers compute
     in. Raises `ConfigError` where they cannot be quantised so."""
     rounding.refuse(names.files)
-    parts: list[Part] = []
+    parts: list[WeightPart] = []
     mixed: list[Mixed] = []
     for name, tensor in tensors.items():
         files = names.tensors[name].files
@@ -32,9 +32,9 @@ def rounded_weights(
     return RoundedWeights(rounding, parts, mixed, dtype)
 
 
-def _part(tensor: Tensor) -> Part:
+def _part(tensor: Tensor) -> WeightPart:
     mine, (rows, columns), ranks = local(tensor), tensor.shape, dist.get_world_size()
-    return Part(
+    return WeightPart(
         mine,
         (len(mine), columns),
         (rows, columns),

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.algorithms.losses.objective import Objective
-from learner.backends.contract.backend import Adapters, CriticSource, Exported, StepResult
+from learner.backends.contract.backend import CriticSource, Exported, StepResult, TrainedAdapters
 from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
 from learner.backends.fsdp import checkpoint
 from learner.backends.fsdp.build import empty_model
@@ -268,7 +268,7 @@ class FsdpTrainer:
     # --- weights out ---
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> TrainedAdapters | None:
         """Return the adapters that are trained instead of the weights; None where these are trained."""
         return None if self._adapters is None else self._adapters.described(self._float32_buffers)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.algorithms.losses.objective import Objective
-from learner.backends.contract.backend import Adapters, CriticSource, Exported, StepResult
+from learner.backends.contract.backend import CriticSource, Exported, StepResult, TrainedAdapters
 from learner.backends.contract.frozen_policies import FrozenPolicies, Weights
 from learner.backends.megatron.checkpoint_state import (
     load_state,
@@ -226,7 +226,7 @@ class Trainer:
     # --- weights out ---
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> TrainedAdapters | None:
         """Return the adapters that are trained instead of the weights; None where these are trained."""
         return None if self.lora is None else self.lora.described()
 

@@ -19,7 +19,7 @@ from storage.weights.quantisation import is_quantised
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class WeightPart:
     """A rank's rows or columns of a matrix, by which ranks share it."""
 
     values: Tensor
@@ -52,7 +52,7 @@ class RoundedWeights:
     """The weights of a model on this rank, and what engines make of them."""
 
     def __init__(
-        self, rounding: Rounding, parts: Sequence[Part], mixed: Sequence[Mixed], dtype: torch.dtype
+        self, rounding: Rounding, parts: Sequence[WeightPart], mixed: Sequence[Mixed], dtype: torch.dtype
     ) -> None:
         """Take all matrices that are quantised; `dtype` is the one in which they are computed with."""
         self._rounding, self._dtype = rounding, dtype
@@ -119,27 +119,27 @@ class RoundedWeights:
         for number, whole, piece in zip(numbers, wholes, pieces, strict=True):
             yield piece.view(whole.shape)[self._touched(self._parts[number])]
 
-    def _largest(self, part: Part) -> Tensor:
+    def _largest(self, part: WeightPart) -> Tensor:
         if not part.values.numel():
             return torch.zeros(0, 0, device=device())
         return largest_magnitudes(self._source(part), part.row, part.column, self._blocks(part))
 
-    def _source(self, part: Part) -> Tensor:
+    def _source(self, part: WeightPart) -> Tensor:
         """Return what is quantised of a part, as float32."""
         values = part.values.to(device(), self._dtype).reshape(part.sizes)
         return values.to(self._rounding.published).float()
 
-    def _blocks(self, part: Part) -> Blocks:
+    def _blocks(self, part: WeightPart) -> Blocks:
         return self._rounding.found.blocks(part.shape)
 
-    def _touched(self, part: Part) -> tuple[slice, slice]:
+    def _touched(self, part: WeightPart) -> tuple[slice, slice]:
         """Return which blocks of its matrix a part has elements of."""
         blocks = self._blocks(part)
         rows = slice(part.row // blocks.rows, -(-(part.row + part.sizes[0]) // blocks.rows))
         columns = slice(part.column // blocks.columns, -(-(part.column + part.sizes[1]) // blocks.columns))
         return (rows, columns) if part.values.numel() else (slice(0), slice(0))
 
-    def _is_exchanged(self, part: Part) -> bool:
+    def _is_exchanged(self, part: WeightPart) -> bool:
         """Tell whether blocks lie across the parts of several ranks: on all of them, or on none."""
         if part.group is None:
             return False

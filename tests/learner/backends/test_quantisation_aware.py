@@ -16,7 +16,7 @@ from learner.backends.factory import refuse_quantisation
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.quantised.rounding import Rounding
-from learner.backends.quantised.weights import Part, RoundedWeights
+from learner.backends.quantised.weights import RoundedWeights, WeightPart
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
@@ -73,7 +73,7 @@ def test_a_weight_is_rounded_to_the_bit_as_its_published_codes_say(name, dtype):
 def test_the_weights_of_engines_are_in_place_for_a_pass_and_the_gradient_goes_straight_through():
     weight = torch.tensor([[1.0, 0.3], [-0.77, 0.02]], requires_grad=True)
     rounded = RoundedWeights(
-        rounding("fp8_tensor"), [Part(weight.detach(), (2, 2), (2, 2))], [], weight.dtype
+        rounding("fp8_tensor"), [WeightPart(weight.detach(), (2, 2), (2, 2))], [], weight.dtype
     )
     inputs = torch.tensor([3.0, -5.0])
     with rounded.in_place():

@@ -17,7 +17,7 @@ from learner.backends.output import policy_output
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.logprobs.logprobs import Scores, score
+from learner.logprobs.logprobs import TokenScores, score
 from learner.publication.probe import probe_tokens, scored_probe
 from tests.learner.division import divide_world
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
@@ -56,7 +56,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
 """Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
 
 
-def scored(case: Case) -> tuple[list[Scores], list[Scores], bool, tuple[int, int]]:
+def scored(case: Case) -> tuple[list[TokenScores], list[TokenScores], bool, tuple[int, int]]:
     """Scores of this rank's samples under the reference and the current policy, after one step.
 
     And whether the passes changed a bit of the current policy; and this rank's share of the samples.
@@ -97,7 +97,7 @@ def expected_scores(policy, samples) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def assert_close(found: list[Scores], policy, samples) -> None:
+def assert_close(found: list[TokenScores], policy, samples) -> None:
     for scores, sample, expected in zip(found, samples, expected_scores(policy, samples), strict=True):
         mask = sample.loss_mask[1:]
         for ours, theirs in zip((scores.logprobs, scores.entropy), expected, strict=True):
@@ -108,7 +108,9 @@ def assert_close(found: list[Scores], policy, samples) -> None:
 
 
 @cache
-def alone(model: tuple[tuple[str, object], ...]) -> tuple[list[Scores], list[Scores], bool, tuple[int, int]]:
+def alone(
+    model: tuple[tuple[str, object], ...],
+) -> tuple[list[TokenScores], list[TokenScores], bool, tuple[int, int]]:
     """Train on one rank, that of this process."""
     return scored(Case(1, {}, model))
 

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.contract.backend import Adapters, Exported
+from learner.backends.contract.backend import Exported, TrainedAdapters
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.model.adapter import (
@@ -183,14 +183,14 @@ class ChunkAdapters:
                 if is_adapter(name) and name.endswith(("lora_B", CHANGE)):
                     parameter.zero_()
 
-    def described(self) -> Adapters:
+    def described(self) -> TrainedAdapters:
         """Return what others than this backend need of them."""
         streamed = partial(self._streamed, torch.float32)
         exact = (
             float32_weights(family_of(self._hf_config).rules(shape_of(self._hf_config)))
             | self._beside.dtypes()
         )
-        return Adapters(self.config, self._base, exact, [*self._targets], streamed)
+        return TrainedAdapters(self.config, self._base, exact, [*self._targets], streamed)
 
     def saved(self) -> dict[str, JsonValue]:
         """Return what must be the same where a checkpoint of them is loaded."""

@@ -22,7 +22,7 @@ from learner.backends.megatron.weights.rank_weights import (
 )
 from learner.backends.megatron.weights.stacks import in_files, places_in, stacks_of
 from learner.backends.quantised.rounding import Rounding
-from learner.backends.quantised.weights import Mixed, Part, RoundedWeights
+from learner.backends.quantised.weights import Mixed, RoundedWeights, WeightPart
 from storage.weights.quantisation import is_quantised
 
 
@@ -34,7 +34,7 @@ def rounded_weights(
     The parameters must stay where they are. Raises `ConfigError` where they cannot be quantised so."""
     shape, slices = shape_of(hf_config), slices_of(chunks)
     places = places_in(stacks_of(hf_config))
-    parts: list[Part] = []
+    parts: list[WeightPart] = []
     mixed: list[Mixed] = []
     for rule in family_of(hf_config).rules(shape):
         mine = slices.get(rule.megatron)
@@ -51,13 +51,15 @@ def rounded_weights(
     return RoundedWeights(rounding, parts, mixed, dtype)
 
 
-def _parts(rule: Rule, mine: Slice, shape: Shape, wholes: Mapping[str, tuple[int, ...]]) -> Iterator[Part]:
+def _parts(
+    rule: Rule, mine: Slice, shape: Shape, wholes: Mapping[str, tuple[int, ...]]
+) -> Iterator[WeightPart]:
     group = tensor_group(EXPERT.search(rule.megatron) is not None) if mine.ranks > 1 else None
     views = rule.layout.split(mine.parameter, mine.shape(shape))
     for (name, whole), view in zip(wholes.items(), views, strict=True):
         if is_quantised(name, whole):
             rows, columns = (n // mine.ranks if i == mine.dimension else n for i, n in enumerate(whole))
-            yield Part(
+            yield WeightPart(
                 view,
                 (rows, columns),
                 (whole[0], whole[1]),

@@ -34,7 +34,7 @@ from learner.host_memory.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TreeLevel:
     """Segments of one depth that others follow, as keys of all that is below them."""
 
     sets: KeySets
@@ -43,9 +43,9 @@ class Level:
     keys: Tensor
     """int64, the tokens that are keys, run by run."""
 
-    def to(self, device: torch.device) -> "Level":
+    def to(self, device: torch.device) -> "TreeLevel":
         """Copy to `device`; a no-op when already there."""
-        return Level(self.sets.to(device), to_device(self.queries, device), to_device(self.keys, device))
+        return TreeLevel(self.sets.to(device), to_device(self.queries, device), to_device(self.keys, device))
 
     def of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pick this level's queries, keys and values."""
@@ -57,7 +57,7 @@ class TreeLayout:
     """The sets of keys that queries see: their own segment's, and those of each level above."""
 
     own: KeySets
-    above: tuple[Level, ...]
+    above: tuple[TreeLevel, ...]
     line: Tensor | None = None
     """int64 [U], where each key of the line of segments is among those gathered from all ranks; None where
     this rank has all of them."""
@@ -128,9 +128,9 @@ def _levels(starts: Sequence[int], parents: Sequence[int]) -> list[list[Run]]:
     return [levels[depth] for depth in sorted(levels)]
 
 
-def _level(runs: Sequence[Run]) -> Level:
+def _level(runs: Sequence[Run]) -> TreeLevel:
     queries, keys = zip(*runs, strict=True)
-    return Level(
+    return TreeLevel(
         key_sets([len(run) for run in queries], [len(run) for run in keys], causal=False),
         torch.cat([torch.arange(run.start, run.stop) for run in queries]),
         torch.cat([torch.arange(run.start, run.stop) for run in keys]),
