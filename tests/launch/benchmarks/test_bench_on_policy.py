@@ -12,7 +12,7 @@ from actors.settings.engines import SglangEngineConfig
 from benchmarks import on_policy
 from benchmarks.on_policy import BATCHES, Load, bench_on_policy, differences, settings_of, usual
 from bus.errors import ConfigError
-from learner.logprobs.logprobs import Scores
+from learner.logprobs.logprobs import TokenScores
 
 
 def answered(logprobs):
@@ -29,7 +29,9 @@ def test_differences_by_hand(monkeypatch):
     def score(backend, given, **others):
         assert list(given) == samples
         before = np.full(2, np.nan, np.float32)
-        return [Scores(logprobs=np.concatenate((before, np.float32(each))), entropy=before) for each in ours]
+        return [
+            TokenScores(logprobs=np.concatenate((before, np.float32(each))), entropy=before) for each in ours
+        ]
 
     monkeypatch.setattr(on_policy, "score", score)
     found = differences(None, samples)
