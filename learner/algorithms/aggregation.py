@@ -17,7 +17,7 @@ import numpy as np
 
 from bus.errors import ConfigError
 from learner.algorithms.plugin import chosen_function
-from learner.config.algorithm import UsedAggregation
+from learner.config.algorithm import Aggregation
 from learner.data.packing import Sample
 
 Aggregated = tuple[np.ndarray, np.ndarray]
@@ -48,22 +48,13 @@ def constant(lengths: np.ndarray, prompts: np.ndarray, *, tokens: int) -> Aggreg
     return np.ones(len(lengths)), np.full(len(lengths), float(tokens))
 
 
-AGGREGATIONS: dict[str, Callable[..., Aggregated]] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "prompt_mean": prompt_mean,
-    "constant": constant,
-}
-"""Aggregations by the `type` of the configuration."""
-
-
-def aggregated(samples: Sequence[Sample], config: UsedAggregation) -> list[Sample]:
+def aggregated(samples: Sequence[Sample], config: Aggregation) -> list[Sample]:
     """Return the samples of one update with their tokens' weights and their shares of the denominator.
 
     All trajectories of a prompt must be among them. Raises `ConfigError` where a user's aggregation returns
     anything but finite weights and denominators of each trajectory.
     """
-    if config.type == "token_mean":  # every weight is 1, so no stream is needed
+    if config.weighs_alike:
         return list(samples)
     lengths = np.array([sample.trained_tokens for sample in samples], np.int64)
     prompts = np.array([sample.group for sample in samples], np.int64)
@@ -78,6 +69,6 @@ def aggregated(samples: Sequence[Sample], config: UsedAggregation) -> list[Sampl
     ]
 
 
-def aggregation(config: UsedAggregation) -> Callable[[np.ndarray, np.ndarray], Aggregated]:
+def aggregation(config: Aggregation) -> Callable[[np.ndarray, np.ndarray], Aggregated]:
     """Return the function that `config` names."""
-    return chosen_function("aggregation", config, AGGREGATIONS)
+    return chosen_function("aggregation", config)

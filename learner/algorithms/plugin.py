@@ -2,15 +2,15 @@
 user's."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
-from bus.config import Config
 from bus.errors import ConfigError
 from bus.process.plugins import load_function
 from learner.config.learner import LearnerConfig
-from learner.config.plugin import HookConfig, Plugin
+from learner.config.plugin import Choice, HookConfig, Plugin
 
 ARGUMENTS = {
     "advantage": ("groups",),
@@ -28,20 +28,13 @@ OFFERED = {
 """Says what a function of a kind gets besides, if it has a parameter of that name."""
 
 
-def chosen_function(
-    kind: str, config: Config, builtins: Mapping[str, Callable[..., Any]], *, without: Collection[str] = ()
-) -> Callable[..., Any]:
-    """Return the function that `config` names, with its settings; `builtins` are by the settings' `type`.
-
-    `without` names settings that something else than the function goes by.
-
-    Raises `ConfigError` as `load_plugin` does.
-    """
+def chosen_function(kind: str, config: Choice) -> Callable[..., Any]:
+    """Return the function that `config` names, with its settings. Raises `ConfigError` as `load_plugin`
+    does."""
     if isinstance(config, Plugin):
         return partial(load_plugin(kind, config), **config.settings)
-    settings = config.model_dump()
-    function = builtins[settings.pop("type")]
-    return partial(function, **{name: value for name, value in settings.items() if name not in without})
+    settings = config.model_dump(exclude={"type", *config.read_elsewhere})
+    return partial(resolve_name(config.computed_by), **settings)
 
 
 def load_plugin(kind: str, config: Plugin) -> Callable[..., Any]:

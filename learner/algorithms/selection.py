@@ -7,6 +7,7 @@ step; where several updates share a batch, the later ones still go by the policy
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -15,9 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from learner.algorithms.tokens import LARGEST_DISTANCE
-from learner.config.correction import SecondMoment
 from learner.config.learner import LearnerConfig
-from learner.config.loss import ClipCovLoss, KLCovLoss
 from learner.data.packing import Sample
 from learner.distributed.process_group import device, gathered_columns
 
@@ -76,17 +75,12 @@ def _first(keys: Floats, count: int, then: Floats | None = None) -> Picked:
 
 def selections(learner: LearnerConfig) -> dict[str, Pick]:
     """Return what the objective wants to be picked, by the stream that says so."""
-    found: dict[str, Pick] = {}
-    loss = learner.loss
-    for rejection in learner.used_rejections:
-        if isinstance(rejection, SecondMoment):
-            found["beyond_second_moment"] = partial(second_moment, largest_moment=rejection.largest_moment)
-    if isinstance(loss, KLCovLoss):
-        found["picked_by_covariance"] = partial(kl_cov, picked_fraction=loss.picked_fraction)
-    if isinstance(loss, ClipCovLoss):
-        settings = loss.model_dump(include={"picked_fraction", "lowest_covariance", "highest_covariance"})
-        found["picked_by_covariance"] = partial(clip_cov, **settings)
-    return found
+    rejections = ((one, one.picks) for one in learner.used_rejections)
+    return {
+        picks.stream: partial(resolve_name(picks.computed_by), **choice.model_dump(include={*picks.settings}))
+        for choice, picks in (*rejections, (learner.loss, learner.loss.facts.picks))
+        if picks is not None
+    }
 
 
 def with_selections(

@@ -1,18 +1,39 @@
 """Settings of how rewards become advantages. Loads without torch."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Collection
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.plugin import Plugin
+from learner.config.plugin import Choice, Plugin
 
 
-class GRPOAdvantage(Config):
+class AdvantageEstimator(Choice):
+    """Base of the advantage estimators (learner/algorithms/advantages/estimator.py)."""
+
+    whitens: ClassVar[bool] = False
+    """Its advantages have mean 0 and variance 1 over the step already."""
+
+    needs_critic: ClassVar[bool] = False
+    """It goes by what a critic predicts."""
+
+    takes_negative_rewards: ClassVar[bool] = True
+    """It is defined for rewards below 0."""
+
+    @property
+    def reward_parts(self) -> Collection[str] | None:
+        """Return names of the parts of the reward that it takes one by one; None where it takes the whole."""
+        return None
+
+
+class GRPOAdvantage(AdvantageEstimator):
     """Reward relative to the agent's other rewards in its group."""
 
     type: Literal["grpo"] = "grpo"
     """Name of the estimator."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.grpo:grpo_advantages"
 
     normalize_std: bool = True
     """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
@@ -22,39 +43,49 @@ class GRPOAdvantage(Config):
     """Added to the standard deviation before the division."""
 
 
-class RLOOAdvantage(Config):
+class RLOOAdvantage(AdvantageEstimator):
     """Reward less the mean of the agent's other rewards in its group (arXiv:2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
     """Name of the estimator."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.rloo:rloo_advantages"
 
-class OAPLAdvantage(Config):
+
+class OAPLAdvantage(AdvantageEstimator):
     """Reward less the optimal value of the prompt, b log mean exp(reward / b) over its group
     (arXiv:2602.19362)."""
 
     type: Literal["oapl"] = "oapl"
     """Name of the estimator."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.oapl:oapl_advantages"
+
     value_kl_weight: float = Field(1.0, gt=0)
     """Number b, in units of the reward: a small one makes the best reward of the group its value, a large one
     the mean."""
 
 
-class MaxRLAdvantage(Config):
+class MaxRLAdvantage(AdvantageEstimator):
     """Reward relative to the mean of its group, in units of that mean (arXiv:2602.02710); rewards are at
     least 0."""
 
     type: Literal["maxrl"] = "maxrl"
     """Name of the estimator."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.maxrl:maxrl_advantages"
+    takes_negative_rewards: ClassVar[bool] = False
 
-class GDPOAdvantage(Config):
+
+class GDPOAdvantage(AdvantageEstimator):
     """Several rewards, each normalised in the group, then added by weight and whitened over the step
     (arXiv:2601.05242)."""
 
     type: Literal["gdpo"] = "gdpo"
     """Name of the estimator."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.gdpo:gdpo_advantages"
+    whitens: ClassVar[bool] = True
 
     rewards: dict[str, float] = Field(min_length=1)
     """Weights of the parts of the outcome's reward, by name (`reward_components` of a trajectory). A reward
@@ -63,29 +94,42 @@ class GDPOAdvantage(Config):
     std_floor: float = Field(1e-4, ge=0)
     """Added to the standard deviation before the division."""
 
+    @property
+    def reward_parts(self) -> Collection[str]:
+        """Return the parts that have a weight."""
+        return self.rewards
 
-class ReinforcePPAdvantage(Config):
+
+class ReinforcePPAdvantage(AdvantageEstimator):
     """Reward less the KL penalties still to come, whitened over the step (REINFORCE++, arXiv:2501.03262)."""
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
     """Name of the estimator."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.reinforce_pp:reinforce_pp_advantages"
+    whitens: ClassVar[bool] = True
+
     discount_per_token: float = Field(1.0, gt=0, le=1)
     """Factor of what comes a token later."""
 
 
-class ReinforcePPBaselineAdvantage(Config):
+class ReinforcePPBaselineAdvantage(AdvantageEstimator):
     """Reward less the mean of the group, whitened over the step (REINFORCE++ with baseline)."""
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     """Name of the estimator."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.reinforce_pp:reinforce_pp_baseline_advantages"
+    whitens: ClassVar[bool] = True
 
-class DiscountedReturns(Config):
+
+class DiscountedReturns(AdvantageEstimator):
     """Each turn has the discounted sum of its own reward and those after it."""
 
     type: Literal["discounted_returns"] = "discounted_returns"
     """Name of the estimator."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.turns:discounted_return_advantages"
 
     discount_per_turn: float = Field(1.0, gt=0, le=1)
     """Factor of what comes a turn later."""
@@ -102,12 +146,14 @@ class DiscountedReturns(Config):
     """Added to the standard deviation before the division."""
 
 
-class TurnCredit(Config):
+class TurnCredit(AdvantageEstimator):
     """Each turn has the advantage of its own reward, beside that of the outcome (MT-GRPO,
     arXiv:2505.11821)."""
 
     type: Literal["turn_credit"] = "turn_credit"
     """Name of the estimator."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.turns:turn_credit_advantages"
 
     outcome_coef: float = Field(1.0, ge=0)
     """Weight of the outcome in a turn that has a reward of its own."""
@@ -120,11 +166,13 @@ class TurnCredit(Config):
     """Added to the standard deviation before the division."""
 
 
-class HierarchicalAdvantage(Config):
+class HierarchicalAdvantage(AdvantageEstimator):
     """Some agents are compared within their episode, the others with themselves in the other episodes."""
 
     type: Literal["hierarchical"] = "hierarchical"
     """Name of the estimator."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.hierarchical:hierarchical_advantages"
 
     within_episode: tuple[str, ...] = Field(min_length=1)
     """Agents whose trajectories in an episode are attempts at the same thing, such as the solvers of a
@@ -138,12 +186,14 @@ class HierarchicalAdvantage(Config):
     """Added to the standard deviation before the division."""
 
 
-class RAEAdvantage(Config):
+class RAEAdvantage(AdvantageEstimator):
     """Reward less a moving average of the agent's rewards (role-conditioned advantage estimation of SPIRAL,
     arXiv:2506.24119). The averages are in every checkpoint."""
 
     type: Literal["rae"] = "rae"
     """Name of the estimator."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.rae:rae_advantages"
 
     decay: float = Field(0.95, ge=0, lt=1)
     """Weight of the past in the average at each episode."""
@@ -153,16 +203,24 @@ class RAEAdvantage(Config):
     its own."""
 
 
-class GAEAdvantage(Config):
+class GAEAdvantage(AdvantageEstimator):
     """What a critic did not foresee of the rewards, action by action (generalised advantage estimation,
     arXiv:1506.02438). `learner.critic` says what an action is."""
 
     type: Literal["gae"] = "gae"
     """Name of the estimator."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.advantages.gae:gae_advantages"
+    needs_critic: ClassVar[bool] = True
+
     trace_decay: float = Field(0.95, ge=0, le=1)
     """Weight of what comes later against the critic's prediction (lambda): 1 is the return less the value, 0
     looks one action ahead. The critic's targets have their own (arXiv:2503.01491)."""
+
+
+class PluginAdvantage(Plugin, AdvantageEstimator):
+    """An estimator of the user's own: `function(groups, **settings)` gives an advantage for each
+    trajectory."""
 
 
 AdvantageConfig = Annotated[
@@ -178,11 +236,9 @@ AdvantageConfig = Annotated[
     | HierarchicalAdvantage
     | RAEAdvantage
     | GAEAdvantage
-    | Plugin,
+    | PluginAdvantage,
     Field(discriminator="type"),
 ]
-WHITENED = (GDPOAdvantage, ReinforcePPAdvantage, ReinforcePPBaselineAdvantage)
-"""Estimators whose advantages have mean 0 and variance 1 over the step already."""
 
 
 class OverlongPenalty(Config):

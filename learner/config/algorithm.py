@@ -4,12 +4,19 @@ Each choice is discriminated on `type`; `type = "plugin"` names a function of th
 advantage.py, correction.py (with rejections) and loss.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from bus.config import Config
-from learner.config.plugin import Plugin
+from learner.config.plugin import Choice, Plugin
+
+
+class Aggregation(Choice):
+    """Base of the aggregations (learner/algorithms/aggregation.py)."""
+
+    weighs_alike: ClassVar[bool] = False
+    """Every trained token of the step has weight 1, so that no stream is needed."""
 
 
 class AutoAggregation(Config):
@@ -19,38 +26,52 @@ class AutoAggregation(Config):
     """Name of the aggregation."""
 
 
-class TokenMean(Config):
+class TokenMean(Aggregation):
     """Mean over all trained tokens of the step, as in DAPO (arXiv:2503.14476)."""
 
     type: Literal["token_mean"] = "token_mean"
     """Name of the aggregation."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.aggregation:token_mean"
+    weighs_alike: ClassVar[bool] = True
 
-class SequenceMean(Config):
+
+class SequenceMean(Aggregation):
     """Mean over the trajectories of the step of the mean over their tokens, as in GRPO (arXiv:2402.03300)."""
 
     type: Literal["sequence_mean"] = "sequence_mean"
     """Name of the aggregation."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.aggregation:sequence_mean"
 
-class PromptMean(Config):
+
+class PromptMean(Aggregation):
     """Mean over the prompts of the step of the mean over all tokens of a prompt's trajectories."""
 
     type: Literal["prompt_mean"] = "prompt_mean"
     """Name of the aggregation."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.aggregation:prompt_mean"
 
-class ConstantDenominator(Config):
+
+class ConstantDenominator(Aggregation):
     """Sum over the tokens of a trajectory divided by a constant, as in Dr. GRPO (arXiv:2503.20783)."""
 
     type: Literal["constant"] = "constant"
     """Name of the aggregation."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.aggregation:constant"
+
     tokens: int = Field(gt=0)
     """Sets what each trajectory's sum is divided by, such as the longest answer that is allowed."""
 
 
-UsedAggregation = TokenMean | SequenceMean | PromptMean | ConstantDenominator | Plugin
+class PluginAggregation(Plugin, Aggregation):
+    """An aggregation of the user's own: `function(lengths, prompts, **settings) -> (weights,
+    denominators)`."""
+
+
+UsedAggregation = TokenMean | SequenceMean | PromptMean | ConstantDenominator | PluginAggregation
 AggregationConfig = Annotated[AutoAggregation | UsedAggregation, Field(discriminator="type")]
 SEQUENCE_SUM = ConstantDenominator(tokens=1)
 """The mean over the trajectories of the step of the sum over their tokens."""

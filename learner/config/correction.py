@@ -3,13 +3,15 @@
 Loads without torch."""
 
 from collections.abc import Sequence
+from itertools import combinations
+from math import inf
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.algorithm import SequenceMean, TokenMean, UsedAggregation
-from learner.config.plugin import Plugin
+from learner.config.algorithm import Aggregation, SequenceMean, TokenMean
+from learner.config.plugin import Choice, Picking, Plugin
 
 
 def _refuse_bounds_without_effect(bound: str, floor: float | None, cap: float) -> None:
@@ -20,6 +22,24 @@ def _refuse_bounds_without_effect(bound: str, floor: float | None, cap: float) -
         raise ValueError(f"no weight is between the floor, {lowest}, and the cap, {cap}: lower the floor")
 
 
+class Correction(Choice):
+    """Base of the corrections. The function takes log ratios [N], the sequence of each token [N] and the
+    settings, and returns weights [N], which tokens are kept [N], and what to log, as losses do."""
+
+    by_sequence: ClassVar[bool] = True
+    """The weight of a token depends on other tokens of its sequence."""
+
+    @property
+    def may_reject(self) -> bool:
+        """Tell whether it may leave tokens out, besides weighing them."""
+        return True
+
+    @property
+    def is_whole_ratio(self) -> bool:
+        """Tell whether it weighs tokens by the whole importance ratio, without a cap."""
+        return False
+
+
 class AutoCorrection(Config):
     """Token TIS: at its default, or without a cap beside a rejection whose paper has none. None for a loss
     whose own ratio is to the policy that sampled."""
@@ -28,18 +48,29 @@ class AutoCorrection(Config):
     """Name of the correction."""
 
 
-class NoCorrection(Config):
+class NoCorrection(Correction):
     """Every token counts as if the policy of the loss had sampled it."""
 
     type: Literal["none"] = "none"
     """Name of the correction."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.corrections.bounds:uncorrected"
+    by_sequence: ClassVar[bool] = False
 
-class TokenTIS(Config):
+    @property
+    def may_reject(self) -> bool:
+        """Tell that every token counts."""
+        return False
+
+
+class TokenTIS(Correction):
     """Importance weight of each token, truncated from above (truncated importance sampling)."""
 
     type: Literal["token_tis"] = "token_tis"
     """Name of the correction."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.corrections.token_tis:token_tis"
+    by_sequence: ClassVar[bool] = False
 
     truncation_cap: float = Field(2.0, gt=0)
     """Upper bound on the importance weight to the behaviour policy; `inf` turns truncation off."""
@@ -56,8 +87,18 @@ class TokenTIS(Config):
         _refuse_bounds_without_effect(self.bound, self.floor, self.truncation_cap)
         return self
 
+    @property
+    def may_reject(self) -> bool:
+        """Tell whether it leaves out tokens beyond its bounds."""
+        return self.bound == "mask"
 
-class SequenceTIS(Config):
+    @property
+    def is_whole_ratio(self) -> bool:
+        """Tell whether no ratio is cut off from above."""
+        return self.truncation_cap == inf
+
+
+class SequenceTIS(Correction):
     """Importance weight of each sequence, shared by its tokens and truncated from above.
 
     It needs all tokens of a sequence before any gradient, so the logits are computed twice.
@@ -65,6 +106,8 @@ class SequenceTIS(Config):
 
     type: Literal["sequence_tis"] = "sequence_tis"
     """Name of the correction."""
+
+    computed_by: ClassVar[str] = "learner.algorithms.corrections.sequence_tis:sequence_tis"
 
     over: Literal["product", "mean"] = "product"
     """The product of the tokens' ratios, which is exact, or their geometric mean, which varies less."""
@@ -85,7 +128,12 @@ class SequenceTIS(Config):
         return self
 
 
-UsedCorrection = NoCorrection | TokenTIS | SequenceTIS | Plugin
+class PluginCorrection(Plugin, Correction):
+    """A correction of the user's own: `function(log_ratio, sequence, **settings) -> (weights, kept,
+    sums)`."""
+
+
+UsedCorrection = NoCorrection | TokenTIS | SequenceTIS | PluginCorrection
 CorrectionConfig = Annotated[AutoCorrection | UsedCorrection, Field(discriminator="type")]
 
 
@@ -96,27 +144,37 @@ class NoRejection(Config):
     """Name of the rejection."""
 
 
-class _Rejection(Config):
-    """Base of the rejections, with what is not a setting of theirs."""
+class Rejection(Choice):
+    """Base of the rejections. The function takes log ratios, log-probs, advantages and the sequence of each
+    token, [N] each, and the settings, and returns which tokens are kept [N]; where tokens are picked over the
+    update, the picked ones are left out instead."""
+
+    by_token: ClassVar[bool] = False
+    """Whether a token is kept depends on that token alone."""
+
+    picks: ClassVar[Picking | None] = None
+    """Tokens that are left out, where they are picked over a whole update."""
 
     whole_ratio: ClassVar[bool] = False
     """Its paper weighs what is kept by the whole importance ratio, without a cap."""
 
-    aggregation: ClassVar[UsedAggregation | None] = None
+    aggregation: ClassVar[Aggregation | None] = None
     """The aggregation of its paper, if that is part of what the name stands for."""
 
     paper: ClassVar[str] = ""
     """Name and number of the paper of these."""
 
 
-class TokenRange(_Rejection):
+class TokenRange(Rejection):
     """Tokens are rejected whose importance ratio lies outside of a range (IcePop, arXiv:2510.18855)."""
 
     type: Literal["token_range"] = "token_range"
     """Name of the rejection."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:token_range"
+    by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
-    aggregation: ClassVar[UsedAggregation | None] = SequenceMean()
+    aggregation: ClassVar[Aggregation | None] = SequenceMean()
     paper: ClassVar[str] = "IcePop (arXiv:2510.18855)"
 
     lowest: float = Field(0.5, ge=0)
@@ -126,13 +184,15 @@ class TokenRange(_Rejection):
     """Largest ratio that is trained on; `inf` sets no bound."""
 
 
-class BinaryTV(_Rejection):
+class BinaryTV(Rejection):
     """Tokens are rejected whose probability moved too far in the direction of their advantage (DPPO-TV,
     arXiv:2602.04879)."""
 
     type: Literal["binary_tv"] = "binary_tv"
     """Name of the rejection."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_tv"
+    by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
 
@@ -140,13 +200,15 @@ class BinaryTV(_Rejection):
     """Largest change of a token's probability that is trained on."""
 
 
-class BinaryKL(_Rejection):
+class BinaryKL(Rejection):
     """Tokens are rejected that moved too far in nats in the direction of their advantage (DPPO-KL,
     arXiv:2602.04879)."""
 
     type: Literal["binary_kl"] = "binary_kl"
     """Name of the rejection."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_kl"
+    by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "DPPO (arXiv:2602.04879)"
 
@@ -154,13 +216,15 @@ class BinaryKL(_Rejection):
     """Largest KL in nats, between taking the token or not, that is trained on."""
 
 
-class BinaryKLTwoWay(_Rejection):
+class BinaryKLTwoWay(Rejection):
     """Tokens are rejected whose probability differs by too many nats from what it was, in either direction
     and whatever their advantage (KPop, ringtech.notion.site/kpop)."""
 
     type: Literal["binary_kl_two_way"] = "binary_kl_two_way"
     """Name of the rejection."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_kl_two_way"
+    by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
     paper: ClassVar[str] = "KPop (ringtech.notion.site/kpop)"
 
@@ -169,7 +233,7 @@ class BinaryKLTwoWay(_Rejection):
     order."""
 
 
-class SecondMoment(_Rejection):
+class SecondMoment(Rejection):
     """Tokens with the largest log ratios of an update are rejected until the mean square of the others is
     small (M2PO, arXiv:2510.01161).
 
@@ -179,21 +243,26 @@ class SecondMoment(_Rejection):
     type: Literal["second_moment"] = "second_moment"
     """Name of the rejection."""
 
+    by_token: ClassVar[bool] = True
+    picks: ClassVar[Picking | None] = Picking(
+        "beyond_second_moment", "learner.algorithms.selection:second_moment", ("largest_moment",)
+    )
     whole_ratio: ClassVar[bool] = True
-    aggregation: ClassVar[UsedAggregation | None] = TokenMean()
+    aggregation: ClassVar[Aggregation | None] = TokenMean()
     paper: ClassVar[str] = "M2PO (arXiv:2510.01161)"
 
     largest_moment: float = Field(0.04, gt=0)
     """Largest mean of the squared log ratios of what is trained on, in nats squared."""
 
 
-class SequenceRange(_Rejection):
+class SequenceRange(Rejection):
     """Sequences are rejected whose importance ratio lies outside of a range: geometric rejection, or, with
     `over = "product"` and sequence TIS, masked importance sampling."""
 
     type: Literal["sequence_range"] = "sequence_range"
     """Name of the rejection."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:sequence_range"
     over: Literal["product", "mean"] = "mean"
     """The product of the tokens' ratios, or their geometric mean."""
 
@@ -204,23 +273,25 @@ class SequenceRange(_Rejection):
     """Largest ratio that is trained on; `inf` sets no bound."""
 
 
-class Veto(_Rejection):
+class Veto(Rejection):
     """Sequences are rejected in which a token has become nearly impossible."""
 
     type: Literal["veto"] = "veto"
     """Name of the rejection."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:veto"
     smallest: float = Field(1e-4, gt=0, lt=1)
     """Smallest ratio of any token of a sequence that is trained on."""
 
 
-class NegativeDivergence(_Rejection):
+class NegativeDivergence(Rejection):
     """Sequences of negative advantage are rejected that have become less likely (off-policy sequence masking
     of DeepSeek-V3.2, arXiv:2512.02556)."""
 
     type: Literal["negative_divergence"] = "negative_divergence"
     """Name of the rejection."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:negative_divergence"
     largest_drop: float = Field(1e-4, gt=0)
     """Largest mean drop of the log-probs, in nats a token, that is trained on."""
 
@@ -238,11 +309,12 @@ UsedRejection = (
 RejectionConfig = Annotated[NoRejection | UsedRejection, Field(discriminator="type")]
 
 
-def refuse_two_selections(rejections: Sequence[UsedRejection]) -> None:
+def refuse_two_selections(rejections: Sequence[Rejection]) -> None:
     """Raise `ValueError` for two that pick tokens over an update alike: there is one mark for each token."""
-    bounds = [rejection.largest_moment for rejection in rejections if isinstance(rejection, SecondMoment)]
-    if len(bounds) > 1:
-        raise ValueError(
-            f"learner.rejections: second_moment is there {len(bounds)} times, with largest_moment {bounds}: "
-            "what the smallest leaves out is all that any does: keep that one"
-        )
+    picking = [one for one in rejections if one.picks is not None]
+    for one, other in combinations(picking, 2):
+        if one.picks == other.picks:
+            raise ValueError(
+                f"learner.rejections: {one.type} is there twice, {one!r} and {other!r}: what the strictest "
+                "leaves out is all that any does: keep that one"
+            )

@@ -6,27 +6,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.advantage import (
-    NO_OVERLONG,
-    OVERLONG,
-    WHITENED,
-    AdvantageConfig,
-    GAEAdvantage,
-    GDPOAdvantage,
-    GRPOAdvantage,
-    MaxRLAdvantage,
-    OverlongPenalty,
-)
-from learner.config.algorithm import AggregationConfig, AutoAggregation, UsedAggregation
+from learner.config.advantage import NO_OVERLONG, OVERLONG, AdvantageConfig, GRPOAdvantage, OverlongPenalty
+from learner.config.algorithm import Aggregation, AggregationConfig, AutoAggregation
 from learner.config.backend import BackendName, refuse_unsupported
 from learner.config.batch import BatchConfig
 from learner.config.correction import (
     AutoCorrection,
+    Correction,
     CorrectionConfig,
     NoRejection,
+    Rejection,
     RejectionConfig,
-    UsedCorrection,
-    UsedRejection,
     refuse_two_selections,
 )
 from learner.config.critic import NO_CRITIC, CriticConfig
@@ -34,7 +24,7 @@ from learner.config.diagnostics import DiagnosticsConfig, RecordedLogprobsConfig
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.lora import NO_LORA, LoraConfig, refuse_lora
-from learner.config.loss import LossConfig, PPOClipLoss, ReinforceLoss, UsedLoss
+from learner.config.loss import Loss, LossConfig, ReinforceLoss
 from learner.config.mtp import NO_MTP, MtpConfig, refuse_mtp
 from learner.config.optimizer import OptimizerConfig
 from learner.config.paper_objective import differences_from_papers, used_aggregation, used_correction
@@ -183,20 +173,19 @@ class LearnerConfig(Config):
     @property
     def has_critic(self) -> bool:
         """Tell whether a critic trains beside the policy."""
-        return isinstance(self.advantage, GAEAdvantage) or self.critic.train == "always"
+        return self.advantage.needs_critic or self.critic.train == "always"
 
     def only_critic_trains(self, step: int) -> bool:
         """Tell whether a step of the run, counted from 1, leaves the policy as it is."""
         return self.has_critic and step <= self.critic.warmup_steps
 
     @property
-    def used_loss(self) -> UsedLoss:
+    def used_loss(self) -> Loss:
         """Return the loss as configured, with the source of a proximal policy that suits `batch.updates`."""
-        loss = self.loss
-        if not isinstance(loss, PPOClipLoss) or loss.centre == "behaviour" or loss.proximal != "auto":
-            return loss
+        if self.loss.facts.proximal != "auto":
+            return self.loss
         source = "recomputed" if self.batch.updates > 1 else "first_pass"
-        return loss.model_copy(update={"proximal": source})
+        return self.loss.model_copy(update={"proximal": source})
 
     @property
     def used_teachers(self) -> dict[str, TeacherConfig]:
@@ -219,12 +208,12 @@ class LearnerConfig(Config):
         return f"{named}: a teacher behind a server is not sent images: give it as a directory (path)"
 
     @property
-    def used_correction(self) -> UsedCorrection:
+    def used_correction(self) -> Correction:
         """Return the correction as configured, or the one that suits the loss and the rejections."""
         return used_correction(self.correction, self.loss, self.used_rejections)
 
     @property
-    def used_aggregation(self) -> UsedAggregation:
+    def used_aggregation(self) -> Aggregation:
         """Return the aggregation as configured, or that of the loss's or rejection's paper."""
         return used_aggregation(self.aggregation, self.loss, self.used_rejections)
 
@@ -297,7 +286,7 @@ class LearnerConfig(Config):
         return self
 
     @property
-    def used_rejections(self) -> tuple[UsedRejection, ...]:
+    def used_rejections(self) -> tuple[Rejection, ...]:
         """Return the rejections that may leave anything out."""
         configured = (self.rejection, *self.rejections.values())
         return tuple(one for one in configured if not isinstance(one, NoRejection))
@@ -325,7 +314,7 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _whitens_once(self) -> Self:
-        if self.whiten_advantages and isinstance(self.advantage, WHITENED):
+        if self.whiten_advantages and self.advantage.whitens:
             raise ValueError(
                 f"learner.whiten_advantages=true has no effect with learner.advantage.type="
                 f"{self.advantage.type}, which whitens by itself: leave it out"
@@ -334,8 +323,8 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _first_pass_is_before_the_step(self) -> Self:
-        loss, updates = self.loss, self.batch.updates
-        if isinstance(loss, PPOClipLoss) and loss.proximal == "first_pass" and updates > 1:
+        updates = self.batch.updates
+        if self.loss.facts.proximal == "first_pass" and updates > 1:
             raise ValueError(
                 f"learner.loss.proximal=first_pass knows no policy before the step with learner.batch."
                 f"updates={updates}, each on trajectories of its own: set it to recomputed or interpolated"
@@ -370,24 +359,27 @@ class LearnerConfig(Config):
     def _shaped_rewards_suit_the_advantage(self) -> Self:
         overlong = self.overlong.longest_tokens is not None
         kl = self.reference.kl_coef > 0 and self.reference.kl_in == "reward"
-        if isinstance(self.advantage, MaxRLAdvantage) and (overlong or kl):
+        parts, named = self.advantage.reward_parts, f"learner.advantage.type={self.advantage.type}"
+        if (overlong or kl) and not self.advantage.takes_negative_rewards:
             raise ValueError(
-                "learner.advantage.type=maxrl needs rewards of at least 0, and learner.overlong or "
+                f"{named} needs rewards of at least 0, and learner.overlong or "
                 "learner.reference.kl_in=reward may make them negative: use kl_in=loss, and no penalty"
             )
-        if isinstance(self.advantage, GDPOAdvantage) and overlong and OVERLONG not in self.advantage.rewards:
+        if parts is None:
+            return self
+        if overlong and OVERLONG not in parts:
             raise ValueError(
-                f"learner.overlong has no effect with learner.advantage.type=gdpo: give it a weight, as "
+                f"learner.overlong has no effect with {named}: give it a weight, as "
                 f"learner.advantage.rewards.{OVERLONG}=1.0"
             )
-        if isinstance(self.advantage, GDPOAdvantage) and self.reward_hook.function is not None:
+        if self.reward_hook.function is not None:
             raise ValueError(
-                "learner.reward_hook has no effect with learner.advantage.type=gdpo, which takes the parts "
-                "of the reward one by one: change these in the environment"
+                f"learner.reward_hook has no effect with {named}, which takes the parts of the reward one by "
+                "one: change these in the environment"
             )
-        if isinstance(self.advantage, GDPOAdvantage) and kl:
+        if kl:
             raise ValueError(
-                "learner.reference.kl_in=reward has no effect with learner.advantage.type=gdpo, which "
-                "takes the parts of the reward one by one: use kl_in=loss"
+                f"learner.reference.kl_in=reward has no effect with {named}, which takes the parts of the "
+                "reward one by one: use kl_in=loss"
             )
         return self

@@ -5,9 +5,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bus.config import Config
-from learner.config.algorithm import SEQUENCE_SUM, SequenceMean, TokenMean, UsedAggregation
-from learner.config.plugin import Plugin
+from learner.config.algorithm import SEQUENCE_SUM, Aggregation, SequenceMean, TokenMean
+from learner.config.plugin import Choice, Picking, Plugin
+
+ProximalSource = Literal["auto", "recomputed", "first_pass", "interpolated"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,14 +20,23 @@ class LossFacts:
     """It weighs by the ratio to the policy that sampled, or wants no weight, which leaves no correction."""
     by_sequence: bool = True
     """The loss of a token depends on other tokens of its sequence."""
-    aggregation: UsedAggregation | None = None
+    aggregation: Aggregation | None = None
     """The aggregation of its paper; None where the paper has several or the loss is not from one paper."""
     paper: str = ""
     """Name and number of the paper that the aggregation is from."""
+    proximal: ProximalSource | None = None
+    """The loss is centred on the policy before the step, whose log-probs come from there: the setting
+    `proximal`. None for a loss that is not."""
+    picks: Picking | None = None
+    """Tokens that the loss treats apart, if there are such."""
+    of_samples: bool = True
+    """Its tokens were sampled by a policy, whose log-probs the current ones are compared with."""
 
 
-class Loss(Config):
-    """Base of the losses, which states nothing."""
+class Loss(Choice):
+    """Base of the losses, which states nothing. The function takes tokens
+    (`learner.algorithms.tokens.LossTokens`) and the settings, and returns the losses of the tokens [N] and
+    what to log: sums [], or which tokens are counted [N]."""
 
     stated: ClassVar[LossFacts] = LossFacts()
     """What is true of it under all settings."""
@@ -44,6 +54,7 @@ class ReinforceLoss(Loss):
     type: Literal["reinforce"] = "reinforce"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.reinforce:reinforce_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=False, by_sequence=False)
 
 
@@ -53,6 +64,8 @@ class PPOClipLoss(Loss):
     type: Literal["ppo_clip"] = "ppo_clip"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.ppo_clip:ppo_clip_loss"
+    read_elsewhere: ClassVar[tuple[str, ...]] = ("proximal",)
     stated: ClassVar[LossFacts] = LossFacts(by_sequence=False)
 
     centre: Literal["behaviour", "proximal"] = "behaviour"
@@ -66,7 +79,7 @@ class PPOClipLoss(Loss):
     clip_eps_high: float | None = Field(None, gt=0)
     """Sets how far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
 
-    proximal: Literal["auto", "recomputed", "first_pass", "interpolated"] = "auto"
+    proximal: ProximalSource = "auto"
     """Where a proximal centre's log-probs come from. `recomputed`: a pass before the step. `first_pass`: the
     policy as it is trained, which with `batch.updates` of 1 is the one before the step. `interpolated`: the
     log-probs then and now weighed by 1 / d and 1 - 1 / d, at a staleness of d versions (A-3PO,
@@ -79,7 +92,9 @@ class PPOClipLoss(Loss):
     @property
     def facts(self) -> LossFacts:
         """Return what is true of it: with a proximal centre its ratio is not to the policy that sampled."""
-        return replace(self.stated, own_ratio=self.centre == "behaviour")
+        if self.centre == "behaviour":
+            return replace(self.stated, own_ratio=True)
+        return replace(self.stated, proximal=self.proximal)
 
     @model_validator(mode="after")
     def _proximal_is_used(self) -> Self:
@@ -99,6 +114,7 @@ class GSPOLoss(Loss):
     type: Literal["gspo"] = "gspo"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.gspo:gspo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GSPO (arXiv:2507.18071, eq. 5)"
     )
@@ -117,6 +133,7 @@ class CISPOLoss(Loss):
     type: Literal["cispo"] = "cispo"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.cispo:cispo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="CISPO (arXiv:2506.13585, eq. 4)"
     )
@@ -134,6 +151,7 @@ class SAPOLoss(Loss):
     type: Literal["sapo"] = "sapo"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.sapo:sapo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=False, aggregation=SequenceMean(), paper="SAPO (arXiv:2511.20347)"
     )
@@ -155,6 +173,7 @@ class TOPRLoss(Loss):
     type: Literal["topr"] = "topr"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.topr:topr_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=SEQUENCE_SUM, paper="TOPR (arXiv:2503.14286, eq. 8)"
     )
@@ -167,6 +186,7 @@ class AIPOLoss(Loss):
     type: Literal["aipo"] = "aipo"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.aipo:aipo_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False)
 
     ratio_cap: float = Field(5.0, gt=0)
@@ -182,6 +202,7 @@ class GMPOLoss(Loss):
     type: Literal["gmpo"] = "gmpo"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.gmpo:gmpo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GMPO (arXiv:2507.20673)"
     )
@@ -203,6 +224,7 @@ class VESPOLoss(Loss):
     type: Literal["vespo"] = "vespo"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.vespo:vespo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=TokenMean(), paper="VESPO (arXiv:2602.10693)"
     )
@@ -231,6 +253,7 @@ class RegressionLoss(Loss):
     type: Literal["regression"] = "regression"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.regression:regression_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
         by_sequence=True,
@@ -241,6 +264,14 @@ class RegressionLoss(Loss):
     kl_weight: float = Field(0.1, gt=0)
     """Advantage that a sequence's log ratio of 1 nat amounts to: a larger one keeps the policy nearer to the
     one that sampled."""
+
+
+CLIP_COV = Picking(
+    "picked_by_covariance",
+    "learner.algorithms.selection:clip_cov",
+    ("picked_fraction", "lowest_covariance", "highest_covariance"),
+)
+KL_COV = Picking("picked_by_covariance", "learner.algorithms.selection:kl_cov", ("picked_fraction",))
 
 
 class ClipCovLoss(Loss):
@@ -254,8 +285,14 @@ class ClipCovLoss(Loss):
     type: Literal["clip_cov"] = "clip_cov"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.covariance:clip_cov_loss"
+    read_elsewhere: ClassVar[tuple[str, ...]] = CLIP_COV.settings
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="Clip-Cov (arXiv:2505.22617)"
+        own_ratio=True,
+        by_sequence=False,
+        aggregation=TokenMean(),
+        paper="Clip-Cov (arXiv:2505.22617)",
+        picks=CLIP_COV,
     )
 
     picked_fraction: float = Field(2e-4, gt=0, le=1)
@@ -293,8 +330,14 @@ class KLCovLoss(Loss):
     type: Literal["kl_cov"] = "kl_cov"
     """Name of the loss."""
 
+    computed_by: ClassVar[str] = "learner.algorithms.losses.covariance:kl_cov_loss"
+    read_elsewhere: ClassVar[tuple[str, ...]] = KL_COV.settings
     stated: ClassVar[LossFacts] = LossFacts(
-        own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="KL-Cov (arXiv:2505.22617)"
+        own_ratio=True,
+        by_sequence=False,
+        aggregation=TokenMean(),
+        paper="KL-Cov (arXiv:2505.22617)",
+        picks=KL_COV,
     )
 
     picked_fraction: float = Field(2e-4, gt=0, le=1)
@@ -328,7 +371,8 @@ class SFTLoss(Loss):
     type: Literal["sft"] = "sft"
     """Name of the loss."""
 
-    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False)
+    computed_by: ClassVar[str] = "learner.algorithms.losses.sft:sft_loss"
+    stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, of_samples=False)
 
 
 UsedLoss = (

@@ -4,21 +4,15 @@ what differs from them where something is. Loads without torch."""
 from collections.abc import Sequence
 from math import inf
 
-from learner.config.algorithm import AggregationConfig, AutoAggregation, TokenMean, UsedAggregation
-from learner.config.correction import (
-    AutoCorrection,
-    CorrectionConfig,
-    NoCorrection,
-    TokenTIS,
-    UsedCorrection,
-    UsedRejection,
-)
-from learner.config.loss import UsedLoss
+from learner.config.algorithm import Aggregation, AutoAggregation, TokenMean
+from learner.config.correction import AutoCorrection, Correction, NoCorrection, Rejection, TokenTIS
+from learner.config.loss import Loss
+from learner.config.plugin import Choice
 
 
 def used_aggregation(
-    aggregation: AggregationConfig, loss: UsedLoss, rejections: Sequence[UsedRejection]
-) -> UsedAggregation:
+    aggregation: Aggregation | AutoAggregation, loss: Loss, rejections: Sequence[Rejection]
+) -> Aggregation:
     """Return the aggregation that is set, or that of the papers, or the mean over tokens."""
     if not isinstance(aggregation, AutoAggregation):
         return aggregation
@@ -27,8 +21,8 @@ def used_aggregation(
 
 
 def used_correction(
-    correction: CorrectionConfig, loss: UsedLoss, rejections: Sequence[UsedRejection]
-) -> UsedCorrection:
+    correction: Correction | AutoCorrection, loss: Loss, rejections: Sequence[Rejection]
+) -> Correction:
     """Return the correction that is set, or the one that suits the loss and the papers of the rejections."""
     if not isinstance(correction, AutoCorrection):
         return correction
@@ -38,8 +32,8 @@ def used_correction(
 
 
 def differences_from_papers(
-    aggregation: AggregationConfig, correction: CorrectionConfig, loss: UsedLoss,
-    rejections: Sequence[UsedRejection],
+    aggregation: Aggregation | AutoAggregation, correction: Correction | AutoCorrection, loss: Loss,
+    rejections: Sequence[Rejection],
 ) -> list[str]:  # fmt: skip
     """Say what is set otherwise than in the papers of the loss and the rejections, a sentence each."""
     found = []
@@ -51,8 +45,8 @@ def differences_from_papers(
             f"learner.aggregation if {paper} is what you mean."
         )
     weight = used_correction(correction, loss, rejections)
-    whole = isinstance(weight, TokenTIS) and weight.truncation_cap == inf
-    capped = [] if whole or loss.facts.own_ratio else [one for one in rejections if one.whole_ratio]
+    whole = weight.is_whole_ratio or loss.facts.own_ratio
+    capped = [one for one in rejections if one.whole_ratio and not whole]
     return found + [
         f"The correction is {_named(weight)}, and {one.paper} weighs what it keeps by the whole ratio: leave "
         f"out learner.correction if {one.paper} is what you mean."
@@ -60,9 +54,7 @@ def differences_from_papers(
     ]
 
 
-def _aggregation_of_paper(
-    loss: UsedLoss, rejections: Sequence[UsedRejection]
-) -> tuple[UsedAggregation | None, str]:
+def _aggregation_of_paper(loss: Loss, rejections: Sequence[Rejection]) -> tuple[Aggregation | None, str]:
     """Return the aggregation that the papers state, and which paper: that of the loss, else of the first
     rejection that states one."""
     stated = [
@@ -72,7 +64,7 @@ def _aggregation_of_paper(
     return next((pair for pair in stated if pair[0] is not None), (None, ""))
 
 
-def _named(choice: UsedAggregation | UsedCorrection) -> str:
+def _named(choice: Choice) -> str:
     """Return the name of a choice with its settings."""
     settings = choice.model_dump(exclude={"type"}, exclude_none=True)
     shown = ", ".join(f"{name}={value}" for name, value in settings.items())

@@ -1,10 +1,39 @@
-"""Settings that name functions of the user's. Loads without torch."""
+"""Bases of settings that stand for a function: built in, or the user's own. Loads without torch."""
 
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
+
+
+class Choice(Config):
+    """Base of the choices of an algorithm. Its class is the record of a choice: what others go by about it,
+    besides its settings, lies here as class variables, whose defaults suit a function that nobody knows."""
+
+    type: str
+    """Name of the choice."""
+
+    computed_by: ClassVar[str]
+    """The built-in function, as `module:function`, which is called with the settings. The name is text,
+    because settings load without torch."""
+
+    read_elsewhere: ClassVar[tuple[str, ...]] = ()
+    """Settings that something else than the function goes by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picking:
+    """Says how tokens are picked over a whole update, before its forward pass
+    (learner/algorithms/selection.py)."""
+
+    stream: str
+    """Stream that marks the tokens that were picked."""
+    computed_by: str
+    """The function that picks, as `module:function`."""
+    settings: tuple[str, ...]
+    """Settings of the choice that this function is called with."""
 
 
 class Plugin(Config):

@@ -15,7 +15,6 @@ from bus.trajectory import Trajectory
 from learner.backends.contract.backend import Backend
 from learner.backends.factory import refuse_router_replay
 from learner.checkpoint.commit import read_extra
-from learner.config.advantage import GDPOAdvantage
 from learner.config.learner import LearnerConfig
 from learner.config.lora import LoraConfig
 from learner.config.mtp import MtpConfig
@@ -97,10 +96,10 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
     _refuse_other_adapters(settings.learner.lora, used.lora)
     _refuse_other_optimizer(settings.learner.optimizer.matrices, used.optimizer.matrices)
     _refuse_other_computation(settings.learner, used)
-    if reward is not None and isinstance(used.advantage, GDPOAdvantage):
+    if reward is not None and used.advantage.reward_parts is not None:
         raise ConfigError(
-            "other rewards have no effect with learner.advantage.type=gdpo, which takes the parts of the "
-            "reward that were recorded: name another advantage"
+            f"other rewards have no effect with learner.advantage.type={used.advantage.type}, which takes "
+            "the parts of the reward that were recorded: name another advantage"
         )
     if used.has_critic and not settings.learner.has_critic:
         raise ConfigError(

@@ -8,21 +8,9 @@ from numpy.typing import NDArray
 
 from bus.errors import ConfigError
 from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
-from learner.algorithms.advantages.gae import CriticValues, gae_advantages
-from learner.algorithms.advantages.gdpo import gdpo_advantages
-from learner.algorithms.advantages.grpo import grpo_advantages
-from learner.algorithms.advantages.hierarchical import hierarchical_advantages
-from learner.algorithms.advantages.maxrl import maxrl_advantages
-from learner.algorithms.advantages.oapl import oapl_advantages
-from learner.algorithms.advantages.rae import rae_advantages
-from learner.algorithms.advantages.reinforce_pp import (
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
-)
-from learner.algorithms.advantages.rloo import rloo_advantages
-from learner.algorithms.advantages.turns import discounted_return_advantages, turn_credit_advantages
+from learner.algorithms.advantages.gae import CriticValues
 from learner.algorithms.plugin import asked_for, chosen_function
-from learner.config.advantage import AdvantageConfig
+from learner.config.advantage import AdvantageEstimator
 from learner.distributed.exact_sums import SumsOverRanks, exact_sums
 
 Advantage = float | NDArray[np.floating]
@@ -31,21 +19,6 @@ Estimator = Callable[..., Sequence[Sequence[Advantage]]]
 """An estimator takes this rank's groups, in which all trajectories of a prompt are together, trained or not,
 with episodes, agents, turns and rewards; and what it has parameters for of `Offered`. It returns an advantage
 for each trajectory; those of what is not trained are ignored."""
-ESTIMATORS: dict[str, Estimator] = {
-    "discounted_returns": discounted_return_advantages,
-    "gae": gae_advantages,
-    "gdpo": gdpo_advantages,
-    "grpo": grpo_advantages,
-    "hierarchical": hierarchical_advantages,
-    "maxrl": maxrl_advantages,
-    "oapl": oapl_advantages,
-    "rae": rae_advantages,
-    "reinforce_pp": reinforce_pp_advantages,
-    "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
-    "rloo": rloo_advantages,
-    "turn_credit": turn_credit_advantages,
-}
-"""Estimators by the `type` of the configuration. Each takes groups, what it asks for, and its settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,18 +40,18 @@ class Offered:
 NOTHING = Offered()
 
 
-def advantage_estimator(config: AdvantageConfig) -> Estimator:
+def advantage_estimator(config: AdvantageEstimator) -> Estimator:
     """Return the configured estimator. Raises `ConfigError` for a user's function that cannot be loaded."""
-    return chosen_function("advantage", config, ESTIMATORS)
+    return chosen_function("advantage", config)
 
 
-def takes_token_penalties(config: AdvantageConfig) -> bool:
+def takes_token_penalties(config: AdvantageEstimator) -> bool:
     """Tell whether the estimator itself takes what each token's reward loses."""
     return "token_penalties" in asked_for("advantage", advantage_estimator(config))
 
 
 def estimate_advantages(
-    config: AdvantageConfig, groups: Groups, offered: Offered = NOTHING
+    config: AdvantageEstimator, groups: Groups, offered: Offered = NOTHING
 ) -> list[list[Advantage]]:
     """Advantages of each group's trajectories. Raises `ConfigError` when a user's function misfits."""
     estimator = advantage_estimator(config)

@@ -8,6 +8,11 @@ from torch import Tensor
 Bound = Literal["truncate", "clip", "mask"]
 
 
+def uncorrected(log_ratio: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return weights of 1 [N], which keep every token [N], and no sums."""
+    return torch.ones_like(log_ratio), torch.ones_like(sequence, dtype=torch.bool), {}
+
+
 def bounded(
     ratio: Tensor, *, cap: float, bound: Bound, floor: float | None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

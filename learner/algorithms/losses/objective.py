@@ -3,90 +3,28 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from learner.algorithms.corrections.sequence_tis import sequence_tis
-from learner.algorithms.corrections.token_tis import token_tis
 from learner.algorithms.diagnostics import REJECTED_BY
-from learner.algorithms.losses.aipo import aipo_loss
-from learner.algorithms.losses.cispo import cispo_loss
-from learner.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
-from learner.algorithms.losses.gmpo import gmpo_loss
-from learner.algorithms.losses.gspo import gspo_loss
 from learner.algorithms.losses.kl import kl_estimates
-from learner.algorithms.losses.ppo_clip import ppo_clip_loss
-from learner.algorithms.losses.regression import regression_loss
-from learner.algorithms.losses.reinforce import reinforce_loss
-from learner.algorithms.losses.sapo import sapo_loss
-from learner.algorithms.losses.sft import sft_loss
 from learner.algorithms.losses.top_k_kl import DIRECTIONS, top_k_kl
-from learner.algorithms.losses.topr import topr_loss
-from learner.algorithms.losses.vespo import vespo_loss
 from learner.algorithms.plugin import chosen_function
-from learner.algorithms.rejections.by_sequence import negative_divergence, sequence_range, veto
-from learner.algorithms.rejections.by_token import binary_kl, binary_kl_two_way, binary_tv, token_range
 from learner.algorithms.tokens import LossTokens
 from learner.algorithms.whole_sequences import over_whole_sequences
-from learner.config.correction import NoCorrection, TokenTIS, UsedCorrection, UsedRejection
+from learner.config.correction import Correction, NoCorrection, Rejection
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, ReferenceConfig
 from learner.config.learner import LearnerConfig
-from learner.config.loss import PPOClipLoss, SFTLoss, UsedLoss
+from learner.config.loss import Loss, ProximalSource
 
 DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "teacher_kl", "proximal_k1")
 """Sums that `token_losses` has for an objective that wants these policies: estimates of KL(current || other),
 but KL(proximal || current); `teacher_kl` is computed over the teacher's likeliest tokens, in the direction
 that is configured."""
 LoggedSums = dict[str, Tensor]
-LOSSES: dict[str, Callable[..., tuple[Tensor, LoggedSums]]] = {
-    "aipo": aipo_loss,
-    "cispo": cispo_loss,
-    "clip_cov": clip_cov_loss,
-    "gmpo": gmpo_loss,
-    "gspo": gspo_loss,
-    "kl_cov": kl_cov_loss,
-    "ppo_clip": ppo_clip_loss,
-    "regression": regression_loss,
-    "reinforce": reinforce_loss,
-    "sapo": sapo_loss,
-    "sft": sft_loss,
-    "topr": topr_loss,
-    "vespo": vespo_loss,
-}
-"""Losses by the `type` of the configuration. Each takes tokens and its settings, and returns the losses of
-the tokens [N] and what to log: sums [], or which tokens are counted [N]."""
-CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, LoggedSums]]] = {
-    "sequence_tis": sequence_tis,
-    "token_tis": token_tis,
-}
-"""Corrections by the `type` of the configuration. Each takes log ratios [N], the sequence of each token [N]
-and its settings, and returns weights [N], which tokens are kept [N], and what to log, as losses do."""
-REJECTIONS_BY_TOKEN: dict[str, Callable[..., Tensor]] = {
-    "binary_kl": binary_kl,
-    "binary_kl_two_way": binary_kl_two_way,
-    "binary_tv": binary_tv,
-    "token_range": token_range,
-}
-REJECTIONS: dict[str, Callable[..., Tensor]] = REJECTIONS_BY_TOKEN | {
-    "negative_divergence": negative_divergence,
-    "sequence_range": sequence_range,
-    "veto": veto,
-}
-"""Rejections by the `type` of the configuration, but for those that are `SELECTED`. Each takes log ratios,
-log-probs, advantages and the sequence of each token, [N] each, and its settings, and returns which tokens are
-kept [N]."""
-SELECTED = {
-    "clip_cov": "picked_by_covariance",
-    "kl_cov": "picked_by_covariance",
-    "second_moment": "beyond_second_moment",
-}
-"""Streams by which losses and rejections know tokens that were picked over the whole update
-(learner/algorithms/selection.py)."""
-BEFORE_THE_LOSS = ("proximal", "picked_fraction", "lowest_covariance", "highest_covariance")
-"""Settings of losses that decide on streams, which the functions find among the tokens."""
 NO_CORRECTION = NoCorrection()
 
 
@@ -94,13 +32,13 @@ NO_CORRECTION = NoCorrection()
 class Objective:
     """A loss with its correction, and the frozen policies that the trained one is drawn to."""
 
-    loss: UsedLoss | SFTLoss
-    correction: UsedCorrection = NO_CORRECTION
+    loss: Loss
+    correction: Correction = NO_CORRECTION
     entropy_coef: float = 0.0
     reference: ReferenceConfig = NO_REFERENCE
     teachers: tuple[str, ...] = ()
     """Tags of the teachers of sampled tokens; their weights for each are in the stream `teacher_coefs`."""
-    rejections: tuple[UsedRejection, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
     """Each leaves tokens out; trained is what all of them keep."""
     entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
     """Entropy to which a backend adapts `entropy_coef` between updates."""
@@ -142,59 +80,47 @@ class Objective:
     @property
     def is_decoupled(self) -> bool:
         """Tell whether the clip is centred on the policy before the step."""
-        return isinstance(self.loss, PPOClipLoss) and self.loss.centre == "proximal"
+        return self.loss.facts.proximal is not None
 
     @property
-    def proximal(self) -> Literal["recomputed", "first_pass", "interpolated"] | None:
+    def proximal(self) -> ProximalSource | None:
         """Say where the log-probs at the centre of a decoupled clip come from; `None` without one.
 
         `LearnerConfig.used_loss` has resolved "auto", which here is a pass of its own."""
-        if not isinstance(self.loss, PPOClipLoss) or self.loss.centre == "behaviour":
-            return None
-        return "recomputed" if self.loss.proximal == "auto" else self.loss.proximal
+        source = self.loss.facts.proximal
+        return "recomputed" if source == "auto" else source
 
     @property
     def selected(self) -> tuple[str, ...]:
         """Streams of tokens that are picked over the whole update."""
-        kinds = (self.loss.type, *(rejection.type for rejection in self.rejections))
-        return tuple(SELECTED[kind] for kind in kinds if kind in SELECTED)
+        picks = (self.loss.facts.picks, *(rejection.picks for rejection in self.rejections))
+        return tuple(one.stream for one in picks if one is not None)
 
     @property
     def is_separable(self) -> bool:
         """Tell whether the loss of each token depends on that token's log-prob and entropy alone."""
         if self.top_k_teachers:  # it depends on the log-probs of others in its place
             return False
-        if self.correction.type not in ("none", "token_tis"):  # a plugin may look at whole sequences
+        if not all(rejection.by_token for rejection in self.rejections):
             return False
-        by_token = {*SELECTED, *REJECTIONS_BY_TOKEN}
-        if any(rejection.type not in by_token for rejection in self.rejections):
-            return False
-        return not self.loss.facts.by_sequence
+        return not (self.correction.by_sequence or self.loss.facts.by_sequence)
 
     @cached_property
     def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, LoggedSums]]:
         """Return the loss with its settings; looked up once, since every chunk of every micro-batch calls
         it."""
-        return chosen_function("loss", self.loss, LOSSES, without=BEFORE_THE_LOSS)
+        return chosen_function("loss", self.loss)
 
     @cached_property
     def correction_function(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, LoggedSums]]:
-        """Return the correction with its settings, which is not "none"; looked up once."""
-        return chosen_function("correction", self.correction, CORRECTIONS)
+        """Return the correction with its settings; looked up once."""
+        return chosen_function("correction", self.correction)
 
     @cached_property
-    def rejection_functions(self) -> dict[UsedRejection, Callable[..., Tensor]]:
-        """Return the rejections that are not `SELECTED` with their settings; looked up once."""
-        computed = [rejection for rejection in self.rejections if rejection.type not in SELECTED]
-        return {rejection: chosen_function("rejection", rejection, REJECTIONS) for rejection in computed}
-
-    @property
-    def correction_may_reject(self) -> bool:
-        """Tell whether its correction may leave tokens out, besides weighing them."""
-        correction = self.correction
-        return not isinstance(correction, NoCorrection) and (
-            not isinstance(correction, TokenTIS) or correction.bound == "mask"
-        )
+    def rejection_functions(self) -> dict[Rejection, Callable[..., Tensor]]:
+        """Return the rejections that judge each token here, with their settings; looked up once."""
+        computed = [rejection for rejection in self.rejections if rejection.picks is None]
+        return {rejection: chosen_function("rejection", rejection) for rejection in computed}
 
 
 def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, LoggedSums]:
@@ -212,7 +138,7 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Logg
     log_ratio = _log_ratio(objective, tokens)
     weights, kept, found = _correction(objective, tokens, log_ratio)
     sums |= found
-    rejected = {"correction": ~kept} if objective.correction_may_reject else {}
+    rejected = {"correction": ~kept} if objective.correction.may_reject else {}
     for rejection in objective.rejections:
         kept_by = _kept_by(rejection, objective, penalised, log_ratio)
         kept = kept & kept_by
@@ -271,21 +197,18 @@ def _correction(
     objective: Objective, tokens: LossTokens, log_ratio: Tensor
 ) -> tuple[Tensor, Tensor, LoggedSums]:
     """Weigh tokens by the policy that the loss takes them to come from over the one that sampled them."""
-    correction = objective.correction
-    if isinstance(correction, NoCorrection):
-        return torch.ones_like(tokens.logprobs), torch.ones_like(tokens.sequence, dtype=torch.bool), {}
-    if isinstance(correction, TokenTIS):
-        return objective.correction_function(log_ratio, tokens.sequence)
-    return over_whole_sequences(objective.correction_function, tokens, log_ratio)
+    if objective.correction.by_sequence:
+        return over_whole_sequences(objective.correction_function, tokens, log_ratio)
+    return objective.correction_function(log_ratio, tokens.sequence)
 
 
-def _kept_by(rejection: UsedRejection, objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
+def _kept_by(rejection: Rejection, objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
     """Return which tokens a rejection keeps, bool [N]."""
-    if rejection.type in SELECTED:
-        return tokens.streams[SELECTED[rejection.type]] == 0
+    if rejection.picks is not None:
+        return tokens.streams[rejection.picks.stream] == 0
     function = objective.rejection_functions[rejection]
     values = log_ratio, _assumed(objective, tokens), tokens.streams["advantages"]
-    if rejection.type in REJECTIONS_BY_TOKEN:
+    if rejection.by_token:
         return function(*values, tokens.sequence)
 
     def judged(*arguments: Tensor) -> tuple[Tensor, Tensor, LoggedSums]:

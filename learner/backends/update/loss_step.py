@@ -12,7 +12,6 @@ from learner.algorithms.diagnostics import counted, off_policy_diagnostics, off_
 from learner.algorithms.losses.objective import DISTANCES, LoggedSums, Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.backends.output.output_layer import TokenLoss
-from learner.config.loss import SFTLoss
 from learner.data.packing import MicroBatch
 
 
@@ -56,7 +55,7 @@ class MicroBatchLoss:
         sums |= {"loss": loss_sum.detach(), "trained_tokens": count, "entropy": entropy.detach().sum()}
         for name, value in counts.items():
             sums[name] = torch.full((), value, dtype=torch.float64, device=losses.device)
-        if not isinstance(objective.loss, SFTLoss):
+        if objective.loss.facts.of_samples:
             sums |= off_policy_sums(tokens)
         return loss_sum, count, sums
 

@@ -10,10 +10,15 @@ from bus.errors import ConfigError
 from learner.algorithms.aggregation import aggregated, aggregation
 from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import ConstantDenominator, PromptMean, SequenceMean, TokenMean
+from learner.config.algorithm import (
+    ConstantDenominator,
+    PluginAggregation,
+    PromptMean,
+    SequenceMean,
+    TokenMean,
+)
 from learner.config.loss import GSPOLoss, SFTLoss
 from learner.config.optimizer import OptimizerConfig
-from learner.config.plugin import Plugin
 from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 
@@ -51,10 +56,10 @@ def too_few(lengths, prompts):
 
 def test_an_aggregation_of_the_users_own_is_checked():
     samples = random_samples(LENGTHS)
-    [first, *_] = aggregated(samples, Plugin(function=f"{__name__}:twice"))
+    [first, *_] = aggregated(samples, PluginAggregation(function=f"{__name__}:twice"))
     assert (first.streams["loss_weights"], first.denominator) == (2.0, 1.0)
     with pytest.raises(ConfigError, match="weights of 5 trajectories are"):
-        aggregated(samples, Plugin(function=f"{__name__}:too_few"))
+        aggregated(samples, PluginAggregation(function=f"{__name__}:too_few"))
 
 
 def grouped_samples():

@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.losses.objective import LOSSES, Objective, token_losses
+from learner.algorithms.losses.objective import Objective, token_losses
 from learner.config.correction import SequenceTIS
 from learner.config.learner import LearnerConfig
 from learner.data.packing import Sample
 from tests.learner.algorithms.test_losses import tokens_of
+from tests.learner.choices import LOSSES
 from tests.learner.objective_formulas import FORMULAS, PickedSample
 
 LENGTHS = (1500, 40, 700, 1, 16000)
 LOG_RATIOS = (3.0, -1.5, 2.5, 0.3, 3.5)
 """Nats that the log ratios of each sequence add up to."""
 SETTINGS = {
-    **{name: {"loss": {"type": name}} for name in sorted(set(LOSSES) - {"sft"})},
+    **{name: {"loss": {"type": name}} for name in sorted(LOSSES)},
     "sequence_tis": {"correction": SequenceTIS(sequence_cap=1e6)},
     "geometric": {"correction": SequenceTIS(over="mean", sequence_cap=1e6)},
     "gmpo": {"loss": {"type": "gmpo", "log_clip_high": 0.4}},

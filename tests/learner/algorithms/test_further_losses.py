@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.losses.objective import LOSSES as ALL_LOSSES
 from learner.algorithms.losses.objective import Objective
 from learner.algorithms.losses.top_k_kl import DIRECTIONS, top_k_kl
 from learner.config.correction import SequenceTIS, TokenTIS
@@ -26,6 +25,7 @@ from learner.config.loss import (
     VESPOLoss,
 )
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
+from tests.learner.choices import LOSSES as ALL_LOSSES
 
 SEQUENCE = (0, 0, 0, 1, 1, 2)
 
@@ -165,7 +165,7 @@ def of_all_losses(**settings: object) -> dict[str, Objective]:
     return {name: Objective(loss, **settings) for name, loss in losses.items()}
 
 
-TRAINED = sorted(set(ALL_LOSSES) - {"sft"})
+TRAINED = sorted(ALL_LOSSES)
 KL = {
     f"{estimator}{', unbiased' if unbiased else ''}": Objective(
         PPOClipLoss(), reference=ReferenceConfig(kl_coef=0.7, kl_estimator=estimator, kl_unbiased=unbiased)

@@ -12,10 +12,9 @@ from learner.algorithms.advantages.estimator import Offered, estimate_advantages
 from learner.algorithms.advantages.gae import CriticValues, TrajectoryValues, value_targets
 from learner.algorithms.advantages.step_advantages import advantages_of_step, with_value_targets
 from learner.algorithms.losses.objective import Objective
-from learner.config.advantage import GAEAdvantage, OverlongPenalty
+from learner.config.advantage import GAEAdvantage, OverlongPenalty, PluginAdvantage
 from learner.config.critic import CriticConfig
 from learner.config.learner import LearnerConfig
-from learner.config.plugin import Plugin
 from learner.data.batches import recorded_samples
 from learner.distributed.exact_sums import exact_sums
 from tests.factories import make_trajectory
@@ -130,7 +129,7 @@ def of_critic(groups, *, critic, factor):
 
 
 def test_a_function_of_the_users_may_ask_for_the_critic():
-    function = Plugin(function=f"{__name__}:of_critic", settings={"factor": 2.0})
+    function = PluginAdvantage(function=f"{__name__}:of_critic", settings={"factor": 2.0})
     known = TrajectoryValues(values=VALUES)
     offered = Offered(critic=CriticValues(config=CriticConfig(train="always"), of=[[known]]))
     assert estimate_advantages(function, [[two_turns_and_one_alone()]], offered) == [[0.5]]

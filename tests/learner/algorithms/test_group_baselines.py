@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from bus.errors import ConfigError
 from bus.trajectory import Parent
-from learner.algorithms.advantages.estimator import ESTIMATORS, estimate_advantages
+from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.advantages.gdpo import gdpo_advantages
 from learner.algorithms.advantages.hierarchical import hierarchical_advantages
 from learner.algorithms.advantages.maxrl import maxrl_advantages
@@ -265,11 +265,3 @@ def test_without_agents_within_episodes_it_is_grpo():
 def test_settings_without_effect_or_sense_are_refused(values, reason):
     with pytest.raises(ValidationError, match=reason):
         LearnerConfig.model_validate(values)
-
-
-def test_every_type_has_an_estimator_and_none_is_left_over():
-    types = {
-        config.model_fields["type"].default
-        for config in LearnerConfig.model_fields["advantage"].annotation.__args__
-    }
-    assert types == {*ESTIMATORS, "plugin"}

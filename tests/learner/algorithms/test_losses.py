@@ -10,7 +10,7 @@ from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.plugin import load_plugin
 from learner.algorithms.tokens import LossTokens
-from learner.config.correction import NoCorrection, TokenTIS
+from learner.config.correction import NoCorrection, PluginCorrection, TokenTIS
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.loss import GSPOLoss, PluginLoss, PPOClipLoss, ReinforceLoss, SFTLoss
 from learner.config.plugin import Plugin
@@ -149,7 +149,7 @@ def shortest_first(tokens, *, power):
 
 
 def test_a_token_that_a_correction_rejects_has_no_loss_whatever_is_added_to_it():
-    correction = Plugin(function=f"{__name__}:reject_far", settings={"bound": 0.5})
+    correction = PluginCorrection(function=f"{__name__}:reject_far", settings={"bound": 0.5})
     objective = Objective(
         ReinforceLoss(), correction, entropy_coef=1.0, reference=ReferenceConfig(kl_coef=1.0)
     )
@@ -211,7 +211,7 @@ def test_k3_far_below_the_reference_never_pushes_further_away():
 
 
 def test_a_correction_of_the_users_own_sees_whole_sequences():
-    correction = Plugin(function=f"{__name__}:reject_far", settings={"bound": 0.5})
+    correction = PluginCorrection(function=f"{__name__}:reject_far", settings={"bound": 0.5})
     assert not Objective(ReinforceLoss(), correction).is_separable
 
 

@@ -11,7 +11,7 @@ import torch
 from launch.checks.start_checks import start_remarks
 from launch.settings.run_config import resolve
 from learner.algorithms.aggregation import aggregated
-from learner.algorithms.losses.objective import LOSSES, Objective
+from learner.algorithms.losses.objective import Objective
 from learner.config.algorithm import AutoAggregation, ConstantDenominator, SequenceMean, TokenMean
 from learner.config.correction import AutoCorrection, NoCorrection, TokenTIS
 from learner.config.learner import LearnerConfig
@@ -19,6 +19,7 @@ from learner.config.loss import Loss, LossFacts, PluginLoss, UsedLoss
 from learner.config.paper_objective import used_aggregation, used_correction
 from learner.run.service import say_objective
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
+from tests.learner.choices import LOSSES
 from tests.learner.tiny import random_samples
 
 SEQUENCE_SUM = ConstantDenominator(tokens=1)
@@ -48,7 +49,7 @@ REJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"sft"}))
+@pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_a_loss_has_the_aggregation_of_its_paper_unless_another_is_set(loss):
     learner = LearnerConfig(loss={"type": loss})
     assert learner.used_aggregation == AGGREGATIONS[loss]

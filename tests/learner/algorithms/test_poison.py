@@ -11,30 +11,31 @@ from hypothesis import strategies as st
 
 from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
 from learner.algorithms.losses.kl import kl_estimates
-from learner.algorithms.losses.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective, token_losses
+from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.config.loss import SFTLoss
 from learner.data.packing import pack
 from tests.learner.algorithms.test_losses import leaf, tokens_of
+from tests.learner.choices import LOSSES, REJECTIONS, WEIGHING
 from tests.learner.tiny import random_samples
 
 EXTREMES = (-1e30, -1e4, -400.0, -99.0, -21.0, -20.0, -1.0, -1e-7, 0.0)
 PROXIMAL = {"type": "ppo_clip", "centre": "proximal"}
 LOSS_SETTINGS = [
-    *({"type": type_} for type_ in LOSSES if type_ != "sft"),
+    *({"type": type_} for type_ in LOSSES),
     {"type": "ppo_clip", "dual_clip": 3.0},
     {"type": "vespo", "decay": 0.0, "power_negative": 0.0},
     *(PROXIMAL | {"proximal": source} for source in ("recomputed", "first_pass", "interpolated")),
 ]
 CORRECTION_SETTINGS = [
     {"type": type_, "bound": bound} | over
-    for type_ in CORRECTIONS
+    for type_ in WEIGHING
     for bound in ("truncate", "clip", "mask")
     for over in ([{}] if type_ == "token_tis" else [{"over": "product"}, {"over": "mean"}])
 ]
-REJECTION_SETTINGS = [{"type": type_} for type_ in (*REJECTIONS, "second_moment", "none")]
+REJECTION_SETTINGS = [{"type": type_} for type_ in (*REJECTIONS, "none")]
 ALL_AT_ONCE = {str(n): settings for n, settings in enumerate(REJECTION_SETTINGS)}
 REFERENCES = [
     ReferenceConfig(kl_coef=0.1, kl_estimator=estimator, kl_in=where, kl_unbiased=unbiased)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from learner.algorithms.corrections.sequence_tis import sequence_tis
 from learner.algorithms.diagnostics import off_policy_sums
-from learner.algorithms.losses.objective import REJECTIONS, Objective, token_losses
+from learner.algorithms.losses.objective import Objective, token_losses
 from learner.backends.update.loss_step import step_diagnostics
 from learner.config.correction import (
     BinaryKL,
@@ -25,6 +25,7 @@ from learner.config.correction import (
 from learner.config.learner import LearnerConfig
 from learner.config.loss import CISPOLoss, PPOClipLoss, ReinforceLoss, SAPOLoss, TOPRLoss
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
+from tests.learner.choices import REJECTIONS
 
 SEQUENCE = (0, 0, 1, 1)
 
@@ -183,7 +184,7 @@ def test_of_several_rejections_each_is_told_and_what_all_keep_is_trained():
 
 def test_two_rejections_that_pick_tokens_alike_are_refused():
     settings = {"a": {"type": "second_moment"}, "b": {"type": "second_moment", "largest_moment": 0.1}}
-    with pytest.raises(ValidationError, match=r"second_moment is there 2 times, .*\[0.04, 0.1\]"):
+    with pytest.raises(ValidationError, match=r"second_moment is there twice, .*=0.04.* and .*=0.1.*"):
         LearnerConfig(rejections=settings)
 
 
@@ -191,7 +192,7 @@ def test_two_rejections_that_pick_tokens_alike_are_refused():
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("behaviour", [-400.0, 0.0])
 def test_recorded_log_probs_that_cannot_be_leave_losses_and_gradients_finite(loss, advantage, behaviour):
-    for type_ in REJECTIONS:
+    for type_ in set(REJECTIONS) - {"second_moment"}:  # which judges before the loss
         rejections = LearnerConfig(rejection={"type": type_}).used_rejections
         tokens = tokens_of(leaf(-1.0, -90.0), behaviour_logprobs=behaviour, advantages=advantage)
         losses, gradient, _ = worked_out(Objective(loss, rejections=rejections), tokens)

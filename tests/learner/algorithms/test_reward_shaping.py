@@ -15,12 +15,12 @@ from learner.config.advantage import (
     GDPOAdvantage,
     GRPOAdvantage,
     OverlongPenalty,
+    PluginAdvantage,
     RAEAdvantage,
     ReinforcePPAdvantage,
 )
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
-from learner.config.plugin import Plugin
 from learner.data.batches import make_step_batch, recorded_samples
 from learner.distributed.exact_sums import exact_sums
 from tests.learner.algorithms.rewarded import group
@@ -146,7 +146,7 @@ def its_own_sums(groups, sums):
 
 
 def plugin(function, **settings):
-    return Plugin(function=f"{__name__}:{function.__name__}", settings=settings)
+    return PluginAdvantage(function=f"{__name__}:{function.__name__}", settings=settings)
 
 
 def test_a_function_of_groups_alone_is_called_as_ever():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bus.errors import TrainingError
 from bus.kept_sets import KeptSets
-from learner.algorithms.losses.objective import CORRECTIONS, LOSSES, REJECTIONS, Objective
+from learner.algorithms.losses.objective import Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.contract.backend import StepResult
 from learner.backends.megatron.core.megatron_core import parallel_state
@@ -25,6 +25,7 @@ from learner.config.correction import (
     BinaryKLTwoWay,
     BinaryTV,
     NegativeDivergence,
+    PluginCorrection,
     SecondMoment,
     SequenceRange,
     SequenceTIS,
@@ -49,9 +50,9 @@ from learner.config.loss import (
 )
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
-from learner.config.plugin import Plugin
 from learner.data.packing import Sample, pack
 from learner.logprobs.logprobs import with_logprobs
+from tests.learner.choices import CORRECTIONS, LOSSES, REJECTIONS
 from tests.learner.division import divide_world
 from tests.learner.objective_formulas import (
     POLICY_VERSION,
@@ -115,7 +116,7 @@ OBJECTIVES["kept sets, clipped by sequence"] = {
 OBJECTIVES |= {
     "entropy bonus": {"entropy_coef": 0.2},
     "sequences": {"loss": GSPOLoss(sequence_clip_eps=0.1, sequence_clip_eps_high=0.2), "entropy_coef": 0.1},
-    "traces": {"correction": Plugin(function=f"{__name__}:traces", settings={"least": 0.3})},
+    "traces": {"correction": PluginCorrection(function=f"{__name__}:traces", settings={"least": 0.3})},
     "decoupled, unbiased": reference(kl_unbiased=True) | {"loss": PPOClipLoss(centre="proximal")},
 }
 OBJECTIVES |= {
@@ -345,12 +346,12 @@ def test_steps_follow_plain_torch_adamw(objective):
 
 def test_everything_that_there_is_is_trained_here():
     learners = [Case(name).learner for name in OBJECTIVES]
-    assert {one.loss.type for one in learners} == set(LOSSES) - {"sft"}  # trained in test_parallelisms.py
+    assert {one.loss.type for one in learners} == set(LOSSES)  # sft is trained in test_parallelisms.py
     corrections = [one.used_correction for one in learners]
-    assert {one.type for one in corrections} == {*CORRECTIONS, "plugin", "none"}
+    assert {one.type for one in corrections} == {*CORRECTIONS, "plugin"}
     assert {getattr(one, "bound", "truncate") for one in corrections} == {"truncate", "clip", "mask"}
     rejections = {one.type for learner in learners for one in rejections_of(learner)}
-    assert rejections == {*REJECTIONS, "second_moment", "none"}
+    assert rejections == {*REJECTIONS, "none"}
     references = [one.reference for one in learners if one.reference.kl_coef]
     assert {one.kl_estimator for one in references} == {"k1", "k2", "k3", "low_var_kl"}
     assert {one.kl_in for one in references} == {"loss", "advantage"}  # the reward is test_trained_advantages

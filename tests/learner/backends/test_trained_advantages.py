@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bus.trajectory import Trajectory, Turn
-from learner.algorithms.advantages.estimator import ESTIMATORS
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
 from learner.config.advantage import (
@@ -21,13 +20,14 @@ from learner.config.advantage import (
     MaxRLAdvantage,
     OAPLAdvantage,
     OverlongPenalty,
+    PluginAdvantage,
     RAEAdvantage,
     ReinforcePPAdvantage,
     ReinforcePPBaselineAdvantage,
     RLOOAdvantage,
     TurnCredit,
 )
-from learner.config.algorithm import ConstantDenominator, Plugin
+from learner.config.algorithm import ConstantDenominator
 from learner.config.batch import BatchConfig
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
@@ -37,6 +37,7 @@ from learner.config.parallel import ParallelConfig
 from learner.data.batches import recorded_samples
 from learner.step.rl_step import train_on
 from tests.factories import make_trajectory
+from tests.learner.choices import ADVANTAGES as BUILT_IN
 from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import VOCAB, hf_state, reference_logits, tiny_model
@@ -65,7 +66,7 @@ ADVANTAGES = {
         "advantage": RLOOAdvantage(), "overlong": OverlongPenalty(longest_tokens=12, margin_tokens=8)
     },
     "whitened": {"advantage": RLOOAdvantage(), "whiten_advantages": True},
-    "plugin": {"advantage": Plugin(function=f"{__name__}:by_sums")},
+    "plugin": {"advantage": PluginAdvantage(function=f"{__name__}:by_sums")},
     "oapl": {
         "advantage": OAPLAdvantage(value_kl_weight=0.5),
         "loss": RegressionLoss(kl_weight=0.2),
@@ -323,7 +324,7 @@ def test_steps_follow_plain_torch_adamw_on_advantages_by_their_formula(name):
 
 def test_every_advantage_is_trained_here_but_for_that_of_a_critic():
     trained = {settings["advantage"].type for settings in ADVANTAGES.values()}
-    assert trained == {*ESTIMATORS, "plugin"} - {"gae"}  # which tests/learner/backends/test_critic.py trains
+    assert trained == {*BUILT_IN, "plugin"} - {"gae"}  # which tests/learner/backends/test_critic.py trains
 
 
 @pytest.mark.first(2, others=pytest.mark.nightly)

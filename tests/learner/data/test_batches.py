@@ -7,8 +7,7 @@ from bus.errors import ConfigError
 from bus.kept_sets import KeptSets
 from bus.trajectory import Turn
 from learner.algorithms.advantages.estimator import estimate_advantages
-from learner.config.advantage import GRPOAdvantage
-from learner.config.plugin import Plugin
+from learner.config.advantage import GRPOAdvantage, PluginAdvantage
 from learner.data.batches import DIGESTS, make_step_batch, recorded_samples
 from learner.data.packing import pack
 from learner.metrics.step_metrics import batch_values
@@ -90,7 +89,7 @@ def misshapen(groups):
 
 def batch_by(function):
     group = [make_trajectory(0, n, group_size=2) for n in range(2)]
-    advantage = Plugin(function=f"tests.learner.data.test_batches:{function}")
+    advantage = PluginAdvantage(function=f"tests.learner.data.test_batches:{function}")
     return step_batch([group], advantage, weights=[0.5])
 
 
