@@ -31,8 +31,6 @@ class GRPOAdvantage(AdvantageEstimator):
     """Reward relative to the agent's other rewards in its group."""
 
     type: Literal["grpo"] = "grpo"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.grpo:grpo_advantages"
 
     normalize_std: bool = True
@@ -47,8 +45,6 @@ class RLOOAdvantage(AdvantageEstimator):
     """Reward less the mean of the agent's other rewards in its group (arXiv:2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.rloo:rloo_advantages"
 
 
@@ -57,8 +53,6 @@ class OAPLAdvantage(AdvantageEstimator):
     (arXiv:2602.19362)."""
 
     type: Literal["oapl"] = "oapl"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.oapl:oapl_advantages"
 
     value_kl_weight: float = Field(1.0, gt=0)
@@ -71,8 +65,6 @@ class MaxRLAdvantage(AdvantageEstimator):
     least 0."""
 
     type: Literal["maxrl"] = "maxrl"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.maxrl:maxrl_advantages"
     takes_negative_rewards: ClassVar[bool] = False
 
@@ -82,8 +74,6 @@ class GDPOAdvantage(AdvantageEstimator):
     (arXiv:2601.05242)."""
 
     type: Literal["gdpo"] = "gdpo"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.gdpo:gdpo_advantages"
     whitens: ClassVar[bool] = True
 
@@ -104,8 +94,6 @@ class ReinforcePPAdvantage(AdvantageEstimator):
     """Reward less the KL penalties still to come, whitened over the step (REINFORCE++, arXiv:2501.03262)."""
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.reinforce_pp:reinforce_pp_advantages"
     whitens: ClassVar[bool] = True
 
@@ -117,8 +105,6 @@ class ReinforcePPBaselineAdvantage(AdvantageEstimator):
     """Reward less the mean of the group, whitened over the step (REINFORCE++ with baseline)."""
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.reinforce_pp:reinforce_pp_baseline_advantages"
     whitens: ClassVar[bool] = True
 
@@ -127,8 +113,6 @@ class DiscountedReturns(AdvantageEstimator):
     """Each turn has the discounted sum of its own reward and those after it."""
 
     type: Literal["discounted_returns"] = "discounted_returns"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.turns:discounted_return_advantages"
 
     discount_per_turn: float = Field(1.0, gt=0, le=1)
@@ -151,8 +135,6 @@ class TurnCredit(AdvantageEstimator):
     arXiv:2505.11821)."""
 
     type: Literal["turn_credit"] = "turn_credit"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.turns:turn_credit_advantages"
 
     outcome_coef: float = Field(1.0, ge=0)
@@ -170,8 +152,6 @@ class HierarchicalAdvantage(AdvantageEstimator):
     """Some agents are compared within their episode, the others with themselves in the other episodes."""
 
     type: Literal["hierarchical"] = "hierarchical"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.hierarchical:hierarchical_advantages"
 
     within_episode: tuple[str, ...] = Field(min_length=1)
@@ -191,8 +171,6 @@ class RAEAdvantage(AdvantageEstimator):
     arXiv:2506.24119). The averages are in every checkpoint."""
 
     type: Literal["rae"] = "rae"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.rae:rae_advantages"
 
     decay: float = Field(0.95, ge=0, lt=1)
@@ -208,8 +186,6 @@ class GAEAdvantage(AdvantageEstimator):
     arXiv:1506.02438). `learner.critic` says what an action is."""
 
     type: Literal["gae"] = "gae"
-    """Name of the estimator."""
-
     computed_by: ClassVar[str] = "learner.algorithms.advantages.gae:gae_advantages"
     needs_critic: ClassVar[bool] = True
 

@@ -30,8 +30,6 @@ class TokenMean(Aggregation):
     """Mean over all trained tokens of the step, as in DAPO (arXiv:2503.14476)."""
 
     type: Literal["token_mean"] = "token_mean"
-    """Name of the aggregation."""
-
     computed_by: ClassVar[str] = "learner.algorithms.aggregation:token_mean"
     weighs_alike: ClassVar[bool] = True
 
@@ -40,8 +38,6 @@ class SequenceMean(Aggregation):
     """Mean over the trajectories of the step of the mean over their tokens, as in GRPO (arXiv:2402.03300)."""
 
     type: Literal["sequence_mean"] = "sequence_mean"
-    """Name of the aggregation."""
-
     computed_by: ClassVar[str] = "learner.algorithms.aggregation:sequence_mean"
 
 
@@ -49,8 +45,6 @@ class PromptMean(Aggregation):
     """Mean over the prompts of the step of the mean over all tokens of a prompt's trajectories."""
 
     type: Literal["prompt_mean"] = "prompt_mean"
-    """Name of the aggregation."""
-
     computed_by: ClassVar[str] = "learner.algorithms.aggregation:prompt_mean"
 
 
@@ -58,8 +52,6 @@ class ConstantDenominator(Aggregation):
     """Sum over the tokens of a trajectory divided by a constant, as in Dr. GRPO (arXiv:2503.20783)."""
 
     type: Literal["constant"] = "constant"
-    """Name of the aggregation."""
-
     computed_by: ClassVar[str] = "learner.algorithms.aggregation:constant"
 
     tokens: int = Field(gt=0)

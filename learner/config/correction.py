@@ -52,8 +52,6 @@ class NoCorrection(Correction):
     """Every token counts as if the policy of the loss had sampled it."""
 
     type: Literal["none"] = "none"
-    """Name of the correction."""
-
     computed_by: ClassVar[str] = "learner.algorithms.corrections.bounds:uncorrected"
     by_sequence: ClassVar[bool] = False
 
@@ -67,8 +65,6 @@ class TokenTIS(Correction):
     """Importance weight of each token, truncated from above (truncated importance sampling)."""
 
     type: Literal["token_tis"] = "token_tis"
-    """Name of the correction."""
-
     computed_by: ClassVar[str] = "learner.algorithms.corrections.token_tis:token_tis"
     by_sequence: ClassVar[bool] = False
 
@@ -105,8 +101,6 @@ class SequenceTIS(Correction):
     """
 
     type: Literal["sequence_tis"] = "sequence_tis"
-    """Name of the correction."""
-
     computed_by: ClassVar[str] = "learner.algorithms.corrections.sequence_tis:sequence_tis"
 
     over: Literal["product", "mean"] = "product"
@@ -169,8 +163,6 @@ class TokenRange(Rejection):
     """Tokens are rejected whose importance ratio lies outside of a range (IcePop, arXiv:2510.18855)."""
 
     type: Literal["token_range"] = "token_range"
-    """Name of the rejection."""
-
     computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:token_range"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
@@ -189,8 +181,6 @@ class BinaryTV(Rejection):
     arXiv:2602.04879)."""
 
     type: Literal["binary_tv"] = "binary_tv"
-    """Name of the rejection."""
-
     computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_tv"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
@@ -205,8 +195,6 @@ class BinaryKL(Rejection):
     arXiv:2602.04879)."""
 
     type: Literal["binary_kl"] = "binary_kl"
-    """Name of the rejection."""
-
     computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_kl"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
@@ -221,8 +209,6 @@ class BinaryKLTwoWay(Rejection):
     and whatever their advantage (KPop, ringtech.notion.site/kpop)."""
 
     type: Literal["binary_kl_two_way"] = "binary_kl_two_way"
-    """Name of the rejection."""
-
     computed_by: ClassVar[str] = "learner.algorithms.rejections.by_token:binary_kl_two_way"
     by_token: ClassVar[bool] = True
     whole_ratio: ClassVar[bool] = True
@@ -241,8 +227,6 @@ class SecondMoment(Rejection):
     """
 
     type: Literal["second_moment"] = "second_moment"
-    """Name of the rejection."""
-
     by_token: ClassVar[bool] = True
     picks: ClassVar[Picking | None] = Picking(
         "beyond_second_moment", "learner.algorithms.selection:second_moment", ("largest_moment",)
@@ -260,9 +244,8 @@ class SequenceRange(Rejection):
     `over = "product"` and sequence TIS, masked importance sampling."""
 
     type: Literal["sequence_range"] = "sequence_range"
-    """Name of the rejection."""
-
     computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:sequence_range"
+
     over: Literal["product", "mean"] = "mean"
     """The product of the tokens' ratios, or their geometric mean."""
 
@@ -277,9 +260,8 @@ class Veto(Rejection):
     """Sequences are rejected in which a token has become nearly impossible."""
 
     type: Literal["veto"] = "veto"
-    """Name of the rejection."""
-
     computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:veto"
+
     smallest: float = Field(1e-4, gt=0, lt=1)
     """Smallest ratio of any token of a sequence that is trained on."""
 
@@ -289,9 +271,8 @@ class NegativeDivergence(Rejection):
     of DeepSeek-V3.2, arXiv:2512.02556)."""
 
     type: Literal["negative_divergence"] = "negative_divergence"
-    """Name of the rejection."""
-
     computed_by: ClassVar[str] = "learner.algorithms.rejections.by_sequence:negative_divergence"
+
     largest_drop: float = Field(1e-4, gt=0)
     """Largest mean drop of the log-probs, in nats a token, that is trained on."""
 

@@ -14,6 +14,7 @@ from learner.config.correction import (
     AutoCorrection,
     Correction,
     CorrectionConfig,
+    NoCorrection,
     NoRejection,
     Rejection,
     RejectionConfig,
@@ -294,7 +295,7 @@ class LearnerConfig(Config):
     @model_validator(mode="after")
     def _corrections_and_rejections_have_an_effect(self) -> Self:
         refuse_two_selections(self.used_rejections)
-        if self.loss.facts.own_ratio and self.used_correction.type != "none":
+        if self.loss.facts.own_ratio and self.used_correction != NoCorrection():
             raise ValueError(
                 f"learner.correction.type={self.used_correction.type} has no effect with learner.loss.type="
                 f"{self.loss.type}, whose own ratio is to the policy that sampled: set it to none, or use "

@@ -52,8 +52,6 @@ class ReinforceLoss(Loss):
     truncated importance sampling (IMPALA's policy gradient, arXiv:1802.01561)."""
 
     type: Literal["reinforce"] = "reinforce"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.reinforce:reinforce_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=False, by_sequence=False)
 
@@ -62,8 +60,6 @@ class PPOClipLoss(Loss):
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7)."""
 
     type: Literal["ppo_clip"] = "ppo_clip"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.ppo_clip:ppo_clip_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = ("proximal",)
     stated: ClassVar[LossFacts] = LossFacts(by_sequence=False)
@@ -112,8 +108,6 @@ class GSPOLoss(Loss):
     """
 
     type: Literal["gspo"] = "gspo"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.gspo:gspo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GSPO (arXiv:2507.18071, eq. 5)"
@@ -131,8 +125,6 @@ class CISPOLoss(Loss):
     (arXiv:2506.13585)."""
 
     type: Literal["cispo"] = "cispo"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.cispo:cispo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=False, aggregation=TokenMean(), paper="CISPO (arXiv:2506.13585, eq. 4)"
@@ -149,8 +141,6 @@ class SAPOLoss(Loss):
     """Policy gradient with a soft gate in place of a clip (arXiv:2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.sapo:sapo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=False, aggregation=SequenceMean(), paper="SAPO (arXiv:2511.20347)"
@@ -171,8 +161,6 @@ class TOPRLoss(Loss):
     """
 
     type: Literal["topr"] = "topr"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.topr:topr_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=SEQUENCE_SUM, paper="TOPR (arXiv:2503.14286, eq. 8)"
@@ -184,8 +172,6 @@ class AIPOLoss(Loss):
     arXiv:2505.24034)."""
 
     type: Literal["aipo"] = "aipo"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.aipo:aipo_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False)
 
@@ -200,8 +186,6 @@ class GMPOLoss(Loss):
     """
 
     type: Literal["gmpo"] = "gmpo"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.gmpo:gmpo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=SequenceMean(), paper="GMPO (arXiv:2507.20673)"
@@ -222,8 +206,6 @@ class VESPOLoss(Loss):
     """
 
     type: Literal["vespo"] = "vespo"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.vespo:vespo_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True, by_sequence=True, aggregation=TokenMean(), paper="VESPO (arXiv:2602.10693)"
@@ -251,8 +233,6 @@ class RegressionLoss(Loss):
     """
 
     type: Literal["regression"] = "regression"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.regression:regression_loss"
     stated: ClassVar[LossFacts] = LossFacts(
         own_ratio=True,
@@ -283,8 +263,6 @@ class ClipCovLoss(Loss):
     """
 
     type: Literal["clip_cov"] = "clip_cov"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.covariance:clip_cov_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = CLIP_COV.settings
     stated: ClassVar[LossFacts] = LossFacts(
@@ -328,8 +306,6 @@ class KLCovLoss(Loss):
     """
 
     type: Literal["kl_cov"] = "kl_cov"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.covariance:kl_cov_loss"
     read_elsewhere: ClassVar[tuple[str, ...]] = KL_COV.settings
     stated: ClassVar[LossFacts] = LossFacts(
@@ -369,8 +345,6 @@ class SFTLoss(Loss):
     """Supervised fine-tuning: negative log-likelihood of the tokens under the mask."""
 
     type: Literal["sft"] = "sft"
-    """Name of the loss."""
-
     computed_by: ClassVar[str] = "learner.algorithms.losses.sft:sft_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, of_samples=False)
 
