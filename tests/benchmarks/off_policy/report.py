@@ -106,27 +106,8 @@ def staleness_tables(outcomes: Sequence[Outcome]) -> str:
     parts = [
         (f"Steps to a held-out accuracy of {TARGET}, by lag", by_lag("steps_to_target", ".0f")),
         (f"Held-out accuracy at step {AT_STEP}", by_lag("accuracy_at_100", ".2f")),
-        ("Held-out accuracy at the end", by_lag("accuracy_end", ".2f")),
-        ("Effective sample size, mean over the steps after the first `lag`", by_lag("ess_mean", ".2f")),
-        ("Staleness as recorded, over all methods and seeds", _recorded(outcomes, lags)),
     ]
     return "\n\n".join(f"{title}:\n\n{table}" for title, table in parts) + "\n"
-
-
-def _recorded(outcomes: Sequence[Outcome], lags: Sequence[int]) -> str:
-    """Return how far the staleness was that of the cell."""
-
-    def cell(row: str, lag: str) -> str:
-        figures = [o.figures() for o in outcomes if o.lag == int(lag) and o.reuse == 1]
-        if row == "cells":
-            return str(len(figures))
-        values = [found[RECORDED[row]] for found in figures]
-        return f"{min(values):.2f}-{max(values):.2f}" if min(values) < max(values) else f"{values[0]:.2f}"
-
-    return _table("lag", ["cells", *RECORDED], [str(lag) for lag in lags], cell)
-
-
-RECORDED = {"mean staleness": "staleness_mean", "share of tokens in its bin": "tokens_in_bin"}
 
 
 def reuse_table(outcomes: Sequence[Outcome]) -> str:
