@@ -9,12 +9,12 @@ from storage.metrics.records import read_records
 from tests.e2e.commands import SMALL, Command, assert_whole, wait_for_step
 
 pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(900)]
-PAGE = Path(__file__).parents[2] / "docs/own-task.md"
+PAGE = Path(__file__).parents[2] / "docs/data.md"
 
 
 def example(heading: str) -> str:
     """The first configuration below a heading of the page."""
-    _, _, below = PAGE.read_text().partition(f"### {heading}\n")
+    _, _, below = PAGE.read_text().partition(f"## {heading}\n")
     return below.split("```toml\n")[1].split("```")[0]
 
 
