@@ -11,11 +11,8 @@ from actors.rewards.scoring.prompt_choices import answer_of_nobody, chosen_rewar
 from actors.rewards.scoring.sample_call import SampleCall
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import POSTED
-from actors.settings.rewards import RewardConfig
+from actors.settings.rewards import SAMPLE_TEXT, RewardConfig
 from bus.messages import Prompt
-
-TEXT = "42"
-"""Sample answer to a prompt without a label; to others the label is one."""
 
 
 def sample_calls(
@@ -43,7 +40,7 @@ def sample_calls(
         name, source = chosen_reward(prompt, config), bisect(ends, number)
         key = (source, environment, name)
         if key not in found and (name not in REWARDS or config.group_reward is not None):
-            text = TEXT if prompt.label is None else prompt.label
+            text = SAMPLE_TEXT if prompt.label is None else prompt.label
             answer = answer_of_nobody(prompt, text, task_id="sample call")
             found[key] = SampleCall(f"{where}, prompt {number}", name, config, answer)
     return list(found.values())
@@ -59,7 +56,7 @@ def sample_scores(prompts: Sequence[Prompt], actors: ActorsConfig) -> list[str]:
     if name not in REWARDS or prompts[0].label is None:
         return []
     scores = []
-    for text in (prompts[0].label, TEXT, ""):
+    for text in (prompts[0].label, SAMPLE_TEXT, ""):
         try:
             found = f"{REWARDS[name](answer_of_nobody(prompts[0], text, task_id='sample')):g}"
         except RewardError as error:

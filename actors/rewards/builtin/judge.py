@@ -7,9 +7,9 @@ from dataclasses import replace
 import structlog
 
 from actors.episodes.task import JSON, Answer
-from actors.rewards.base import AnswerFaultError, RewardError, Scored
+from actors.rewards.base import AnswerFaultError, BudgetSpentError, RewardError, Scored
 from actors.rewards.builtin.message_text import readable, text_of
-from actors.rewards.endpoint import Endpoint, RefusedError
+from actors.rewards.endpoint import Endpoint
 from actors.settings.rewards import RewardConfig
 
 log = structlog.get_logger()
@@ -33,13 +33,14 @@ class Judge:
     async def __call__(self, answer: Answer) -> Scored:
         """Return the judge's score, scaled to [0, 1].
 
-        An answer that the endpoint refuses, or to which no reply has a score within the bounds, gets 0 by an
-        `AnswerFaultError` where the label, or an empty answer, is judged in its place. Raises RewardError
-        where that is not judged either, and when the endpoint cannot be had: an answer that was not judged is
-        no wrong one."""
+        An answer that the endpoint refuses or fails on, or to which no reply has a score within the bounds,
+        gets 0 by an `AnswerFaultError` where the label, or an empty answer, is judged in its place. Raises
+        RewardError where that is not judged either: an answer that was not judged is no wrong one."""
         try:
             return await self._judged(answer)
-        except (RefusedError, NoScoreError) as error:
+        except BudgetSpentError:
+            raise
+        except RewardError as error:
             await self._judged(replace(answer, text=answer.label or ""))  # raises where the judge is to blame
             raise AnswerFaultError(f"{error}; another answer to it is judged", reward=0.0) from error
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Self
 
 from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT
 from actors.episodes.task import Answer, Task
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError, Scored
@@ -15,9 +16,6 @@ from actors.settings.rewards import RewardConfig
 from bus.codec import Json
 from bus.trajectory import End, FinishReason
 
-REWARD_FAULT = "reward_fault"
-"""Field of a trajectory's metadata that says how its answer made the reward fail."""
-LONGEST_FAULT = 500
 NOTHING: Mapping[str, Json] = MappingProxyType({})
 
 
@@ -82,7 +80,7 @@ class AnswerScoring:
             ),
             metrics={
                 **({} if late else {"rollout/reward": scored.reward}),
-                "rollout/reward_fault_fraction": float(bool(scored.fault)),
+                FAULT_FRACTION: float(bool(scored.fault)),
                 **metrics,
             },
             answer=replace(answer, reward=scored.reward) if self.group_scorer else None,

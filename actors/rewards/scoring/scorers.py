@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 from actors.episodes.task import Answer
@@ -19,7 +20,7 @@ from actors.rewards.builtin.registry import CONFIGURED, REWARDS, load_group_rewa
 from actors.rewards.scoring.bounded_calls import BoundedCalls
 from actors.rewards.scoring.call_times import CallTimes
 from actors.rewards.scoring.results import checked
-from actors.settings.rewards import RewardConfig
+from actors.settings.rewards import SAMPLE_TEXT, RewardConfig
 
 CHOICE = "reward"
 """Field of a prompt's metadata that names the reward of its answers."""
@@ -31,8 +32,10 @@ class Scorer:
     def __init__(
         self, name: str, *,
         timeout_s: float | None, threads: int = 16, reward: Reward | None = None,
-        weights: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] | None = None, lowest: float | None = None,
     ) -> None:  # fmt: skip
+        """Call a reward; `lowest` is that of answers on which alone it fails, which have none otherwise."""
+        self._lowest = lowest
         self._name = name
         self._timeout_s = timeout_s
         self._weights = weights or {}
@@ -51,6 +54,7 @@ class Scorer:
             threads=config.reward_threads,
             reward=load_reward(name, config) if name not in REWARDS else None,
             weights=config.reward_weights,
+            lowest=config.lowest,
         )
 
     @property
@@ -64,10 +68,39 @@ class Scorer:
         return found.reward if isinstance(found, Scored) else found
 
     async def scored(self, answer: Answer) -> Scored | Late:
-        """Return the reward of an answer with its parts, or `LATER`; raises RewardError."""
+        """Return the reward of an answer with its parts, or `LATER`; raises RewardError.
+
+        An answer on which the reward fails twice, and not on the label, has the lowest one. A reward that
+        raises a RewardError itself says who is to blame."""
+        found = await self._tried(answer)
+        if not isinstance(found, RewardError):
+            return found
+        if self._lowest is None or not await self._works_on_label(answer):
+            raise found
+        again = await self._tried(answer)  # a connection may have been lost the first time
+        if not isinstance(again, RewardError):
+            return again
+        return Scored(self._lowest, fault=f"{again}; it works on another answer")
+
+    async def _tried(self, answer: Answer) -> Scored | Late | RewardError:
+        """Return the reward, or how the function failed. Raises a `RewardError` that it raises itself."""
         outcome = await self._calls.call(answer)
         where = f"reward {self._name} on task {answer.task_id}"
-        return checked(outcome, where, weights=self._weights, timeout_s=self._timeout_s)
+        try:
+            return checked(outcome, where, weights=self._weights, timeout_s=self._timeout_s)
+        except RewardError as error:
+            if error is outcome:
+                raise
+            return error
+
+    async def _works_on_label(self, answer: Answer) -> bool:
+        text = SAMPLE_TEXT if answer.label is None else answer.label
+        try:
+            return not isinstance(
+                await self._tried(replace(answer, text=text, finish_reason="stop")), RewardError
+            )
+        except RewardError:
+            return False
 
     async def close(self) -> None:
         """Give up the reward's connections and processes."""

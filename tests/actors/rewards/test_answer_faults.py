@@ -1,9 +1,11 @@
 """A verifier that an answer breaks scores it lowest; one that is broken scores nothing."""
 
 import signal
+import threading
 
 import pytest
 
+from actors.episodes.policy_faults import LATEST, LatestUses
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
 from actors.rewards.builtin.verifier_processes import VerifierProcesses
@@ -88,6 +90,77 @@ async def test_a_reward_of_ones_own_says_that_the_answer_is_to_blame():
     )
     with pytest.raises(RewardError, match="nan"):
         await bad.scored(answer("any"))
+
+
+def test_what_no_longer_works_is_not_blamed_on_the_policy():
+    uses = LatestUses()
+    assert not uses.work
+    uses.note(worked=True)
+    for _ in range(LATEST - 1):
+        uses.note(worked=False)
+    assert uses.work
+    uses.note(worked=False)
+    assert not uses.work
+
+
+def own(answer):
+    """A reward of somebody's own, which does not foresee all that a policy may write."""
+    if answer.text == "hangs":
+        threading.Event().wait(0.5)
+    return {"number": float(answer.text)} if answer.text != "nothing" else None
+
+
+@pytest.mark.parametrize(("text", "said"), [("words", "ValueError"), ("nothing", "None"), ("nan", "nan")])
+async def test_a_reward_of_ones_own_that_fails_on_an_answer_alone_gives_the_lowest(text, said):
+    scorer = Scorer("mine", timeout_s=5, reward=own, lowest=-1.0)
+    found = await scorer.scored(answer(text, "42"))
+    assert (found.reward, said in found.fault) == (-1.0, True)
+    assert await scorer.score(answer("3", "words")) == 3.0
+    with pytest.raises(RewardError, match=said):  # the label is no number either: the reward is wrong
+        await scorer.scored(answer(text, "words"))
+    with pytest.raises(RewardError, match=said):  # the settings leave such answers out
+        await Scorer("mine", timeout_s=5, reward=own).scored(answer(text, "42"))
+
+
+async def test_a_reward_of_ones_own_that_hangs_on_an_answer_alone_gives_the_lowest():
+    scorer = Scorer("mine", timeout_s=0.1, reward=own, lowest=-1.0)
+    found = await scorer.scored(answer("hangs", "42"))
+    assert (found.reward, "no result within 0.1 s" in found.fault) == (-1.0, True)
+
+
+async def test_a_reward_that_fails_once_is_asked_again_and_one_that_says_why_is_not():
+    calls = []
+
+    def flaky(answer):
+        calls.append(answer.text)
+        if len(calls) == 1:
+            raise ConnectionError
+        return 1.0
+
+    assert await Scorer("mine", timeout_s=5, reward=flaky, lowest=-1.0).score(answer("a", "b")) == 1.0
+    assert calls == ["a", "b", "a"]
+
+    def away(answer):
+        calls.append(answer.text)
+        raise RewardError("the database is away")
+
+    with pytest.raises(RewardError, match="the database is away"):
+        await Scorer("mine", timeout_s=5, reward=away, lowest=-1.0).score(answer("c", "d"))
+    assert calls[3:] == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lowest"),
+    [
+        ({}, 0.0),
+        ({"unfinished_reward": -2.0}, -2.0),
+        ({"reward": "dapo"}, -1.0),
+        ({"rewards": ["dapo"], "unfinished_reward": -2.0}, -2.0),
+        ({"reward": "dapo", "unfinished_reward": None}, None),
+    ],
+)
+def test_the_lowest_reward_is_at_most_that_of_a_built_in_reward(settings, lowest):
+    assert RewardConfig.model_validate(settings).lowest == lowest
 
 
 ODD = [

@@ -110,7 +110,20 @@ async def test_what_is_no_reward_is_an_error_at_once(reply, error, why):
     async with remote(reply) as (server, scorer):
         with pytest.raises(error, match=why):
             await scorer.score(answer())
-        assert len(server.bodies) == 1
+        assert [body["response"] for body in server.bodies] == ["", "42"]  # the label in its place, once
+
+
+@pytest.mark.parametrize("reward", ["remote", "judge"])
+@pytest.mark.parametrize("status", [400, 500])
+async def test_an_answer_that_a_server_fails_on_alone_has_the_lowest_reward(reward, status):
+    def reply(number, body):
+        fails = "odd" in str(body)
+        answered = 1.0 if reward == "remote" else {"choices": [{"message": {"content": "Score: 5"}}]}
+        return web.json_response(answered, status=status if fails else 200)
+
+    async with (remote if reward == "remote" else judge)(reply, attempts=2) as (_, scorer):
+        found = await scorer.scored(answer("odd"))
+        assert (found.reward, "another answer" in found.fault) == (0.0, True)
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
@@ -127,7 +140,7 @@ async def test_a_server_that_stays_away_is_an_error_and_not_a_zero():
     async with remote(json({}, 503), attempts=3) as (server, scorer):
         with pytest.raises(RewardError, match="reward remote: status 503 from http"):
             await scorer.score(answer())
-        assert len(server.bodies) == 3
+        assert [body["response"] for body in server.bodies] == [*[""] * 3, *["42"] * 3]
     nobody = RemoteRewardConfig(url=f"http://127.0.0.1:{free_port('127.0.0.1')}", attempts=2)
     scorer = Scorer.from_config("remote", RewardConfig(reward="remote", remote=nobody))
     with pytest.raises(RewardError, match="ClientConnectorError"):
