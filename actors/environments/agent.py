@@ -14,23 +14,25 @@ from actors.environments.agent_program import (
     placed_command,
     program_variables,
 )
+from actors.environments.agent_verifier import LeftByAgent, Verifier
 from actors.environments.session_episode import (
     TaskDescriptions,
+    UnpaidError,
     posted_episode,
     scored_episode,
     scoring_of,
-    with_metadata,
+    unscored_episode,
 )
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
+from actors.episodes.policy_faults import LatestUses
 from actors.episodes.task import Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
-from actors.policy.messages import Completion
 from actors.policy.policy import Policy
-from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramRunner
-from actors.rewards.base import RewardError
+from actors.programs.runner import Program, ProgramEnd, ProgramError, ProgramFailedError, ProgramRunner
+from actors.rewards.base import AnswerFaultError
 from actors.rewards.scoring.answer_scoring import AnswerScoring
 from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.agents import AgentConfig
@@ -41,6 +43,10 @@ from bus.waiting import cancelled, ended_before
 log = structlog.get_logger()
 NO_SESSION = "a-verifier-has-no-session"
 """API key in a verifier's environment: it asks the policy nothing."""
+
+
+class ProgramFaultError(EpisodeError):
+    """A program failed after it had asked the policy: where others work, what the policy wrote did it."""
 
 
 class AgentEnvironment:
@@ -56,6 +62,9 @@ class AgentEnvironment:
         self._scoring = scoring
         """Computes rewards; None where programs post them."""
         self._gateway = Gateway(config.gateway)
+        self._latest = LatestUses()
+        """Programs whose episodes were scored."""
+        self._verifier = None if config.verifier is None else self._built_verifier()
         self._starting = asyncio.Lock()
         self._is_serving = False
         self._places = asyncio.Semaphore(config.programs)
@@ -71,6 +80,12 @@ class AgentEnvironment:
         rewards that nobody posts."""
         check_program(config)
         return cls(config, scoring_of(config), finish_within_s)
+
+    def _built_verifier(self) -> Verifier:
+        return Verifier(
+            self._config, self._runner, self._gateway, run=self._run, base=lambda: self._base,
+            variables=lambda: program_variables(self._config, self._base, NO_SESSION, {}),
+        )  # fmt: skip
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:
@@ -108,18 +123,36 @@ class AgentEnvironment:
                 raise self._failed(task, f"has no directory: {error!r}") from error
 
     async def _led(self, task: Task, policy: Policy, session: Session, work: Path) -> Episode:
-        """Return the episode of a session whose program works in `work`."""
+        """Return the episode of a session whose program works in `work`. It has the lowest reward where the
+        policy kept it from being scored."""
         session.reward_owner = "program" if self._config.program_owns_reward else None
-        await self._run_program(task, session, work)
-        await session.close()  # what the program left behind at the engine is no part of its episode
+        try:
+            episode = await self._scored(task, policy, session, work)
+        except (ProgramFaultError, AnswerFaultError, UnpaidError) as fault:
+            self._latest.note(worked=False)
+            lowest, is_judged = self._config.lowest, isinstance(fault, AnswerFaultError)
+            if lowest is None or not (session.end or is_judged or self._latest.work):
+                raise
+            return unscored_episode(policy, session, lowest, str(fault))
+        self._latest.note(worked=True)
+        return episode
+
+    async def _scored(self, task: Task, policy: Policy, session: Session, work: Path) -> Episode:
+        """Run the program, and return its episode with its reward. Raises the errors of `run`, of which the
+        policy may have caused `ProgramFaultError`, `AnswerFaultError` and `UnpaidError`."""
+        try:
+            await self._run_program(task, session, work)
+        finally:
+            await session.close()  # what the program left behind at the engine is no part of its episode
         last = session.last
         if last is None:
             raise self._failed(task, "it asked the policy nothing: does it heed OPENAI_BASE_URL?")
         if self._scoring is not None:
             return await scored_episode(self._scoring, policy, session, task, last)
-        if self._config.verifier is not None:
-            await self._verify(task, session, work, last)
-        return posted_episode(policy, session, await self._reward(task, session))
+        if self._verifier is None:
+            return posted_episode(policy, session, await self._reward(task, session))
+        left = LeftByAgent(session, work, str(last.message["content"]))
+        return posted_episode(policy, session, await self._verifier.reward(task, policy, left))
 
     async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
         """Return the episodes of a group with their final rewards; raises RewardError."""
@@ -158,11 +191,19 @@ class AgentEnvironment:
         except (OSError, ValueError) as error:  # no space for its files, no descriptors, a wrong variable
             raise self._failed(task, f"cannot be run: {error!r}") from error
         except ProgramError as error:
-            raise session.failure or self._failed(task, str(error)) from error.__cause__
+            raise session.failure or self._blamed(task, session, error) from error.__cause__
         if session.failure is not None:
             raise session.failure
         if ended.status != 0:
             self._look_at(task, session, ended)
+
+    def _blamed(self, task: Task, session: Session, error: ProgramError) -> EpisodeError:
+        """Return the error of a program that did not end by itself, by whose fault it is: the engine's where
+        one request took half of its time."""
+        waited = session.longest_wait_s > self._config.program_timeout_s / 2
+        late = isinstance(error.__cause__, TimeoutError) and waited
+        blamed = isinstance(error, ProgramFailedError) and session.last is not None and not late
+        return self._failed(task, str(error), ProgramFaultError if blamed else EpisodeError)
 
     async def _run(self, program: Program, timeout_s: float) -> ProgramEnd:
         return await self._runner.run(
@@ -173,54 +214,21 @@ class AgentEnvironment:
             serve=self._gateway.listening,
         )
 
-    async def _verify(self, task: Task, session: Session, work: Path, last: Completion) -> None:
-        """Have the verifier post the reward. Raises RewardError where it fails."""
-        session.reward_owner = "verifier"
-        arguments = self._config.verifier_arguments
-        told = {
-            **with_metadata(task, task.metadata),
-            "label": task.label,
-            "answer": str(last.message["content"]),
-            "directory": str(work),
-            "reward_url": self._gateway.reward_url_of(session, self._base),
-        }
-        where = f"the verifier {self._config.verifier!r} on task {task.task_id}"
-        try:
-            with self._runner.directory() as directory:
-                ended = await self._run(
-                    Program(
-                        command=placed_command(arguments),
-                        variables=program_variables(self._config, self._base, NO_SESSION, {}),
-                        directory=directory,
-                        handed=json.dumps(told).encode(),
-                        readable=(work, *needed_files(arguments)),
-                    ),
-                    self._config.reward_timeout_s,
-                )
-        except (OSError, ValueError, ProgramError) as error:
-            raise RewardError(f"{where}: {error}") from error
-        if ended.status != 0:
-            raise RewardError(f"{where}: status {ended.status}: {ended.output}")
-
     def _look_at(self, task: Task, session: Session, ended: ProgramEnd) -> None:
-        """Raise `EpisodeError` for a program that failed, unless the gateway refused to go on with it."""
+        """Raise an error for a program that failed, unless the gateway refused to go on with it."""
         if session.end is None:
-            raise self._failed(task, f"status {ended.status}: {ended.output}")
+            kind = EpisodeError if session.last is None else ProgramFaultError
+            raise self._failed(task, f"status {ended.status}: {ended.output}", kind)
         log.info("agent_was_cut_off", task=task.task_id, end=session.end, status=ended.status)
 
     async def _reward(self, task: Task, session: Session) -> PostedReward:
-        """Return the reward that was posted. Raises RewardError where none is in time."""
-        in_time_s = self._config.reward_timeout_s if self._config.program_owns_reward else 0.0
-        if await session.rewarded_within(0.0 if session.end else in_time_s):
+        """Return the reward that the program posted. Raises `UnpaidError` where none is in time."""
+        if await session.rewarded_within(0.0 if session.end else self._config.reward_timeout_s):
             assert session.reward is not None
             return session.reward
-        if session.end and self._config.unfinished_reward is not None:
-            session.reward_source = "settings"
-            return PostedReward(reward=self._config.unfinished_reward)
-        raise RewardError(
-            f"nobody posted a reward for task {task.task_id}: have the "
-            f"{'program' if self._config.verifier is None else 'verifier'} POST a number to the reward_url "
-            "that it reads on its standard input, or set another actors.environment.reward"
+        raise UnpaidError(
+            f"nobody posted a reward for task {task.task_id}: have the program POST a number to the "
+            "reward_url that it reads on its standard input, or set another actors.environment.reward"
         )
 
     def _handed(self, task: Task, session: Session) -> bytes | None:
@@ -241,5 +249,5 @@ class AgentEnvironment:
         url = self._gateway.url_of(session, self._base)
         return program_variables(self._config, url, session.key, {"SLUICE_TASK": str(task)})
 
-    def _failed(self, task: Task, reason: str) -> EpisodeError:
-        return EpisodeError(f"the program {self._config.command!r} on task {task.task_id}: {reason}")
+    def _failed(self, task: Task, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
+        return kind(f"the program {self._config.command!r} on task {task.task_id}: {reason}")

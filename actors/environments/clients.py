@@ -14,22 +14,22 @@ from aiohttp import web
 
 from actors.environments.session_episode import (
     TaskDescriptions,
+    UnpaidError,
     posted_episode,
     scored_episode,
     scoring_of,
+    unscored_episode,
     with_metadata,
 )
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import JSON, Task
 from actors.gateway.dialects.refusal import RefusedError, invalid
-from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway, keys_of
 from actors.gateway.session import Session
 from actors.gateway.task_offers import Taker, TaskOffer, TaskOffers
 from actors.gateway.task_requests import described, failure_of, task_request
 from actors.policy.policy import Policy
-from actors.rewards.base import RewardError
 from actors.rewards.scoring.answer_scoring import AnswerScoring
 from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.clients import ClientsConfig
@@ -216,12 +216,12 @@ class ClientsEnvironment:
             raise _failed(task, "asked the policy nothing")
         if self._scoring is not None:
             return await scored_episode(self._scoring, policy, session, task, last, metadata)
-        posted = session.reward
-        if posted is None and session.end and self._config.unfinished_reward is not None:
-            posted = PostedReward(reward=self._config.unfinished_reward)
-        if posted is None:
-            raise RewardError(f"the client of task {task.task_id} ended it without a reward")
-        return posted_episode(policy, session, posted, metadata)
+        if session.reward is not None:
+            return posted_episode(policy, session, session.reward, metadata)
+        unpaid = f"the client of task {task.task_id} ended it without a reward"
+        if session.end and self._config.lowest is not None:
+            return unscored_episode(policy, session, self._config.lowest, unpaid, metadata)
+        raise UnpaidError(unpaid)
 
     # Requests that are no agent's.
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import structlog
 
 from actors.episodes.episode import Episode
+from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT
 from actors.episodes.task import JSON, Task
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.session import Session
@@ -20,6 +21,10 @@ from bus.codec import Json
 log = structlog.get_logger()
 REFUSED_REWARDS = "refused_rewards"
 """Entry of the metadata of trajectories whose agent posted a reward without the key for it."""
+
+
+class UnpaidError(RewardError):
+    """Nobody posted a reward for an episode, or for one of its agents."""
 
 
 class TaskDescriptions:
@@ -71,18 +76,28 @@ def noted(session: Session) -> dict[str, Json]:
 def posted_episode(
     policy: Policy, session: Session, posted: PostedReward, metadata: Mapping[str, Json] | None = None
 ) -> Episode:
-    """Return what was recorded with a reward that was posted. Raises RewardError for one that leaves agents
+    """Return what was recorded with a reward that was posted. Raises UnpaidError for one that leaves agents
     out."""
     value = posted.value
     if isinstance(value, Mapping) and (missing := session.agents - set(value)):
-        raise RewardError(f"the posted reward names no {', '.join(sorted(missing))}: name every agent")
+        raise UnpaidError(f"the posted reward names no {', '.join(sorted(missing))}: name every agent")
     recorded = policy.trajectories(value, end=session.end, reward_components=posted.components)
     kept = {**noted(session), **(metadata or {})}
     parts = (
         replace(part, metadata={**part.metadata, **kept}, reward_source=session.reward_source)
         for part in recorded
     )
-    return Episode(tuple(parts), metrics_of(session), outcome=posted.outcome)
+    metrics = {**metrics_of(session), FAULT_FRACTION: float(REWARD_FAULT in kept)}
+    return Episode(tuple(parts), metrics, outcome=posted.outcome)
+
+
+def unscored_episode(
+    policy: Policy, session: Session, lowest: float, fault: str, metadata: Mapping[str, Json] | None = None
+) -> Episode:
+    """Return what was recorded with the lowest reward, since the policy kept it from being scored."""
+    session.reward_source = "settings"
+    noted_fault = {**(metadata or {}), REWARD_FAULT: fault[:LONGEST_FAULT]}
+    return posted_episode(policy, session, PostedReward(reward=lowest), noted_fault)
 
 
 async def scored_episode(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pwd
+import shutil
 import site
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from contextlib import (
     AsyncExitStack,
     ExitStack,
     contextmanager,
+    suppress,
 )
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +52,11 @@ Serve = Callable[[socket.socket], AbstractAsyncContextManager[None]]
 
 
 class ProgramError(SluiceError):
-    """A program could not be run to its end. After a timeout its cause is `TimeoutError`."""
+    """A program could not be run to its end, by a fault of the host."""
+
+
+class ProgramFailedError(ProgramError):
+    """A program passed a limit, or was ended by what it did. After a timeout its cause is `TimeoutError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +108,23 @@ class ProgramRunner:
         self._base.mkdir(mode=0o711, exist_ok=True)
         if self._base.lstat().st_uid != os.geteuid():
             raise ProgramError(f"{self._base} is another user's: remove it, or set TMPDIR")
-        with tempfile.TemporaryDirectory(
-            prefix="episode-", dir=self._base, ignore_cleanup_errors=True
-        ) as name:
+        directory = Path(tempfile.mkdtemp(prefix="episode-", dir=self._base))
+        try:
             if self._user is not None:
-                os.chown(name, *self._user)
-            yield Path(name)
+                os.chown(directory, *self._user)
+            yield directory
+        finally:
+            _remove(directory)
 
     async def run(
         self, program: Program, *, timeout_s: float | None, most_output_bytes: int | None,
         port: int | None = None, serve: Serve | None = None,
     ) -> ProgramEnd:  # fmt: skip
-        """Run a program until it ends; `None` sets no bound. Raises `ProgramError`, and OSError.
+        """Run a program until it ends; `None` sets no bound.
 
-        However this ends, also by cancellation, no process that the program has started is left.
+        Raises `ProgramFailedError` for what the program did, `ProgramError` for a fault of the host, which
+        may have killed some of its processes to have memory, and OSError. However this ends, also by
+        cancellation, no process that the program has started is left.
 
         Args:
             program: what is run.
@@ -123,6 +132,22 @@ class ProgramRunner:
             most_output_bytes: output after which it is ended.
             port: where the gateway listens on the loopback of the program's own, if it has one.
             serve: has the gateway listen there."""
+        before = kills_for_memory()
+        try:
+            ended = await self._run(program, timeout_s, most_output_bytes, port, serve)
+            failure = f"status {ended.status}: {ended.output}" if ended.status else ""
+        except ProgramFailedError as error:
+            if kills_for_memory() == before:
+                raise
+            failure = str(error)
+        if failure and kills_for_memory() != before:
+            raise ProgramError(f"this host had no memory left and killed a process while it ran; {failure}")
+        return ended
+
+    async def _run(
+        self, program: Program, timeout_s: float | None, most_output_bytes: int | None,
+        port: int | None, serve: Serve | None,
+    ) -> ProgramEnd:  # fmt: skip
         async with AsyncExitStack() as opened:
             output, writing = await opened.enter_async_context(output_pipe(most_output_bytes))
             request = self._request(program, port if self.gives_network else None)
@@ -140,8 +165,10 @@ class ProgramRunner:
             if was_over:
                 return _end_of(program, ending.result(), output)
             if output.overflown.done():
-                raise ProgramError(f"it wrote more than {most_output_bytes} bytes; the last: {output.tail}")
-            raise ProgramError(
+                raise ProgramFailedError(
+                    f"it wrote more than {most_output_bytes} bytes; the last: {output.tail}"
+                )
+            raise ProgramFailedError(
                 f"it ran for {timeout_s:g} s; its last output: {output.tail}"
             ) from TimeoutError()
 
@@ -321,12 +348,35 @@ async def _ended(report: socket.socket, ending: "asyncio.Task[Mapping[str, Any]]
 
 def _end_of(program: Program, said: Mapping[str, Any], output: Output) -> ProgramEnd:
     if not said:
-        raise ProgramError("the process that watches over it has ended")
+        raise ProgramFailedError("the process that watches over it has ended")
     if said["refused"]:
         raise ProgramError(f"cannot start {program.command[0]!r}: {said['refused']}")
     if said["over"]:
-        raise ProgramError(f"{said['over']}; its last output: {output.tail}")
+        raise ProgramFailedError(f"{said['over']}; its last output: {output.tail}")
     return ProgramEnd(said["status"], output.tail)
+
+
+def kills_for_memory() -> int:
+    """Return how many processes this host has killed since it started because it had no memory left.
+
+    Those of a container's own limit are among them (`oom_kill` of proc_vmstat(5)); 0 where no host tells."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "oom_kill":
+                return int(number)
+    return 0
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory, whatever a program left in it.
+
+    Python's own way comes to its limits of recursion and open files where directories are nested deeply."""
+    with suppress(RecursionError):
+        shutil.rmtree(directory, ignore_errors=True)
+    if directory.is_dir() and not directory.is_symlink():
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, directory], check=False, stderr=subprocess.DEVNULL)
 
 
 def _user_of(config: IsolationConfig) -> tuple[int, int] | None:

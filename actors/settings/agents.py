@@ -78,10 +78,6 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     """Most programs that run at the same time; further episodes wait. `None` means 32, or one that is
     long-lived."""
 
-    unfinished_reward: float | None = None
-    """Reward of an episode that a limit of the gateway ended before one was posted. With None such an episode
-    fails, and is not trained."""
-
     variables: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the program, besides those of the actor and those by which it finds the
     policy."""

@@ -29,10 +29,6 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
     episode_timeout_s: float = Field(7200.0, gt=0)
     """Longest time that an episode may take; then it fails by `timeout`."""
 
-    unfinished_reward: float | None = None
-    """Reward of an episode that a limit of the gateway ended before one was posted. With None such an episode
-    fails, and is not trained."""
-
     drain_timeout_s: float = Field(20.0, gt=0)
     """Time that running episodes get when the process is told to stop; then their groups go back to the
     run."""
