@@ -9,13 +9,12 @@ from actors.environments.agent_answers import lettered, names_of, number_of_lett
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import ChatMessage, Task
-from actors.policy.messages import Completion
+from actors.policy.messages import UNANSWERABLE, Completion
 from actors.policy.policy import Policy
 from actors.rewards.scoring.call_times import CallTimes
 from actors.rewards.scoring.scorers import RewardChoice, Scorer
 from actors.settings.debate import SELF, VOTE, DebateConfig
 from actors.tools.prompt_tools import refuse_tools
-from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
 from bus.streams.publish import together
 
@@ -117,7 +116,7 @@ class Debate:
         question = {**last, "content": self._config.judge_prompt.format_map(filled)}
         try:
             choice = await policy.chat([*before, question], JUDGE, policy=judge)
-        except RequestRefusedError:  # all answers do not fit: long ones are to cost something
+        except UNANSWERABLE:  # all answers do not fit: long ones are to cost something
             return None
         return number_of_letter(choice.content, len(debaters))
 
@@ -125,9 +124,9 @@ class Debate:
 async def _answer(debater: Debater, policy: Policy) -> None:
     try:
         debater.answers.append(await policy.chat(debater.chat, debater.agent))
-    except RequestRefusedError:
+    except UNANSWERABLE:
         if not debater.answers:
-            raise  # the prompt itself is too long
+            raise  # the prompt itself cannot be answered
         debater.is_full = True
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Self
 
+import structlog
+
 from actors.environments.call_styles import (
     CallStyle,
     FoundCall,
@@ -17,9 +19,10 @@ from actors.environments.call_styles import (
     tagged_results,
 )
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.episodes.errors import EpisodeError, ToolError
+from actors.episodes.errors import EpisodeError, ToolError, ToolFailedError
+from actors.episodes.policy_faults import LatestUses
 from actors.episodes.task import ChatMessage, Task
-from actors.policy.messages import Completion
+from actors.policy.messages import UNANSWERABLE, Completion, MessagesError
 from actors.policy.policy import Policy
 from actors.rewards.scoring.answer_scoring import AnswerScoring, answer_to
 from actors.rewards.scoring.call_times import CallTimes
@@ -28,9 +31,10 @@ from actors.tools.base import Arguments, Tool, ToolResult, function_schema, shor
 from actors.tools.build import build_tools
 from actors.tools.prompt_tools import names_of, refused_names
 from bus.codec import Json
-from bus.errors import RequestRefusedError
 from bus.trajectory import End
 
+log = structlog.get_logger()
+LOGGED_CHARACTERS = 1000
 COUNTED = ("tool_calls", "tool_failures", "malformed_calls")
 """What is counted in an episode, and kept with its trajectories: calls carried out, those of them that failed
 by the model's mistake, and those that could not be carried out."""
@@ -68,8 +72,9 @@ class ToolConversation:
 class ToolChat:
     """Lets a policy call tools over several turns.
 
-    A wrong call is answered with what is wrong with it, and counted. Where a tool itself fails, the rollout
-    fails as `tool_error`, since its reward would say nothing about the policy."""
+    A wrong call is answered with what is wrong with it, and counted; so is one that makes a tool fail which
+    works for others. Where a tool never works, or says that what it depends on failed, the rollout fails as
+    `tool_error`, since its reward would say nothing about the policy."""
 
     trajectories_per_episode: int | None = None
     """A chat template may rewrite earlier turns, and then an episode has more than one."""
@@ -79,6 +84,9 @@ class ToolChat:
         self._tools = tools
         self._scoring = scoring
         self._all = self._offer(tools)
+        self._calls_of = {name: LatestUses() for name in tools}
+        self._chats = LatestUses()
+        """Chats that ended in time."""
 
     @classmethod
     def from_config(cls, config: ToolsConfig) -> Self:
@@ -99,7 +107,12 @@ class ToolChat:
                 await self._converse(chat, policy)
         except TimeoutError as error:
             limit = self._config.timeout_s
-            raise EpisodeError(f"the episode of {task.task_id} took longer than {limit:g} s") from error
+            if chat.tool_time_s < limit / 2 or not self._chats.work:  # else the calls of the model took it
+                self._chats.note(worked=False)
+                raise EpisodeError(f"the episode of {task.task_id} took longer than {limit:g} s") from error
+            chat.end = "turn_limit"
+        else:
+            self._chats.note(worked=True)
         last = chat.completions[-1]
         answer = answer_to(task, last.content, last.finish_reason, token_count=chat.sampled)
         counts: dict[str, Json] = {name: chat.counts[name] for name in COUNTED}
@@ -181,10 +194,11 @@ class ToolChat:
             if chat.inserted is not None:
                 return await policy.go_on(chat.completions[-1], chat.inserted, sampling=sampling)
             return await policy.chat(chat.messages, tools=chat.offer.style.schemas, sampling=sampling)
-        except RequestRefusedError:
+        except UNANSWERABLE as error:
             if not chat.completions:
-                raise  # the prompt itself is too long
-            chat.end = "length"  # the model and its tools have filled the context
+                raise  # the prompt itself cannot be answered
+            # The model and its tools have filled the context, or wrote what the template refuses.
+            chat.end = None if isinstance(error, MessagesError) else "length"
             return None
 
     async def _answer(self, number: int, call: FoundCall, chat: ToolConversation) -> ToolResult:
@@ -197,13 +211,29 @@ class ToolChat:
             return ToolResult(f"error: only {limit} calls are carried out at a time", failed=True)
         chat.counts["tool_calls"] += 1
         started = monotonic()
-        result = await self._result(call.tool, call.arguments)
-        chat.tool_time_s += monotonic() - started
+        try:
+            result = await self._result(call.tool, call.arguments)
+        finally:
+            chat.tool_time_s += monotonic() - started
         chat.counts["tool_failures"] += result.failed
         return replace(result, text=shortened(result.text, self._config.output_characters))
 
     async def _result(self, tool: Tool, arguments: Arguments) -> ToolResult:
-        """Call a tool. Raises ToolError for whatever is not the model's mistake."""
+        """Call a tool; where it works for others, its failure is a result that says so, without the words of
+        the error, which may tell of the host. Raises ToolError for what is not the model's mistake."""
+        try:
+            result = await self._called(tool, arguments)
+        except ToolFailedError as error:
+            calls = self._calls_of[tool.name]
+            calls.note(worked=False)
+            if not calls.work:
+                raise
+            log.info("tool_failed_on_a_call", tool=tool.name, reason=str(error)[:LOGGED_CHARACTERS])
+            return ToolResult("error: the tool failed on these arguments", failed=True)
+        self._calls_of[tool.name].note(worked=True)
+        return result
+
+    async def _called(self, tool: Tool, arguments: Arguments) -> ToolResult:
         limit = self._config.tool_timeout_s
         try:
             async with asyncio.timeout(limit) as clock:
@@ -212,9 +242,11 @@ class ToolChat:
             raise
         except Exception as error:  # a tool of the user's own may raise anything
             said = f"took longer than {limit:g} s" if clock.expired() else f"raised {error!r}"
-            raise ToolError(f"the tool {tool.name!r} {said}") from error
+            raise ToolFailedError(f"the tool {tool.name!r} {said}") from error
         if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
-            raise ToolError(f"the tool {tool.name!r} returned {type(result).__name__}, not a ToolResult")
+            raise ToolFailedError(
+                f"the tool {tool.name!r} returned {type(result).__name__}, not a ToolResult"
+            )
         return result
 
 

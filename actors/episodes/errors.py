@@ -16,3 +16,7 @@ def raised_by_environment(error: BaseException) -> BaseException | None:
 
 class ToolError(SluiceError):
     """What a tool depends on failed, through no fault of the model: this rollout has no reward."""
+
+
+class ToolFailedError(ToolError):
+    """A call of a tool failed, which its arguments may have caused: where others work, the model reads so."""

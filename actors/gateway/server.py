@@ -14,6 +14,7 @@ import structlog
 from aiohttp import web
 
 from actors.episodes.agents import DEFAULT_AGENT
+from actors.episodes.policy_faults import LatestUses
 from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect
@@ -60,6 +61,7 @@ class Gateway:
         """Sessions by their reward keys."""
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._differences = LogThrottle(DIFFERENCES_LOG_PERIOD_S)
+        self._requests = LatestUses()
         self._runner: web.AppRunner | None = None
         self._url = ""
 
@@ -124,7 +126,10 @@ class Gateway:
         """Let an agent use `policy`, which records what it does, while inside; `name` is for the log."""
         if self._runner is None:
             raise BusError("the gateway is closed: this process ends")
-        session = Session(policy, self._config, name=name, hook=self._hook, differences=self._differences)
+        session = Session(
+            policy, self._config, name=name, hook=self._hook, differences=self._differences,
+            requests=self._requests,
+        )  # fmt: skip
         self._sessions[session.key] = self._owned[session.reward_key] = session
         try:
             yield session

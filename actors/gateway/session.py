@@ -12,6 +12,7 @@ import structlog
 
 from actors.engines.base import Sampling
 from actors.episodes.errors import EpisodeError
+from actors.episodes.policy_faults import LatestUses
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
 from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.posted_reward import PostedReward
@@ -27,6 +28,8 @@ from bus.waiting import set_within
 
 log = structlog.get_logger()
 DIFFERENCES_LOG_PERIOD_S = 10.0
+HOSTS = OSError, MemoryError
+"""Errors of a host, which no words of the policy cause."""
 
 
 class Session:
@@ -36,7 +39,7 @@ class Session:
 
     def __init__(
         self, policy: Policy, config: GatewayConfig, *, name: str, hook: ToolHook | None = None,
-        differences: LogThrottle | None = None,
+        differences: LogThrottle | None = None, requests: LatestUses | None = None,
     ) -> None:  # fmt: skip
         self.key = secrets.token_urlsafe(24)
         """What the session is found by; only its agent knows it."""
@@ -61,11 +64,15 @@ class Session:
         """Why the episode failed, as its owner said."""
         self.last_request_s = time.monotonic()
         """When the newest request came that was not refused, by the monotonic clock."""
+        self.longest_wait_s = 0.0
+        """Longest time that one request took at the engine."""
         self._name = name
         self._policy = policy
         self._config = config
         self._hook = hook
         self._differences = differences or LogThrottle(DIFFERENCES_LOG_PERIOD_S)
+        self._requests = requests or LatestUses()
+        """Latest requests of all sessions, of which some were answered."""
         self._exchanges = Exchanges(config.retry_grace_s)
         self._failures: dict[bytes, SluiceError] = {}
         """What failed for reasons other than the request, by its digest, until its retry succeeds."""
@@ -161,16 +168,25 @@ class Session:
         sampling, lost = pinned(self._policy.sampling, ask.sampling, self._config.pinned)
         sampling = replace(sampling, stop=(*sampling.stop, *ask.stop))
         self._note_differences(ask, lost)
-        with self._refusing(digest):
+        with self._refusing(digest), self._timed():
             completion = await self._policy.chat(
                 ask.messages, agent, tools=ask.tools or None, sampling=sampling
             )
             reply = self._shown(completion)
+        self._requests.note(worked=True)
         self._failures.pop(digest, None)
         self._is_over_long = False
         self.agents.add(agent)
         self._unclaimed[reply.reply_id] = completion
         return reply
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - began)
 
     @contextmanager
     def _refusing(self, digest: bytes) -> Iterator[None]:
@@ -186,9 +202,13 @@ class Session:
             self._failures[digest] = error
             reason = f"the policy cannot answer: {error}"
             raise RefusedError(503, "policy_unavailable", reason, retry=True) from error
-        # A hook, a template or a parser may raise anything; the episode then says nothing of the policy.
+        # A hook, a template or a parser may raise anything. Where it works for others, what the policy wrote
+        # did it, and its program is told so; else the episode says nothing of the policy.
         except Exception as error:
             log.exception("gateway_turn_failed", session=self._name)
+            self._requests.note(worked=False)
+            if self._requests.work and not isinstance(error.__cause__ or error, HOSTS):
+                raise invalid(f"the gateway failed on this request: {type(error).__name__}") from error
             self._failures[digest] = EpisodeError(f"the gateway failed: {error!r}")
             raise RefusedError(500, "internal_error", f"the gateway failed: {error!r}") from error
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from actors.episodes.task import JSON, ChatMessage
-from bus.errors import SluiceError
+from bus.errors import RequestRefusedError, SluiceError
 from bus.trajectory import FinishReason
 
 Tool: TypeAlias = Mapping[str, JSON]
@@ -26,6 +26,11 @@ def tool_name(tool: Tool) -> str:
 
 class MessagesError(SluiceError, ValueError):
     """These messages or tools cannot be rendered for the policy: whoever made them must change them."""
+
+
+UNANSWERABLE = RequestRefusedError, MessagesError
+"""What a chat raises that nobody can answer: it is too long, or the chat template refuses it. Where an
+earlier turn was answered, what was written since made it so: the episode is scored without another turn."""
 
 
 class ToolCallError(SluiceError, ValueError):

@@ -17,7 +17,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent, Tool
 
-from actors.episodes.errors import ToolError
+from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON
 from actors.settings.programs import with_own_python
 from actors.settings.tools import McpConfig
@@ -61,7 +61,8 @@ class McpServer:
         return [tool for tool in found if not self._config.allowed or tool.name in self._config.allowed]
 
     async def call(self, name: str, arguments: Arguments) -> ToolResult:
-        """Call one of the server's tools. Raises ToolError where the server or its connection failed."""
+        """Call one of the server's tools. Raises ToolFailedError where the server or its connection failed,
+        which it may have done because of the arguments."""
         call = asyncio.run_coroutine_threadsafe(
             self._connection.call(name, dict(arguments)), self._connection.loop
         )
@@ -70,7 +71,7 @@ class McpServer:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 return ToolResult(f"error: {error.message}", failed=True)
-            raise ToolError(f"MCP server {self._config.server}: {error.message}") from error
+            raise ToolFailedError(f"MCP server {self._config.server}: {error.message}") from error
 
     async def close(self) -> None:
         """End the connection, and a server that was started for it."""

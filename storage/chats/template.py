@@ -11,7 +11,7 @@ from bus.errors import SluiceError
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 Message: TypeAlias = Mapping[str, Json]
-REFUSED = TemplateError, TypeError, ValueError, KeyError, AttributeError
+REFUSED = TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError
 """What a template raises for messages that it does not foresee."""
 STAND_IN = "Sluice5b1e"
 """Text of the probes, which no template writes by itself."""

@@ -12,10 +12,10 @@ from actors.environments.games.build import game_start
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import ChatMessage, Task
+from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy
 from actors.settings.games import SCRIPTED, SELF, GameConfig
 from actors.tools.prompt_tools import refuse_tools
-from bus.errors import RequestRefusedError
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End
 
@@ -114,9 +114,9 @@ class GameEnvironment:
         chat.append(seen)
         try:
             completion = await policy.chat(chat, agent_of(side, game.players), policy=who)
-        except RequestRefusedError:
+        except UNANSWERABLE:
             if not play.turns[side]:
-                raise  # the prompt itself is too long
+                raise  # the prompt itself cannot be answered
             return None
         chat.append(completion.message)
         return completion.content

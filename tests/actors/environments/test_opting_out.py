@@ -79,7 +79,6 @@ async def test_policy_with_a_shell_cannot_opt_out(tmp_path: Path, monkeypatch: p
     ways = {
         "the agent is killed": "kill -9 $PPID",
         "all is killed": "kill -9 -1",
-        "the agent outlives its time": "sleep 60.5",
         "the agent writes too much": "yes > /proc/$PPID/fd/1",
         "a pipe": "mkfifo answer.txt",
         "no text": "printf '\\377\\376' > answer.txt",
@@ -99,7 +98,7 @@ async def test_policy_with_a_shell_cannot_opt_out(tmp_path: Path, monkeypatch: p
         "a name that is no text": "touch $(printf '\\377')",
         "no permissions": "mkdir shut; touch shut/in; chmod 0 shut",
     }
-    limits = {"reward_timeout_s": 2.0, "program_timeout_s": 4.0, "most_output_bytes": 1 << 20}
+    limits = {"reward_timeout_s": 2.0, "most_output_bytes": 1 << 20, "programs_at_once": 4}
     async with agents(tmp_path, unfinished_reward=-1.0, isolation={"memory_mb": 500}, **limits) as run:
         assert scored(await run("echo right > answer.txt")) == (1.0, False)
         outcomes = await asyncio.gather(
@@ -112,6 +111,13 @@ async def test_policy_with_a_shell_cannot_opt_out(tmp_path: Path, monkeypatch: p
         assert found == {**dict.fromkeys(ways, (-1.0, True)), **dict.fromkeys(plain, (0.0, False))}
     assert len(made) > len(ways)
     assert not there(made)
+
+
+@pytest.mark.slow
+async def test_program_that_outlives_its_time_is_the_policys_fault(tmp_path: Path):
+    async with agents(tmp_path, program_timeout_s=2.5) as run:
+        await run("true")
+        assert scored(await run("sleep 60.5")) == (0.0, True)
 
 
 async def test_program_that_fails_is_the_policys_fault_once_one_has_ended_well(tmp_path: Path):

@@ -14,8 +14,9 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment, check_environment
 from actors.environments.tools import ToolChat
-from actors.episodes.errors import EpisodeError, ToolError
+from actors.episodes.errors import EpisodeError, ToolError, ToolFailedError
 from actors.episodes.task import Task
+from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring.answer_scoring import AnswerScoring
@@ -308,6 +309,48 @@ async def test_a_tool_that_fails_ends_the_episode_as_tool_error_and_not_with_a_r
     with pytest.raises(ToolError, match=said) as raised:
         await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
     assert end_after(raised.value) == "tool_error"
+
+
+@pytest.mark.parametrize(
+    "result",
+    [KeyError("x"), TimeoutError(), hang, None, ToolFailedError("MCP server s: died"), ToolError("away")],
+)
+async def test_a_call_that_makes_a_tool_fail_which_works_is_a_failed_call_unless_the_tool_says_otherwise(
+    told, tokenizer, monkeypatch, result
+):
+    environment = told(ToolResult("done"), tool_timeout_s=0.05)
+    talk = "<tool>x</tool><|end|>", ANSWER
+    await rolled_out(environment, tokenizer, *talk)
+    monkeypatch.setattr(Tool, "result", staticmethod(result) if callable(result) else result)
+    if type(result) is ToolError:
+        with pytest.raises(ToolError, match="away"):
+            await rolled_out(environment, tokenizer, *talk)
+        return
+    episode, model = await rolled_out(environment, tokenizer, *talk)
+    assert (episode.trajectories[0].reward, counted(episode, "tool_failures")) == (1.0, [1])
+    assert "error: the tool failed on these arguments" in model.saw[-1]
+
+
+async def test_a_chat_whose_tools_took_its_time_is_scored_where_others_end_in_time(
+    told, tokenizer, monkeypatch
+):
+    environment = told(ToolResult("done"), timeout_s=0.1)
+    await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>", ANSWER)
+    monkeypatch.setattr(Tool, "result", staticmethod(hang))
+    episode, _ = await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
+    assert [(t.end, t.reward, t.is_trained) for t in episode.trajectories] == [("turn_limit", 0.0, True)]
+
+
+async def test_a_chat_that_the_template_refuses_since_a_turn_is_scored(told):
+    tokenizer = tool_tokenizer()
+    refusing = "{% for m in messages %}{% if 'wrong' in m.content %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer.chat_template = refusing + "{% endfor %}" + TEMPLATE
+    environment = told(ToolResult("what is wrong"))
+    episode, model = await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
+    assert [(t.end, t.reward, t.is_trained) for t in episode.trajectories] == [("completed", 0.0, True)]
+    assert len(model.saw) == 1
+    with pytest.raises(MessagesError):
+        await rolled_out(environment, tokenizer, ANSWER, task=Task(task_id="t", prompt="wrong"))
 
 
 async def test_an_episode_that_takes_too_long_ends_as_timeout(told, tokenizer):

@@ -120,6 +120,28 @@ async def test_hook_that_raises_costs_the_episode_and_not_the_server(tmp_path, m
     sys.modules.pop("broken_hook")
 
 
+@pytest.mark.parametrize("raised", ["ZeroDivisionError", "OSError"])
+async def test_hook_that_raises_for_one_call_costs_that_request_unless_the_host_fails(
+    tmp_path, monkeypatch, raised
+):
+    """Else an agent with a shell could end its episode by such a call, and have it left out of training."""
+    hook = f"def deny(call):\n    if '-1' in call.arguments: raise {raised}\n    return call\n"
+    name = f"picky_hook_{raised}"
+    (tmp_path / f"{name}.py").write_text(hook)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    call = '<tool_call>{"name": "add", "arguments": {"a": -1}}</tool_call>'
+    async with served(lambda text: call if "odd" in text else answering(text), tool_hook=f"{name}:deny") as s:
+        assert (await s.post("/v1/chat/completions", {"messages": [ASKED], "tools": [TOOL]}))[0] == 200
+        odd = {"messages": [{"role": "user", "content": "odd"}], "tools": [TOOL]}
+        status, answer = await s.post("/v1/chat/completions", odd)
+        if raised == "OSError":
+            assert (status, raised in str(s.session.failure)) == (500, True)
+        else:
+            assert (status, s.session.failure) == (400, None)
+            assert "the gateway failed on this request: ToolHookError" in answer["error"]["message"]
+    sys.modules.pop(name)
+
+
 async def test_agent_that_repeats_its_calls_as_text_forks_and_keeps_what_was_sampled():
     """smolagents sends the history of a ToolCallingAgent as text parts, as recorded here."""
 
