@@ -9,15 +9,17 @@ from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from actors.programs.confinement import PRIVATE as COVERED
 from actors.settings.agents import POSTED, AgentConfig
 from bus.errors import ConfigError
 from bus.process.plugins import refuse_of_record
 
-PRIVATE = ("SLUICE_", "OPENAI_", "ANTHROPIC_")
-"""Beginnings of variables that no program inherits: the bus's address and keys, and real servers' keys."""
-REPLACED = ("HOME", "TMPDIR")
-"""Variables that no program inherits, since it has a home of its own."""
+INHERITED = frozenset((
+    "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "NO_PROXY",
+    "OMP_NUM_THREADS", "PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "PYTHONHOME", "PYTHONIOENCODING",
+    "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONWARNINGS", "SHELL",
+    "SSL_CERT_DIR", "SSL_CERT_FILE", "TERM", "TZ", "USER", "VIRTUAL_ENV",
+))  # fmt: skip
+"""Variables of the actor that a program inherits, with those that begin with `LC_`. Others may hold keys."""
 
 
 def check_program(config: AgentConfig) -> None:
@@ -26,6 +28,8 @@ def check_program(config: AgentConfig) -> None:
     _refuse_rewards_of_nobody(config)
     for setting, command, _ in commands_of(config):
         refuse_of_record(f"actors.environment.{setting}={command!r}", command, is_program=True)
+    for name in config.inherited_variables:
+        refuse_of_record(f"actors.environment.inherited_variables={name!r}", name, is_program=True)
     for name, value in config.variables.items():  # some of them decide what the program loads
         refuse_of_record(f"actors.environment.variables.{name}={value!r}", value, is_program=True)
     if missing := [name for name in config.packages if find_spec(name) is None]:
@@ -94,24 +98,20 @@ def _placed(word: str) -> str:
 
 
 def needed_files(arguments: Sequence[str]) -> tuple[Path, ...]:
-    """Return what a program must be able to read of what is covered: its interpreter, and its script's
-    directory."""
+    """Return what a program must be able to read: its interpreter, and the files that its command names.
+
+    What lies beside a script may tell the answers, so that it stays covered where the script's place is."""
     found = shutil.which(arguments[0])
     programs = [Path(found).absolute()] if found else []
-    scripts = [Path(word).absolute() for word in arguments[1:] if Path(word).is_file()]
-    places = [
-        *(path.parent.parent if path.parent.name == "bin" else path.parent for path in programs),
-        *(path.parent for path in scripts),
-    ]
-    return tuple(place for place in places if str(place).startswith(tuple(f"{one}/" for one in COVERED)))
+    places = [path.parent.parent if path.parent.name == "bin" else path for path in programs]
+    return (*places, *(Path(word).absolute() for word in arguments[1:] if Path(word).is_file()))
 
 
 def program_variables(config: AgentConfig, url: str, key: str, own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program that asks the gateway at `url` with `key`; `own` tells its task."""
+    allowed = INHERITED.union(config.inherited_variables)
     inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(PRIVATE) and name not in REPLACED
+        name: value for name, value in os.environ.items() if name in allowed or name.startswith("LC_")
     }
     near = ",".join(filter(None, [inherited.get("NO_PROXY"), urlsplit(url).hostname]))
     return {

@@ -1,8 +1,9 @@
 """The environment that a configuration names."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from actors.environments.agent import AgentEnvironment
 from actors.environments.base import Environment, HandsBackAtStop
@@ -16,6 +17,7 @@ from actors.environments.panel import Panel
 from actors.environments.plugin import plugin_environment
 from actors.environments.single_turn import SingleTurn
 from actors.environments.tools import ToolChat
+from actors.programs.hidden import hide
 from actors.rewards.base import Closable
 from actors.settings.actors import ActorsConfig, EnvironmentConfig, PluginEnvironmentConfig
 from actors.settings.agents import AgentConfig
@@ -55,10 +57,14 @@ def build_environment(
 
 
 @asynccontextmanager
-async def built_environment(actors: ActorsConfig, stop: asyncio.Event) -> AsyncIterator[Environment]:
+async def built_environment(
+    actors: ActorsConfig, stop: asyncio.Event, hidden: Iterable[Path]
+) -> AsyncIterator[Environment]:
     """Build the environment of an actor, which is a choice where it has several, and close it at the end.
 
-    `stop` says when the actor is to end. Raises `ConfigError` as `build_environment` does."""
+    `stop` says when the actor is to end. No program of an agent sees the files and directories `hidden`, from
+    now on. Raises `ConfigError` as `build_environment` does."""
+    hide(hidden)
     async with AsyncExitStack() as opened:
         built: dict[str, Environment] = {}
         for name, config in actors.by_name.items():
@@ -73,5 +79,5 @@ async def built_environment(actors: ActorsConfig, stop: asyncio.Event) -> AsyncI
 
 async def check_environment(actors: ActorsConfig) -> None:
     """Build it, and close it again. Raises `ConfigError` as `build_environment` does."""
-    async with built_environment(actors, asyncio.Event()):
+    async with built_environment(actors, asyncio.Event(), ()):
         pass

@@ -8,13 +8,15 @@ import resource
 import signal
 import socket
 from pathlib import Path
-from typing import NamedTuple
 
 from actors.programs.request import ProgramRequest
 from actors.sandboxes import kernel
 
 PRIVATE = ("/tmp", "/dev/shm")
 """Directories in whose place a program has empty ones of its own that it may write."""
+
+COVER_BYTES = 1 << 20
+"""Size of the empty directories in the place of those that are covered, which a program may fill."""
 
 DAEMONS = (
     "/run/dbus", "/run/systemd/private", "/run/user", "/run/docker.sock", "/run/podman", "/run/containerd",
@@ -54,30 +56,22 @@ def change_user(user: int, group: int) -> None:
 
 
 def build_view(request: ProgramRequest) -> None:
-    """Show this process the host's files read-only, without those that are covered. Raises OSError."""
+    """Show this process the host's files read-only, without those that are covered. Raises OSError.
+
+    What is covered stays so inside of what may be read or written, and what may be read or written stays in
+    sight inside of what is covered; the same path in both is covered."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kept = [_Kept(path, kernel.writable_copy(path)) for path in (request.directory, *request.writable)]
-    kept += [_Kept(path, kernel.read_only_copy(path)) for path in request.readable]
-    kept.sort(key=lambda one: len(one.path))  # what lies in another one comes on top of it
-    places = [(one, Path(one.path).is_dir()) for one in kept]
+    trees = {path: kernel.writable_copy(path) for path in (request.directory, *request.writable)}
+    trees |= {path: kernel.read_only_copy(path) for path in request.readable}
+    directories = {path for path in trees if Path(path).is_dir()}
     kernel.make_read_only("/")
-    for path in (*PRIVATE, *DAEMONS, *request.covered):
-        _cover(path, request.file_bytes)
-    for one, is_directory in places:
-        _make_place(Path(one.path), is_directory=is_directory)
-        kernel.attach(one.tree, one.path)
-    for path in request.covered:
-        if any(path.startswith(f"{one.path}/") for one in kept):
-            _cover(path, request.file_bytes)
+    for path in sorted({*trees, *PRIVATE, *DAEMONS, *request.covered}, key=len):  # the inner ones come on top
+        if path in trees and path not in request.covered:
+            _make_place(Path(path), is_directory=path in directories)
+            kernel.attach(trees[path], path)
+        else:
+            _cover(path, request.file_bytes if path in PRIVATE else COVER_BYTES)
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-
-
-class _Kept(NamedTuple):
-    """What stays in sight where its surroundings are covered."""
-
-    path: str
-    tree: int
-    """Descriptor of a mount that shows it."""
 
 
 def _cover(path: str, size_bytes: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import structlog
 
+from actors.programs.confinement import PRIVATE
 from actors.programs.hidden import hidden_paths
 from actors.programs.output import Output, output_pipe
 from actors.programs.request import ProgramRequest
@@ -80,7 +81,7 @@ class Program:
     handed: bytes | None = None
     """What it reads on its standard input. It can be read once: what the program starts finds none of it."""
     readable: tuple[Path, ...] = ()
-    """What it may read where that would be covered."""
+    """What it may read although it lies in what is covered."""
 
 
 class ProgramRunner:
@@ -184,7 +185,8 @@ class ProgramRunner:
         config = self._config
         covered = [path for path in (self._base, *config.hidden, *hidden_paths()) if path.exists()]
         written = {path.resolve() for path in config.writable}
-        asked = (path for path in (*config.readable, *program.readable) if path.exists())
+        needed = (path for path in program.readable if _is_inside(path, (*map(Path, PRIVATE), *covered)))
+        asked = (path for path in (*config.readable, *needed) if path.exists())
         readable = [path for path in asked if written.isdisjoint({path.resolve(), *path.resolve().parents})]
         return ProgramRequest(
             command=tuple(program.command),
@@ -405,6 +407,10 @@ def _started() -> ProgramServer:
             env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True,
         )  # fmt: skip
     return ProgramServer(process, control)
+
+
+def _is_inside(path: Path, places: Sequence[Path]) -> bool:
+    return any(path.resolve().is_relative_to(place.resolve()) for place in places)
 
 
 def _texts(paths: Sequence[Path]) -> tuple[str, ...]:

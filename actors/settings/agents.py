@@ -79,8 +79,12 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     long-lived."""
 
     variables: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the program, besides those of the actor and those by which it finds the
-    policy."""
+    """Environment variables of the program, besides those that it inherits of the actor and those by which
+    it finds the policy. They are kept in the run's record."""
+
+    inherited_variables: tuple[str, ...] = ()
+    """Names of further environment variables of the actor that the program inherits, besides those of paths,
+    languages and Python, such as the key of another service. What the policy controls can read them."""
 
     most_output_bytes: int = Field(16 << 20, ge=1024)
     """Output of a program after which it is ended, and its episode fails; the log shows the end of it. It

@@ -30,14 +30,15 @@ class IsolationConfig(Config):
     user. The user must be able to read the program and its interpreter."""
 
     readable: tuple[Path, ...] = ()
-    """Files and directories below /tmp that a program may read. It sees a /tmp of its own otherwise."""
+    """Files and directories that a program may read although they lie below /tmp, or in a directory that is
+    hidden. It sees a /tmp of its own otherwise."""
 
     writable: tuple[Path, ...] = ()
     """Files and directories that a program may write besides its own directory and /tmp."""
 
     hidden: tuple[Path, ...] = ()
-    """Files and directories that a program does not see, besides the run's directory, the prompts' files and
-    the credentials that this actor knows of."""
+    """Files and directories that a program does not see, besides runs, prompts, caches of data sets and the
+    credentials that this actor knows of."""
 
     cpu_s: int = Field(3600, ge=1)
     """Processor time of each process of a program."""

@@ -4,12 +4,18 @@ An address on loopback proves nothing: a tunnel may listen there and lead to a b
 Credentials in a URL prove nothing either: a server that asks nobody takes every client."""
 
 import ipaddress
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 from nats.aio.client import Client
 
 SERVER = "nats-server"
+CONFIG_OPTIONS, STORE_OPTIONS = ("-c", "--config"), ("-sd", "--store_dir")
+_KEY_FILE = re.compile(r'key_file: "([^"]+)"')
 
 
 def reaches_own_server(client: Client) -> bool:
@@ -24,6 +30,20 @@ def reaches_own_server(client: Client) -> bool:
     writer = client._transport._io_writer if client._transport is not None else None
     here = writer.get_extra_info("sockname") if writer is not None else None
     return here is not None and any(_is_end_of(process, here[:2]) for process in psutil.process_iter())
+
+
+def server_directories() -> Iterator[Path]:
+    """Yield the directories of the nats-servers that this process sees: those of their configuration, streams
+    and keys. What a configuration says of streams elsewhere is not read."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended, or is not ours to look at
+            if Path(process.exe()).name == SERVER:
+                words, here = process.cmdline(), Path(process.cwd())
+                named = {option: here / value for option, value in pairwise(words)}
+                yield from (named[option] for option in STORE_OPTIONS if option in named)
+                for file in (named[option] for option in CONFIG_OPTIONS if option in named):
+                    yield file.parent
+                    yield from (here / Path(key).parent for key in _KEY_FILE.findall(file.read_text()))
 
 
 def demands_credentials(client: Client) -> bool:

@@ -29,6 +29,7 @@ from bus.errors import ConfigError
 from launch.checks.start_checks import check_start, start_remarks
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_directory
+from launch.services.hidden_files import hidden_files
 from launch.settings.run_config import RunConfig
 from storage.chats.stop_tokens import stop_token_ids
 from storage.disk.run_directory import RunDirectory
@@ -177,7 +178,7 @@ async def try_model(config: RunConfig, stop: asyncio.Event, *, count: int, say: 
     trial = Trial(tokenizer, stops)
     await engine.start()
     try:
-        async with built_environment(config.actors, stop) as environment:
+        async with built_environment(config.actors, stop, hidden_files(config)) as environment:
             if isinstance(environment, RunsOnDemand):
                 raise ConfigError(
                     "actors.environment.type=clients: its tasks are taken by clients; try another"

@@ -41,8 +41,7 @@ class Recipe:
     @property
     def directory(self) -> Path:
         """Return where model and prompts are kept: in the user's cache."""
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(cache) / "sluice" / "recipes" / self.name
+        return recipes_directory() / self.name
 
     @property
     def settings(self) -> Layer:
@@ -62,6 +61,16 @@ class Recipe:
             for name, rows in PROMPTS[self.name]().items():
                 lines = "".join(json.dumps(row) + "\n" for row in rows)
                 write_file(where / f"{name}.jsonl", lines.encode())
+
+
+def user_cache() -> Path:
+    """Return the directory of this user's caches, which need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+
+
+def recipes_directory() -> Path:
+    """Return where models and prompts of all recipes are kept."""
+    return user_cache() / "sluice" / "recipes"
 
 
 def recipe(name: str) -> Recipe:

@@ -1,9 +1,7 @@
 """The actor processes of a run."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -13,6 +11,7 @@ from bus.process.process_tuning import no_collections
 from launch.process.record_trust import with_own_engine
 from launch.process.run_connection import connected, joined
 from launch.services.gateway_access import gateway_token, refuse_open_gateway
+from launch.services.hidden_files import hidden_files
 from launch.settings.numerics_checks import engine_of
 from launch.settings.policies import shares_servers
 from launch.settings.run_config import RunConfig, policy_config
@@ -29,7 +28,6 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
     """Run an actor process until `stop` or the end of the run."""
     with no_collections():
         from actors.environments.build import built_environment
-        from actors.programs.hidden import hide
         from actors.rewards.group_filters import load_filter
 
     async with connected(where, "actors", stop) as bus:
@@ -38,8 +36,9 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             return
         config = with_own_engine(bus, config, overrides)
         refuse_open_gateway(config)
-        hide(_hidden_files(config))
-        async with built_environment(config.actors, stop) as environment, AsyncExitStack() as opened:
+        hidden = hidden_files(config)
+        async with AsyncExitStack() as opened:
+            environment = await opened.enter_async_context(built_environment(config.actors, stop, hidden))
             load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
             bus.state.wait_for("its libraries to be loaded")
             log.info("actors_starting", run=config.run)
@@ -81,22 +80,3 @@ async def _further_policies(
             account=own.directory / own.run / ACTORS,
         )  # fmt: skip
     return found
-
-
-def _hidden_files(config: RunConfig) -> Iterator[Path]:
-    """Yield the files of a run that an agent's programs on this host must not see.
-
-    They are the run's directory, the files of its prompts, which have labels, and the credentials in use; not
-    all of them need be on this host."""
-    yield config.directory / config.run
-    if config.bus.creds is not None:
-        yield config.bus.creds
-    given = [config.data.prompts, config.data.heldout]
-    given += [source.prompts for source in config.data.sources]
-    given += [one.prompts for one in config.evaluation.sets]
-    yield from (_sliced_file(path) for path in given if path is not None)
-
-
-def _sliced_file(path: Path) -> Path:
-    """Return the file of which a path may name a slice."""
-    return Path(str(path).partition("@[")[0])

@@ -206,20 +206,27 @@ class Held:
 
 
 async def test_program_inherits_neither_bus_nor_keys(agent: Setting, monkeypatch: pytest.MonkeyPatch):
-    for name in ("SLUICE_BUS", "SLUICE_CREDS", "OPENAI_ORG_ID", "ANTHROPIC_AUTH_TOKEN"):
+    secrets = (
+        "SLUICE_BUS", "SLUICE_CREDS", "OPENAI_ORG_ID", "ANTHROPIC_AUTH_TOKEN", "HF_TOKEN", "JUDGE_KEY",
+        "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "PIP_INDEX_URL", "HTTP_PROXY", "SSH_AUTH_SOCK", "HF_HOME",
+    )  # fmt: skip
+    for name in secrets:
         monkeypatch.setenv(name, "secret")
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("LC_TIME", "C")
     await agent.run(
         """
 assert "secret" not in os.environ.values(), os.environ
 assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
 assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
 assert (os.environ["MINE"], sys.stdin.read()) == ("yes", "")
+assert (os.environ["HF_HUB_OFFLINE"], os.environ["LC_TIME"]) == ("1", "C")
 assert os.environ["HOME"] == os.getcwd() != os.environ["TMPDIR"]
 ask("hi")
 reward(1)
 """,
         variables={"MINE": "yes"},
+        inherited_variables=("HF_HUB_OFFLINE", "NOT_SET"),
     )
 
 

@@ -80,7 +80,7 @@ async def test_one_run_mixes_tools_games_and_single_turns_by_the_source_of_a_pro
     six = AdmissionConfig(groups_per_step=6, samples_per_prompt=2, max_staleness=0)
     asked = policy()
     await asked._engine.start()
-    async with built_environment(ACTORS, asyncio.Event()) as environment:
+    async with built_environment(ACTORS, asyncio.Event(), ()) as environment:
         worker = Worker(
             bus, asked, environment,
             follower=PolicyFollower(bus, asked._engine), keep=load_filter("none"), shards=2, name="tester",
@@ -106,7 +106,7 @@ async def test_one_run_mixes_tools_games_and_single_turns_by_the_source_of_a_pro
 
 async def test_a_prompt_that_names_an_environment_which_is_not_there_fails_and_is_refused_before():
     task = Task(task_id="t", prompt="x", metadata={"environment": "calk"})
-    async with built_environment(ACTORS, asyncio.Event()) as environment:
+    async with built_environment(ACTORS, asyncio.Event(), ()) as environment:
         with pytest.raises(EpisodeError, match="its environment is 'calk': did you mean 'calc'"):
             await environment.run(task, policy())
     good = [Prompt(content="a", label="1", metadata={"environment": n}) for n in ("nim", None)]
@@ -157,7 +157,7 @@ async def test_every_environment_that_hands_back_is_told_of_the_stop():
     agent = AgentConfig(command="{python} -c pass")
     actors = ActorsConfig(environments=({"name": "agent", "environment": agent},))
     stop = asyncio.Event()
-    async with built_environment(actors, stop) as environment:
+    async with built_environment(actors, stop, ()) as environment:
         assert environment._environments["agent"]._stop is stop
 
 

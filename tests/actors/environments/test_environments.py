@@ -186,7 +186,9 @@ class Long(Troubled):
 async def test_a_users_environment_hears_of_the_stop_and_hands_its_rollouts_back(monkeypatch):
     monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
     config = PluginEnvironmentConfig(type="plugin", environment="users_own:Long")
-    async with built_environment(ActorsConfig(environment=config), stop := asyncio.Event()) as environment:
+    async with built_environment(
+        ActorsConfig(environment=config), stop := asyncio.Event(), ()
+    ) as environment:
         rollout = asyncio.create_task(environment.run(Task(task_id="t", prompt="a"), policy=None))
         stop.set()
         with pytest.raises(HandBackError, match="not done"):
@@ -194,7 +196,7 @@ async def test_a_users_environment_hears_of_the_stop_and_hands_its_rollouts_back
                 await rollout
     monkeypatch.setattr(Troubled, "trouble", KeyError("mine"))
     with pytest.raises(ConfigError, match="users_own:Long: stop_with raised KeyError"):
-        async with built_environment(ActorsConfig(environment=config), stop):
+        async with built_environment(ActorsConfig(environment=config), stop, ()):
             pass
 
 

@@ -92,7 +92,9 @@ class Host:
         writer.close()
 
     async def episode(self, schemer: Schemer, **settings: object) -> Episode:
-        environment = AgentEnvironment.from_config(AgentConfig(**{"reward": "posted", **settings}))
+        isolation = {"readable": (self.agent.parent,)}  # so that what is hidden there is what is not seen
+        given = {"reward": "posted", "isolation": isolation, **settings}
+        environment = AgentEnvironment.from_config(AgentConfig(**given))
         bus = await asyncio.start_server(self.connected, "127.0.0.1", 0)
         self.bus_port = bus.sockets[0].getsockname()[1]
         schemer._commands = [self.command(text) for text in schemer._commands]

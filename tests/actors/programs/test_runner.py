@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from actors.environments.agent_program import needed_files
+from actors.programs import hidden
 from actors.programs import runner as actor_side
 from actors.programs.runner import Program, ProgramEnd, ProgramRunner
 from actors.settings.programs import IsolationConfig
@@ -41,6 +43,38 @@ async def test_directory_to_write_may_lie_in_one_to_read(tmp_path):
     end = await ran(runner, f"echo yes > {tmp_path}/inside/there; touch {tmp_path}/here")
     assert (tmp_path / "inside/there").read_text() == "yes\n"
     assert "Read-only" in end.output
+    await runner.close()
+
+
+async def test_hidden_file_stays_hidden_whatever_may_be_read_or_written_around_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(hidden, "_hidden", set())
+    names = ("labels", "in/labels", "in/agent", "open", "later")
+    labels, inner, agent, beside, later = (tmp_path / name for name in names)
+    inner.parent.mkdir()
+    (tmp_path / "link").symlink_to(labels)
+    hidden.hide([tmp_path / "link", inner.parent, later])
+    for path in (labels, inner, agent, beside):
+        path.write_text(f"{path.name} told\n")
+    isolation = IsolationConfig(readable=(tmp_path, labels), writable=(agent, inner.parent))
+    runner = ProgramRunner(isolation)
+    later.write_text("later told\n")  # it is hidden although it was not there when it was named
+    script = f"cd {tmp_path}; cat labels link in/labels later in/agent open; ls in"
+    said = (await ran(runner, script)).output
+    assert [line for line in said.splitlines() if "cat:" not in line] == ["agent told", "open told", "agent"]
+    await runner.close()
+
+
+async def test_program_reads_its_script_and_nothing_that_lies_beside_it_below_tmp(tmp_path):
+    (tmp_path / "agent.py").write_text("import os, sys; print(os.listdir(sys.path[0]))")
+    (tmp_path / "answers.json").write_text("LABEL")
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    runner = ProgramRunner(IsolationConfig())
+    with runner.directory() as directory:
+        program = Program(
+            command=command, variables=VARIABLES, directory=directory, readable=needed_files(command)
+        )
+        ended = await runner.run(program, timeout_s=20, most_output_bytes=1 << 16)
+    assert ended == ProgramEnd(0, "['agent.py']")
     await runner.close()
 
 

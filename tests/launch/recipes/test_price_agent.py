@@ -31,7 +31,7 @@ def answered(prompt: str) -> str:
 
 @pytest.fixture
 async def environment() -> AsyncIterator[Environment]:
-    async with built_environment(resolve(recipe("agent").settings).actors, asyncio.Event()) as built:
+    async with built_environment(resolve(recipe("agent").settings).actors, asyncio.Event(), ()) as built:
         yield built
 
 
