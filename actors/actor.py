@@ -139,6 +139,8 @@ class Actor:
             doing = "waiting for the warm-up to end"
         alarms = [self._worker.failures.alarm, *(further.alarm for further in self._further.values())]
         progress: dict[str, Json] = {name: further.progress for name, further in self._further.items()}
+        if self._evaluator is not None:
+            alarms.append(self._evaluator.alarm)
         if self._evaluator is not None and self._evaluator.doing:
             doing = f"{doing}, {self._evaluator.doing}"
         return doing, {

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.evaluation.evaluator import Evaluator
+from actors.metrics.counters import report_end
 from actors.other_policies.opponents import Opponents
 from actors.run_end import stop_when_done
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.status import report_status
+from bus.errors import ConfigError, leaves
 from bus.messages import PolicyManifest
 from bus.waiting import set_within
 
@@ -77,9 +79,13 @@ class EvaluatingActor:
             tasks.create_task(stop_when_done(lambda: policy.stage, lambda: self.opponents.failure, stop))
             try:
                 await self.evaluator.run(stop)
+            except* ConfigError as group:
+                reason = str(next(leaves(group)))
+                await report_end(self.bus, source=self.name, look=lambda: (0, {}), reason=reason)
+                raise
             finally:
                 finished.set()
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         doing = self.evaluator.doing or "waiting for versions to evaluate"
-        return doing, {"opponents": dict(self.opponents.versions)}
+        return doing, {"opponents": dict(self.opponents.versions), "alarm": self.evaluator.alarm}

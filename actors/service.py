@@ -25,6 +25,7 @@ from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.sglang.server.kernel_versions import learners_kernels
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
+from actors.environments.failures import EnvironmentFailures
 from actors.evaluating_actor import EvaluatingActor
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, refuse_unfit_servers
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
@@ -38,7 +39,6 @@ from actors.policy.policy import Policy
 from actors.policy.version_masking import Masking
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.rollouts.account import ActorAccount
-from actors.rollouts.environment_failures import EnvironmentFailures
 from actors.rollouts.lease_admission import LeaseAdmission
 from actors.rollouts.worker import Worker
 from actors.settings.actors import ActorsConfig, SamplingConfig
@@ -255,6 +255,7 @@ def _evaluator(
         opponents=engines.opponents.engines,
     )  # fmt: skip
     evaluator.finish_within_s = settings.actors.interruption.finish_within_s
+    evaluator.limits = settings.actors.failures
     endpoints = settings.actors.evaluation.endpoints
     evaluator.endpoints = chat_endpoints(endpoints, tokenizer, settings.actors.tool_calls)
     return evaluator

@@ -1,9 +1,11 @@
 """Environments of the user's own: built with checked settings, and kept from ending the actor."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Awaitable, Callable, Mapping
+from math import inf
+from typing import TypeVar, cast
 
+import structlog
 from pydantic import BaseModel, ValidationError
 
 from actors.environments.base import Environment, HandsBackAtStop, ScoresGroups
@@ -16,6 +18,10 @@ from actors.settings.actors import PluginEnvironmentConfig
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
 from bus.process.plugins import load_function
 
+log = structlog.get_logger()
+T = TypeVar("T")
+CLOSE_S = 30.0
+"""Longest time that an environment may take to give up what it holds."""
 NOT_THE_EPISODES = EngineLostError, HandBackError
 """Errors that say nothing about the episode: its lease is for another actor."""
 
@@ -23,15 +29,16 @@ NOT_THE_EPISODES = EngineLostError, HandBackError
 class PluginEnvironment:
     """Runs an environment of the user's, whose exceptions fail the rollout and not the actor."""
 
-    def __init__(self, name: str, environment: Environment) -> None:
+    def __init__(self, name: str, environment: Environment, *, timeout_s: float = inf) -> None:
         self.trajectories_per_episode = environment.trajectories_per_episode
         self._name = name
+        self._timeout_s = timeout_s
         self._environment = environment
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises `EpisodeError` for whatever the user's code raises by itself."""
         try:
-            episode = await self._environment.run(task, policy)
+            episode = await self._in_time(self._environment.run(task, policy), f"a rollout of {task.task_id}")
         except SluiceError:
             raise
         except ExceptionGroup as errors:  # of a TaskGroup, as environments of several agents have
@@ -54,7 +61,7 @@ class PluginEnvironment:
         if not isinstance(self._environment, ScoresGroups):
             return episodes
         try:
-            scored = await self._environment.score_group(episodes)
+            scored = await self._in_time(self._environment.score_group(episodes), "a group's rewards")
         except SluiceError:
             raise
         except Exception as error:
@@ -86,9 +93,26 @@ class PluginEnvironment:
             raise ConfigError(f"environment {self._name}: stop_with raised {error!r}") from error
 
     async def close(self) -> None:
-        """Have the environment give up what it holds, if it knows how."""
-        if isinstance(self._environment, Closable):
-            await self._environment.close()
+        """Have the environment give up what it holds, if it knows how and does it soon."""
+        if not isinstance(self._environment, Closable):
+            return
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._environment.close()
+        except TimeoutError:
+            log.warning("environment_not_closed", environment=self._name, waited_s=CLOSE_S)
+
+    async def _in_time(self, work: Awaitable[T], what: str) -> T:
+        """Return the result of the user's method. Raises `EpisodeError` once it takes too long."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await work
+        except TimeoutError as error:
+            if not limit.expired():  # the user's own
+                raise
+            raise EpisodeError(
+                f"environment {self._name}: {what} took longer than rollout_timeout_s={self._timeout_s:g}"
+            ) from error
 
     def _failed(self, task: Task, error: Exception) -> EpisodeError:
         return EpisodeError(f"environment {self._name} raised {error!r} on task {task.task_id}")
@@ -115,7 +139,7 @@ def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
             f"environment {name!r} has score_group, and its episodes would be sent before their group is "
             "scored: set trajectories_per_episode = None"
         )
-    return PluginEnvironment(name, built)
+    return PluginEnvironment(name, built, timeout_s=config.rollout_timeout_s)
 
 
 def _checked_settings(config: PluginEnvironmentConfig, declared: type | None) -> list[BaseModel]:

@@ -8,6 +8,7 @@ from typing import Protocol
 import structlog
 
 from actors.engines.base import Engine
+from actors.engines.fleet.fleet import Fleet
 from actors.weights.follow import PolicyFollower, fetch_state
 from bus.connection import Bus
 from bus.errors import BusError, EngineError, EngineLostError, HandBackError
@@ -31,6 +32,10 @@ class EvaluationEngines(Protocol):
     they are given up at once. An unfinished evaluation goes to another actor in both cases."""
     exact: bool
     """Whether exactly the version asked for samples all tokens; otherwise later versions may."""
+
+    @property
+    def serves(self) -> bool:
+        """Return whether an engine answers at the moment."""
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
         """Return an engine with these weights or with later ones of the same learner.
@@ -61,6 +66,11 @@ class OwnEngine:
         """Learner and version of its weights; data sets of one version follow each other."""
         self._failed_version: int | None = None
         """Version for which the engine failed to start or to load, and which was left to other actors."""
+
+    @property
+    def serves(self) -> bool:
+        """Return whether the engine answers at the moment."""
+        return not isinstance(self._engine, Fleet) or self._engine.serves
 
     async def start(self) -> None:
         """Start the engine before an evaluation needs it. Raises EngineError or ConfigError."""
@@ -119,6 +129,11 @@ class RolloutEngines:
         self._bus = bus
         self._engine = engine
         self._follower = follower
+
+    @property
+    def serves(self) -> bool:
+        """Return whether the engines answer at the moment."""
+        return not isinstance(self._engine, Fleet) or self._engine.serves
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
         """Wait until the engines have these weights or later ones; nothing is fetched for an evaluation."""

@@ -11,28 +11,30 @@ import structlog
 
 from actors.engines.base import Engine, Sampling
 from actors.environments.base import Environment
+from actors.environments.failures import EnvironmentFailures, end_after, is_cancelled
 from actors.episodes.episode import Episode
-from actors.episodes.errors import raised_by_environment
+from actors.episodes.errors import EpisodeError, raised_by_environment
 from actors.episodes.task import Task
 from actors.evaluation.engines import EvaluationEngines
 from actors.evaluation.pass_at_k import pass_all, pass_at
 from actors.policy.chat_format import Tokenizer
 from actors.policy.further_engines import FurtherEngines
 from actors.policy.policy import Policy
-from actors.settings.groups import InterruptionConfig
+from actors.settings.groups import FailureLimitsConfig, InterruptionConfig
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError
+from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError, in_short
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
 from bus.messages import BlobRef, Prompt
 from bus.streams.blob_store import get_blob
 from bus.streams.consume import Inbox, consume
 from bus.streams.publish import Publisher, together
-from bus.trajectory import TRUSTED_ENDS
+from bus.trajectory import TRUSTED_ENDS, End
 from bus.waiting import unless
 from storage.images.chat import ImageChat
 
 log = structlog.get_logger()
+LATE = "its reward comes later"
 KEPT_SETS = 8
 """Data sets whose prompts are kept in memory."""
 
@@ -45,9 +47,8 @@ class _Answer:
     """None where something around the policy failed, so that no reward says anything about it."""
     versions: frozenset[int] = frozenset()
     """Versions of the weights that sampled the tokens."""
-
-
-_FAILED = _Answer(reward=None)
+    failure: str = ""
+    """Why there is no reward."""
 
 
 class Evaluator:
@@ -61,6 +62,8 @@ class Evaluator:
         self.doing = ""
         self.finish_within_s = InterruptionConfig().finish_within_s
         """Longest time that prompts which were begun may go on after the stop, where they may at all."""
+        self.limits = FailureLimitsConfig()
+        """When failed rollouts of a data set end this process, and so the run."""
         self.further = FurtherEngines()
         """Policies that the run trains beside its own: each plays with its newest weights."""
         self.images: ImageChat | None = None
@@ -80,9 +83,19 @@ class Evaluator:
         self._stop = asyncio.Event()
         self._latest: dict[str, tuple[EvaluationTask, EvaluationResult]] = {}
         """Latest task and result of each data set, without those of which rollouts failed."""
+        self._failures: dict[str, EnvironmentFailures] = {}
+        """Failed rollouts by data set, each of which is judged by itself."""
+        self._skipped: dict[str, str] = {}
+        """Why the latest evaluation of a data set has no result, in words."""
+
+    @property
+    def alarm(self) -> str:
+        """Return in words of which data sets the latest evaluation failed, and how; empty for none."""
+        judged = {name: failures.alarm for name, failures in self._failures.items() if failures.alarm}
+        return "; ".join({**self._skipped, **judged}.values())
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Evaluate until `stop`."""
+        """Evaluate until `stop`. Raises `ConfigError` when an environment or reward fails too often."""
         self._stop = stop
         inbox = Inbox(self._bus, "TASKS", "evaluation")
         try:
@@ -101,9 +114,7 @@ class Evaluator:
         except EngineLostError:
             raise
         except (BusError, StorageError, EngineError) as error:  # a living learner keeps what is evaluated
-            log.warning(
-                "evaluation_skipped", policy_version=version, data_set=task.data_set, reason=str(error)
-            )
+            self._skip(task, str(error), alarms=isinstance(error, EngineError))
         else:
             if result is not None:
                 await self._publish(result)
@@ -127,27 +138,32 @@ class Evaluator:
         prompts = await self._heldout(task.prompts)
         engine = await self._engine_of(task)
         if engine is None:
-            log.warning("evaluation_skipped", policy_version=version, reason="its learner is gone")
+            self._skip(task, "its learner is gone")
             return None
         if known := self._known(task):
             return replace(known, policy_version=version, seconds=time.monotonic() - started)
+        failures = self._failures_of(task.data_set)
+        failures.forget_judged()
         tasks, once = (_tasks(task.data_set, prompts, samples) for samples in (task.samples, 1))
         try:
-            sampled = await self._answers(tasks, engine, _sampling(task, self._sampled))
-            greedy = await self._answers(once, engine, _sampling(task, self._greedy, temperature=0.0))
+            sampled = await self._answers(tasks, engine, _sampling(task, self._sampled), failures)
+            greedy = await self._answers(
+                once, engine, _sampling(task, self._greedy, temperature=0.0), failures
+            )
         except EngineLostError as error:
             raise await self._engines.after_loss(task.policy, error) from error
         answers = (*sampled, *greedy)
         failed = sum(answer.reward is None for answer in answers)
         versions = frozenset[int]().union(*(answer.versions for answer in answers))
         if not versions or not _mostly_answered(sampled) or not _mostly_answered(greedy):
-            reason = f"{failed} of {len(answers)} rollouts failed"
-            log.warning("evaluation_skipped", policy_version=version, reason=reason)
+            last = next((answer.failure for answer in reversed(answers) if answer.failure), "none")
+            reason = f"{failed} of {len(answers)} rollouts failed, the last: {in_short(last)}"
+            self._skip(task, reason, alarms=True)
             return None
         if task.answered_by:
             versions = frozenset({version})  # its own are of another count
         if min(versions) < version:
-            log.warning("evaluation_skipped", policy_version=version, reason="older weights came meanwhile")
+            self._skip(task, "older weights came meanwhile")
             return None
         result = EvaluationResult(
             policy_version=version,
@@ -163,10 +179,27 @@ class Evaluator:
             samples=task.samples,
             scores=_scores(task, sampled),
         )
+        self._skipped.pop(task.data_set, None)
         self._latest.pop(task.data_set, None)
         if not result.failed:
             self._latest[task.data_set] = task, result
         return result
+
+    def _skip(self, task: EvaluationTask, reason: str, *, alarms: bool = False) -> None:
+        """Log why a version has no result; with `alarms` screens show it until the data set has one."""
+        version = task.policy.policy_version
+        log.warning("evaluation_skipped", policy_version=version, data_set=task.data_set, reason=reason)
+        if alarms:
+            self._skipped[task.data_set] = (
+                f"{_said(task.data_set)}: version {version} has no result: {reason}"
+            )
+
+    def _failures_of(self, data_set: str) -> EnvironmentFailures:
+        if data_set not in self._failures:
+            self._failures[data_set] = EnvironmentFailures(
+                self._environment, self.limits, serves=lambda: self._engines.serves, of=_said(data_set)
+            )
+        return self._failures[data_set]
 
     async def _engine_of(self, task: EvaluationTask) -> Engine | None:
         """Return who answers, as `with_weights` does. Raises EngineError for one who is not here."""
@@ -215,8 +248,10 @@ class Evaluator:
             **result.scores,
         )
 
-    async def _answers(self, tasks: Sequence[Task], engine: Engine, sampling: Sampling) -> Sequence[_Answer]:
-        """Carry out every task; return one answer for each.
+    async def _answers(
+        self, tasks: Sequence[Task], engine: Engine, sampling: Sampling, failures: EnvironmentFailures
+    ) -> Sequence[_Answer]:
+        """Carry out every task; return one answer for each, and note in `failures` what fails.
 
         Raises `HandBackError` when this process is to end before all of them began,
         and `EngineLostError` when no engine is left."""
@@ -231,33 +266,44 @@ class Evaluator:
             async with places:
                 if self._stop.is_set():
                     raise _stopped()
-                return await self._answer(task, policy)
+                return await self._answer(task, policy, failures)
 
         return await together(map(answer, tasks))
 
-    async def _answer(self, task: Task, policy: Policy) -> _Answer:
-        """Answer one prompt. A rollout that fails, or whose reward is not known at once, has no reward."""
+    async def _answer(self, task: Task, policy: Policy, failures: EnvironmentFailures) -> _Answer:
+        """Answer one prompt. A rollout that fails, or whose reward is not known at once, has no reward.
+
+        Raises `ConfigError` when too many have failed for too long."""
         try:
             episode = await self._environment.run(task, policy.fresh(task.task_id))
         except (EngineLostError, HandBackError, MemoryError):  # not the rollout's fault: another evaluates
             raise
         # Whatever an environment raises costs its own answer alone, as in training.
-        except (Exception, SystemExit) as error:
-            log.warning(
-                "evaluation_rollout_failed",
-                task=task.task_id,
-                reason=f"{type(error).__name__}: {error}",
-                exc_info=raised_by_environment(error),
-            )
-            return _FAILED
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            return self._failed(task, error, end_after(error), failures)
         [first, *_] = episode.trajectories
-        if first.reward_due or episode.end not in TRUSTED_ENDS:
-            reason = "its reward comes later" if first.reward_due else f"it ended as {episode.end}"
-            log.warning("evaluation_rollout_failed", task=task.task_id, reason=reason)
-            return _FAILED
+        if first.reward_due:  # as the environment is meant to be, though an evaluation cannot wait for it
+            log.warning("evaluation_rollout_failed", task=task.task_id, reason=LATE)
+            return _Answer(reward=None, failure=LATE)
+        if episode.end not in TRUSTED_ENDS:
+            return self._failed(task, EpisodeError(f"it ended as {episode.end}"), episode.end, failures)
+        failures.worked(task)
         own = next((part for part in episode.trajectories if part.policy not in self._others), first)
         reward = own.reward if episode.outcome is None else episode.outcome
         return _Answer(reward=reward, versions=_versions(episode, self._others))
+
+    def _failed(self, task: Task, error: BaseException, end: End, failures: EnvironmentFailures) -> _Answer:
+        reason = f"{type(error).__name__}: {error}"
+        log.warning(
+            "evaluation_rollout_failed",
+            task=task.task_id,
+            reason=reason,
+            exc_info=raised_by_environment(error),
+        )
+        failures.failed(task, error, end)
+        return _Answer(reward=None, failure=reason)
 
     @property
     def _others(self) -> Set[str]:
@@ -270,6 +316,10 @@ class Evaluator:
                 del self._prompts[next(iter(self._prompts))]
             self._prompts[ref.digest] = decode(await get_blob(self._bus, ref), PromptSet).prompts
         return self._prompts[ref.digest]
+
+
+def _said(data_set: str) -> str:
+    return f"evaluation.sets {data_set!r}" if data_set else "held-out prompts"
 
 
 def _stopped() -> HandBackError:

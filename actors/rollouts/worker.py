@@ -10,16 +10,15 @@ from itertools import count
 import structlog
 
 from actors.environments.base import Environment, RunsOnDemand, ScoresGroups
+from actors.environments.failures import EnvironmentFailures, end_after, is_cancelled
 from actors.episodes.episode import Episode, FailedEpisode
-from actors.episodes.errors import EpisodeError, ToolError, raised_by_environment
+from actors.episodes.errors import EpisodeError, raised_by_environment
 from actors.episodes.task import Task
 from actors.metrics.episode_counts import EpisodeEnds, sampled_counts
 from actors.metrics.episode_metrics import EpisodeMetrics
 from actors.policy.policy import Policy
-from actors.rewards.base import RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.rollouts.account import ActorAccount
-from actors.rollouts.environment_failures import EnvironmentFailures
 from actors.rollouts.further_leases import FurtherLeases, held_leases
 from actors.rollouts.group import Group
 from actors.rollouts.interruption import Interruption
@@ -30,7 +29,7 @@ from actors.settings.groups import RetriesConfig
 from actors.weights.follow import PolicyFollower
 from bus.actor_counters import SampledCounts
 from bus.connection import Bus
-from bus.errors import EngineError, EngineLostError, HandBackError, SluiceError
+from bus.errors import EngineLostError, HandBackError, SluiceError
 from bus.messages import Lease
 from bus.policy_names import DEFAULT_POLICY
 from bus.process.log_throttle import LogThrottle
@@ -38,7 +37,7 @@ from bus.requests import LeaseRequest
 from bus.streams.consume import Inbox, consume_received
 from bus.streams.message_parts import Parts
 from bus.streams.received import Received
-from bus.trajectory import TRUSTED_ENDS, End
+from bus.trajectory import TRUSTED_ENDS
 from bus.waiting import cancelled
 from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
 
@@ -50,25 +49,6 @@ NOBODY_IS_OWN = (
     "the run trains it and would take no step: leave at least one agent of the environments to it, out of "
     "all policies.NAME.agents, and have the environment ask it with trainable=True"
 )
-
-
-def _is_cancelled() -> bool:
-    """Return whether somebody cancels this task; if nobody does, a `CancelledError` is the rollout's own."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def end_after(error: BaseException) -> End:
-    """Return how the trajectories of an episode end that raised `error`, or something because of it."""
-    if isinstance(error, RewardError):
-        return "reward_error"
-    if isinstance(error, EngineError):
-        return "engine_error"
-    if isinstance(error, ToolError):
-        return "tool_error"
-    if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
-        return "timeout"
-    return "environment_error"
 
 
 def _failed(error: BaseException) -> FailedEpisode:
@@ -234,7 +214,7 @@ class Worker:
             raise
         # Whatever an environment raises costs its own group alone.
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             task = self._task(group.lease, min(episodes))
             self._tell_of_failure(task, error, worked_before=len(episodes))
@@ -343,7 +323,7 @@ class Worker:
                 raise  # this process cannot go on: the lease is another actor's
             # Whatever an environment raises costs its own episode alone, also an exit that it asks for.
             except (Exception, SystemExit, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                if isinstance(error, asyncio.CancelledError) and is_cancelled():
                     raise
                 self._tell_of_failure(task, error)
                 return _failed(error)

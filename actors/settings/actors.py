@@ -92,6 +92,9 @@ class PluginEnvironmentConfig(EnvironmentSettings):
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment, which its nested class `Settings` declares."""
 
+    rollout_timeout_s: float = Field(7200.0, gt=0)
+    """Longest time that a rollout, or the rewards of a group, may take before it ends as `timeout`."""
+
 
 EnvironmentConfig = Annotated[
     SingleTurnConfig

@@ -5,11 +5,14 @@ import sys
 
 import numpy as np
 import pytest
+import structlog
 
 from actors.engines.base import Engine, Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments import plugin
 from actors.environments.base import Environment
 from actors.environments.build import build_environment, built_environment
+from actors.environments.failures import end_after
 from actors.environments.single_turn import SingleTurn
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
@@ -181,6 +184,39 @@ class Long(Troubled):
     async def run(self, task, policy):
         await self.stop.wait()
         raise HandBackError("not done")
+
+
+class Endless(Long):
+    trajectories_per_episode = None
+
+    async def run(self, task, policy):
+        await asyncio.Event().wait()
+
+    async def score_group(self, episodes):
+        await asyncio.Event().wait()
+
+    close = None
+
+
+async def test_a_users_environment_that_never_returns_ends_its_rollout_as_timeout(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    monkeypatch.setattr(Endless, "close", lambda self: asyncio.Event().wait())
+    monkeypatch.setattr(plugin, "CLOSE_S", 0.01)
+    config = PluginEnvironmentConfig(type="plugin", environment="users_own:Endless", rollout_timeout_s=0.01)
+    environment = build_environment(config)
+    async with asyncio.timeout(10):
+        for working, what in (
+            (environment.run(Task(task_id="t", prompt="a"), policy=None), "a rollout of t"),
+            (environment.score_group({}), "a group's rewards"),
+        ):
+            with pytest.raises(
+                EpisodeError, match=f"{what} took longer than rollout_timeout_s=0.01"
+            ) as raised:
+                await working
+            assert end_after(raised.value) == "timeout"
+        with structlog.testing.capture_logs() as logs:
+            await environment.close()
+    assert [entry["event"] for entry in logs] == ["environment_not_closed"]
 
 
 async def test_a_users_environment_hears_of_the_stop_and_hands_its_rollouts_back(monkeypatch):

@@ -1,6 +1,7 @@
 """Evaluations on servers that do nothing else, and in actors that roll nothing out."""
 
 import asyncio
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +15,24 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
+from actors.rewards.base import RewardError
 from actors.service import ActorSettings, run_actors
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
+from actors.settings.groups import FailureLimitsConfig
 from bus.codec import encode
-from bus.errors import ConfigError, EngineLostError
+from bus.errors import ConfigError, EngineLostError, leaves
+from bus.messages import Metrics
+from bus.security.permissions import COUNTERS
 from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
+from storage.metrics.records import ENDED
 from storage.model_files.packed_files import bundle
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.test_evaluation_sets import ask
-from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, published
+from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, published, until
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import tiny_model
 
@@ -203,6 +209,50 @@ async def test_an_actor_that_only_evaluates_takes_no_prompts_and_ends_with_the_r
     await bus.put("policy", replace(manifest, policy_version=5, stage="done"))
     await asyncio.wait_for(running, TIMEOUT_S)
     assert environment.runs == 2 * PROMPTS
+
+
+class Unscored(Recording):
+    async def run(self, task, policy):
+        self.runs += 1
+        raise RewardError("the labels of held-out prompts are missing")
+
+
+@pytest.mark.parametrize("only", [True, False])
+async def test_held_out_prompts_whose_reward_always_fails_are_named_and_end_the_actor(
+    bus, evaluations, directory, tmp_path, only
+):
+    files = await put_blob(bus, Publisher(bus), encode(bundle(directory)), "model")
+    manifest = replace(await published(bus, 4, build_model(directory)), model=files)
+    await bus.put("policy", manifest)
+    actors = ActorsConfig(
+        engine=EmbeddedEngineConfig(seed=0), evaluation=evaluating(only=only).evaluation,
+        failures=FailureLimitsConfig(at_least=3 * PROMPTS, after_s=0),
+    )  # fmt: skip
+    settings = ActorSettings(
+        actors=actors, sampling=SamplingConfig(max_new_tokens=8), shards=1, max_staleness=4, logs=tmp_path
+    )
+    ended = asyncio.Queue()
+    await bus.listen(bus.subject(COUNTERS), Metrics, ended.put_nowait)
+    running = asyncio.create_task(run_actors(bus, settings, Unscored(), asyncio.Event()))
+    await evaluations.ask(manifest)
+
+    async def named():
+        return (
+            "held-out prompts: version 4 has no result: 8 of 8 rollouts failed, the last: RewardError: "
+            in (bus.state.values.get("alarm", ""))
+        )
+
+    await until(named)
+    await evaluations.ask(replace(manifest, policy_version=5) if only else manifest, prompts=PROMPTS + 1)
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(running, TIMEOUT_S)
+    [error] = leaves(raised.value)
+    told = "held-out prompts: of the latest 12 rollouts failed 12 by their reward: .*: the labels of held-out"
+    assert isinstance(error, ConfigError)
+    assert re.match(told, str(error))
+    while ENDED not in (values := (await asyncio.wait_for(ended.get(), TIMEOUT_S)).values):
+        pass
+    assert values[ENDED] == str(error)
 
 
 def build_model(directory):

@@ -328,6 +328,18 @@ async def test_nothing_is_told_where_most_rollouts_failed_and_the_next_version_i
     assert evaluations.results.empty()
 
 
+async def test_what_cancels_a_held_out_rollout_by_itself_fails_that_rollout_alone(
+    bus, evaluations, follower, rollouts
+):
+    async def cancel(run):
+        if run == 1:
+            raise asyncio.CancelledError
+
+    async with evaluations.evaluator(rollouts, Recording(cancel)):
+        await evaluations.ask(await publish(bus, 1))
+        assert (await evaluations.result()).failed == 1
+
+
 async def test_without_engines_the_evaluator_ends_and_its_task_is_left_for_others(
     bus, evaluations, follower, rollouts
 ):

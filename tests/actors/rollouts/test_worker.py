@@ -185,7 +185,7 @@ async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, eng
 async def test_a_reward_that_is_never_a_number_ends_the_run_and_shows_few_of_its_failures(
     bus, engine, monkeypatch
 ):
-    monkeypatch.setattr("actors.rollouts.environment_failures.MOST_INVALID_REWARDS", 6)
+    monkeypatch.setattr("actors.environments.failures.MOST_INVALID_REWARDS", 6)
     answers = iter([None, {}, 1.0, *["0.5"] * 20])
     environment = SingleTurn(Scorer("wrong", timeout_s=5, reward=lambda _: next(answers)))
     actor = Actor(bus, engine, environment)

@@ -1,5 +1,6 @@
 """Failures of each environment of an actor: their numbers, and when an environment or reward is broken."""
 
+import asyncio
 import time
 import traceback
 from collections import Counter, deque
@@ -9,12 +10,13 @@ from dataclasses import dataclass, field
 from actors.environments.base import Environment
 from actors.environments.choice import DEFAULT, EnvironmentChoice, chosen_environment
 from actors.episodes.episode import Episode, FailedEpisode
+from actors.episodes.errors import ToolError
 from actors.episodes.task import Task
-from actors.rewards.base import BudgetSpentError, InvalidRewardError
+from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.settings.groups import FailureLimitsConfig
 from bus.actor_counters import FAILED_EPISODES, failed_by
 from bus.codec import Json
-from bus.errors import ConfigError, SluiceError, in_short
+from bus.errors import ConfigError, EngineError, SluiceError, in_short
 from bus.trajectory import End
 
 MOST_INVALID_REWARDS = 200
@@ -50,12 +52,14 @@ class EnvironmentFailures:
 
     def __init__(
         self, environment: Environment, limits: FailureLimitsConfig | None = None, *,
-        serves: Callable[[], bool] = lambda: True,
+        serves: Callable[[], bool] = lambda: True, of: str = "",
     ) -> None:  # fmt: skip
         """Take the environment of an actor, and when its failures end the run.
 
-        `serves` tells whether an engine serves: a rollout that takes too long may wait for one else."""
+        `serves` tells whether an engine serves: a rollout that takes too long may wait for one else. `of`
+        says in words whose rollouts they are, where they are not those that are trained on."""
         self._serves = serves
+        self._of_whom = f"{of}: " if of else ""
         self._names = environment.names if isinstance(environment, EnvironmentChoice) else frozenset()
         self._limits = limits or FailureLimitsConfig()
         self._of: dict[str, _Failures] = {}
@@ -95,7 +99,11 @@ class EnvironmentFailures:
         of.recent.extend([what] * max(1, worked_before))
         of.latest[what] = _told(error)
         self._judge(of)
-        if of.since_s is not None and time.monotonic() - of.since_s >= self._limits.after_s:
+        if (
+            self._may_be_judged(of)
+            and of.since_s is not None
+            and time.monotonic() - of.since_s >= self._limits.after_s
+        ):
             raise ConfigError(
                 f"{self._said(name)}{_counted(of)}: correct what failed, or its prompts, or allow more in "
                 f"actors.failures. The last: {_latest(of)}"
@@ -107,8 +115,16 @@ class EnvironmentFailures:
         return "; ".join(
             f"{self._said(name)}{_counted(of)}, the last: {in_short(_latest(of))}"
             for name, of in self._of.items()
-            if of.since_s is not None
+            if of.since_s is not None and of.failed
         )
+
+    def forget_judged(self) -> None:
+        """Judge the next rollouts by themselves, since those before were of an earlier evaluation.
+
+        For how long too many fail is not forgotten, nor are rollouts that are too few to be judged."""
+        for of in self._of.values():
+            if self._may_be_judged(of):
+                of.recent.clear()
 
     def worked(self, task: Task) -> None:
         """Note that a rollout ended as the policy made it end, before its siblings have."""
@@ -140,11 +156,15 @@ class EnvironmentFailures:
     def _judge(self, of: _Failures) -> None:
         """Note since when too many of the latest rollouts fail."""
         limit, failed = self._limits.fraction, of.failed.total()
-        few = len(of.recent) < min(self._limits.at_least, self._limits.rollouts)
-        if limit is None or few or failed < limit * len(of.recent):
+        if not self._may_be_judged(of):
+            return
+        if limit is None or failed < limit * len(of.recent):
             of.since_s = None
         elif of.since_s is None:
             of.since_s = time.monotonic()
+
+    def _may_be_judged(self, of: _Failures) -> bool:
+        return len(of.recent) >= min(self._limits.at_least, self._limits.rollouts)
 
     def _failures(self, name: str) -> _Failures:
         return self._of.setdefault(name, _Failures(deque(maxlen=self._limits.rollouts)))
@@ -155,8 +175,9 @@ class EnvironmentFailures:
 
     def _said(self, name: str) -> str:
         if not self._names:
-            return ""
-        return f"environment {name!r}: " if name else "the environment of prompts that choose none: "
+            return self._of_whom
+        chosen = f"environment {name!r}: " if name else "the environment of prompts that choose none: "
+        return f"{self._of_whom}{chosen}"
 
 
 def _counted(of: _Failures) -> str:
@@ -182,3 +203,22 @@ def _told(error: BaseException) -> str:
         return reason
     lines = "".join(traceback.format_exception(cause, chain=False)).rstrip()
     return f"{reason}\n{lines[-TRACEBACK_CHARACTERS:]}"
+
+
+def is_cancelled() -> bool:
+    """Return whether somebody cancels this task; if nobody does, a `CancelledError` is the rollout's own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def end_after(error: BaseException) -> End:
+    """Return how the trajectories of an episode end that raised `error`, or something because of it."""
+    if isinstance(error, RewardError):
+        return "reward_error"
+    if isinstance(error, EngineError):
+        return "engine_error"
+    if isinstance(error, ToolError):
+        return "tool_error"
+    if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+        return "timeout"
+    return "environment_error"

@@ -1,16 +1,18 @@
 """When an environment or a reward that fails too often ends the run: each counts for itself."""
 
+import time
+
 import pytest
 
+from actors.environments import failures as environment_failures
 from actors.environments.choice import EnvironmentChoice
+from actors.environments.failures import EnvironmentFailures
 from actors.environments.single_turn import SingleTurn
 from actors.episodes.episode import FailedEpisode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.rewards.scoring.scorers import Scorer
-from actors.rollouts import environment_failures
-from actors.rollouts.environment_failures import EnvironmentFailures
 from actors.settings.groups import FailureLimitsConfig
 from bus.errors import ConfigError
 
@@ -170,6 +172,35 @@ def test_a_service_that_is_away_for_a_while_ends_nothing():
     for _ in range(4):
         failures.worked(task("calc"))
     assert failures.alarm == ""
+
+
+def test_each_evaluation_is_judged_by_its_own_rollouts_and_two_in_a_row_end_the_run():
+    failures = EnvironmentFailures(
+        ONE, FailureLimitsConfig(rollouts=6, at_least=3, after_s=0.02), of="held-out prompts"
+    )
+    for _ in range(3):
+        failures.failed(task(), UNSCORED, "reward_error")
+    assert failures.alarm.startswith("held-out prompts: of the latest 3 rollouts failed 3 by their reward")
+    time.sleep(0.03)
+    failures.forget_judged()
+    failures.failed(task(), UNSCORED, "reward_error")  # chance may fail one of a reward that works again
+    failures.failed(task(), UNSCORED, "reward_error")
+    with pytest.raises(ConfigError, match="held-out prompts: of the latest 3 rollouts failed 3"):
+        failures.failed(task(), UNSCORED, "reward_error")
+    failures.forget_judged()
+    for _ in range(3):
+        failures.worked(task())
+    failures.failed(task(), UNSCORED, "reward_error")
+    assert failures.alarm == ""
+
+
+def test_evaluations_of_few_prompts_are_judged_together():
+    failures = EnvironmentFailures(ONE, AT_ONCE)
+    for _ in range(2):
+        failures.failed(task(), UNSCORED, "reward_error")
+    failures.forget_judged()
+    with pytest.raises(ConfigError, match="of the latest 3 rollouts failed 3"):
+        failures.failed(task(), UNSCORED, "reward_error")
 
 
 def test_the_traceback_of_the_users_own_code_is_told(failures):
