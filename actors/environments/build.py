@@ -4,56 +4,26 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 
-from actors.environments.agent import AgentEnvironment
 from actors.environments.base import Environment, HandsBackAtStop
 from actors.environments.choice import DEFAULT, EnvironmentChoice
-from actors.environments.clients import ClientsEnvironment
-from actors.environments.debate import Debate
-from actors.environments.games.environment import GameEnvironment
-from actors.environments.length_profile import LengthProfile
-from actors.environments.long_lived_agent import LongLivedAgent
-from actors.environments.panel import Panel
-from actors.environments.plugin import plugin_environment
-from actors.environments.single_turn import SingleTurn
-from actors.environments.tools import ToolChat
 from actors.programs.hidden import hide
 from actors.rewards.base import Closable
-from actors.settings.actors import ActorsConfig, EnvironmentConfig, PluginEnvironmentConfig
-from actors.settings.agents import AgentConfig
-from actors.settings.clients import ClientsConfig
-from actors.settings.debate import DebateConfig
-from actors.settings.games import GameConfig
+from actors.settings.actors import ActorsConfig
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.groups import InterruptionConfig
-from actors.settings.length_profile import LengthProfileConfig
-from actors.settings.panel import PanelConfig
-from actors.settings.tool_chat import ToolsConfig
 
 
 def build_environment(
-    config: EnvironmentConfig, *, finish_within_s: float = InterruptionConfig().finish_within_s
+    config: EnvironmentSettings, *, finish_within_s: float = InterruptionConfig().finish_within_s
 ) -> Environment:
     """Build it; programs of agents get `finish_within_s` to end after a stop.
 
     Raises `ConfigError` for a reward or an environment of the user's that cannot be used."""
-    if isinstance(config, PluginEnvironmentConfig):
-        return plugin_environment(config)
-    if isinstance(config, LengthProfileConfig):
-        return LengthProfile.from_config(config)
-    if isinstance(config, ToolsConfig):
-        return ToolChat.from_config(config)
-    if isinstance(config, AgentConfig):
-        kind = LongLivedAgent if config.long_lived else AgentEnvironment
-        return kind.from_config(config, finish_within_s=finish_within_s)
-    if isinstance(config, GameConfig):
-        return GameEnvironment.from_config(config)
-    if isinstance(config, PanelConfig):
-        return Panel.from_config(config)
-    if isinstance(config, DebateConfig):
-        return Debate.from_config(config)
-    if isinstance(config, ClientsConfig):
-        return ClientsEnvironment.from_config(config)
-    return SingleTurn.from_config(config)
+    options = {"finish_within_s": finish_within_s} if config.finishes_after_stop else {}
+    built: Environment = resolve_name(config.built_by)(config, **options)
+    return built
 
 
 @asynccontextmanager

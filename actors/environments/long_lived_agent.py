@@ -11,6 +11,7 @@ from typing import Self
 
 import structlog
 
+from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_program import (
     check_program,
     needed_files,
@@ -181,3 +182,12 @@ class LongLivedAgent:
     def _base(self) -> str:
         gateway = self._clients.gateway
         return gateway.url if not self._runner.gives_network else f"http://127.0.0.1:{gateway.port}"
+
+
+def agent_environment(
+    config: AgentConfig, *, finish_within_s: float = InterruptionConfig().finish_within_s
+) -> AgentEnvironment | LongLivedAgent:
+    """Build the environment of a program for each episode, or of a long-lived one. Raises `ConfigError` as
+    `AgentEnvironment.from_config` does."""
+    kind = LongLivedAgent if config.long_lived else AgentEnvironment
+    return kind.from_config(config, finish_within_s=finish_within_s)

@@ -1,7 +1,7 @@
 """Settings of the rollout side: sampling, environments, and all that an actor has. Loads without torch."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -67,7 +67,8 @@ class SingleTurnConfig(EnvironmentSettings, RewardConfig):
     """Environment in which an episode is one prompt, one completion and one reward."""
 
     type: Literal["single_turn"] = "single_turn"
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.single_turn:SingleTurn.from_config"
+    scores_one_answer: ClassVar[bool] = True
 
     @property
     def agent_names(self) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ class PluginEnvironmentConfig(EnvironmentSettings):
     """Environment of the user's own."""
 
     type: Literal["plugin"]
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.plugin:plugin_environment"
 
     environment: str
     """Class of the environment, as `my_pkg.my_module:Class`."""
@@ -94,6 +95,15 @@ class PluginEnvironmentConfig(EnvironmentSettings):
 
     rollout_timeout_s: float = Field(7200.0, gt=0)
     """Longest time that a rollout, or the rewards of a group, may take before it ends as `timeout`."""
+
+    agents: tuple[str, ...] = ()
+    """Names of all its agents, by which a start finds an agent of `policies` that does not exist. Without
+    them nothing is checked."""
+
+    @property
+    def agent_names(self) -> tuple[str, ...] | None:
+        """Return the names that are given."""
+        return self.agents or None
 
 
 EnvironmentConfig = Annotated[
@@ -206,7 +216,7 @@ class ActorsConfig(Config):
     @property
     def offers_native_tools(self) -> bool:
         """Tell whether an environment has tools whose calls are read as the model writes them."""
-        return any(isinstance(one, ToolsConfig) and one.calls == "native" for one in self.by_name.values())
+        return any(one.reads_native_calls for one in self.by_name.values())
 
     @model_validator(mode="after")
     def _opponents_have_names_of_their_own(self) -> Self:
@@ -219,7 +229,7 @@ class ActorsConfig(Config):
         names = [one.name for one in self.environments]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two environments are named {twice[0]!r}: give each a name of its own")
-        if self.environments and any(isinstance(one, ClientsConfig) for one in self.by_name.values()):
+        if self.environments and any(one.takes_leases_on_demand for one in self.by_name.values()):
             raise ValueError(
                 "environments with type=clients: leases are taken when clients ask for them, which those of "
                 "another environment would wait for: leave out environments, or that type"
@@ -262,9 +272,9 @@ class ActorsConfig(Config):
                 f"evaluation.urls names {min(both)}, which rolls out with other weights (engine.urls): name "
                 'another server, or set evaluation.engine="rollout" and leave out evaluation.urls'
             )
-        if self.evaluation.only and isinstance(self.environment, ClientsConfig):
+        if self.evaluation.only and self.environment.takes_leases_on_demand:
             raise ValueError(
-                "evaluation.only=true with environment.type=clients: no held-out prompts are offered to "
-                "clients: leave out one of them"
+                f"evaluation.only=true with environment.type={self.environment.type}: no held-out prompts "
+                "are offered to clients: leave out one of them"
             )
         return self

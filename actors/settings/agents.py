@@ -1,7 +1,7 @@
 """Settings of the environment that runs somebody's program. Loads without torch."""
 
 import shlex
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -44,7 +44,8 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     long-lived program ends an episode by it."""
 
     type: Literal["agent"] = "agent"
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.long_lived_agent:agent_environment"
+    finishes_after_stop: ClassVar[bool] = True
 
     command: str
     """Command of the program, such as `python my_agent.py`. No shell reads it; a word `{python}` stands for
@@ -92,6 +93,11 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
 
     gateway: GatewayConfig = GatewayConfig()
     """HTTP server by which the policy is asked."""
+
+    @property
+    def agents_gateway(self) -> GatewayConfig:
+        """Return the settings of the server by which its agents ask the policy."""
+        return self.gateway
 
     @property
     def arguments(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Settings of the environment whose episodes are led by clients from outside. Loads without torch."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,8 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
     own."""
 
     type: Literal["clients"] = "clients"
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.clients:ClientsEnvironment.from_config"
+    takes_leases_on_demand: ClassVar[bool] = True
 
     claim_timeout_s: float = Field(300.0, gt=0)
     """Longest time that a rollout waits for a client. A group of which none was taken goes back to the run;
@@ -35,6 +36,11 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
 
     gateway: GatewayConfig = GatewayConfig()
     """HTTP server by which the policy is asked."""
+
+    @property
+    def agents_gateway(self) -> GatewayConfig:
+        """Return the settings of the server by which its agents ask the policy."""
+        return self.gateway
 
     @model_validator(mode="after")
     def _rewards_are_given(self) -> Self:

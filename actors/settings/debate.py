@@ -17,7 +17,8 @@ class DebateConfig(EnvironmentSettings, RewardConfig):
     again, round after round, until a judge decides (arXiv:2305.14325)."""
 
     type: Literal["debate"] = "debate"
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.debate:Debate.from_config"
+    shows_tools: ClassVar[bool] = False
 
     debaters: int = Field(3, ge=2, le=26)
     """Number of agents that debate."""

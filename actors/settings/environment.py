@@ -1,12 +1,61 @@
 """What the settings of each environment say of it, so that nobody asks which environment it is."""
 
+from collections.abc import Collection
 from typing import ClassVar
 
+from actors.settings.gateway import GatewayConfig
 from bus.config import Config
 
 
 class EnvironmentSettings(Config):
-    """Settings of an environment; the defaults hold for one that only its own code or a program knows."""
+    """Settings of an environment, whose class is its record; the defaults hold for one that only its own code
+    or a program knows."""
+
+    type: str
+    """Name of the environment."""
+
+    built_by: ClassVar[str]
+    """What builds it from these settings, as `module:function`. The name is text, because settings load
+    quickly."""
+
+    finishes_after_stop: ClassVar[bool] = False
+    """What builds it is told how long its episodes get to end after a stop, as `finish_within_s`."""
+
+    shows_tools: ClassVar[bool] = True
+    """It offers the tools of a prompt to the policy, or leaves them to its own code."""
+
+    has_own_rewards: ClassVar[bool] = False
+    """Its rewards come from itself, whatever the settings of a source name."""
+
+    scores_one_answer: ClassVar[bool] = False
+    """Its reward is that of one answer, which can be computed again from a recorded trajectory."""
+
+    takes_leases_on_demand: ClassVar[bool] = False
+    """It takes a lease when somebody from outside asks for one, and never a held-out prompt."""
+
+    @property
+    def agents_gateway(self) -> GatewayConfig | None:
+        """Return the settings of the server by which agents ask the policy; None without one."""
+        return None
+
+    @property
+    def public_gateway(self) -> GatewayConfig | None:
+        """Return those of a server that is there for agents that others start; None without one."""
+        return self.agents_gateway if self.takes_leases_on_demand else None
+
+    @property
+    def known_tools(self) -> Collection[str] | None:
+        """Return the names of all tools that it can carry out; None where only its own code knows."""
+        return None
+
+    @property
+    def reads_native_calls(self) -> bool:
+        """Tell whether it reads calls of tools as the model writes them."""
+        return False
+
+    def lets_opponent_play(self, agent: str) -> bool:
+        """Tell whether an opponent may play in the place of `agent`."""
+        return False
 
     opponent_setting: ClassVar[str] = "opponent"
     """Setting that names an opponent."""

@@ -1,6 +1,7 @@
 """Settings of text games. Loads without torch, and without the libraries that games come from."""
 
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -78,7 +79,9 @@ class GameConfig(EnvironmentSettings):
     """Environment in which policies play a text game over several turns, with rewards at its end."""
 
     type: Literal["game"] = "game"
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.games.environment:GameEnvironment.from_config"
+    shows_tools: ClassVar[bool] = False
+    has_own_rewards: ClassVar[bool] = True
 
     game: AnyGame = GuessNumber()
     """What is played."""
@@ -107,6 +110,10 @@ class GameConfig(EnvironmentSettings):
         if count is None:
             return None
         return ("player",) if count == 1 else tuple(f"player-{n + 1}" for n in range(count))
+
+    def lets_opponent_play(self, agent: str) -> bool:
+        """Tell whether the agent is a player."""
+        return re.fullmatch(r"player(-\d+)?", agent) is not None
 
     @property
     def opponents_named(self) -> tuple[str, ...]:

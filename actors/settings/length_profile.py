@@ -1,7 +1,7 @@
 """Settings of the environment that replaces real rollouts in load tests. Loads without torch."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -62,7 +62,8 @@ class LengthProfileConfig(EnvironmentSettings):
     """Answers of forced length with random rewards, for load tests: weights may be random."""
 
     type: Literal["length_profile"] = "length_profile"
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.length_profile:LengthProfile.from_config"
+    has_own_rewards: ClassVar[bool] = True
 
     lengths: LengthsConfig = LogNormalLengths()
     """Distribution of the answers' lengths; it is log_normal where no type is named."""

@@ -1,7 +1,7 @@
 """Settings of the environment of solvers, rewriters and a selector. Loads without torch."""
 
 from string import Formatter
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,8 @@ class PanelConfig(EnvironmentSettings, RewardConfig):
     rewriters see all drafts and each write a better one, and a selector chooses among those."""
 
     type: Literal["panel"] = "panel"
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.panel:Panel.from_config"
+    shows_tools: ClassVar[bool] = False
 
     solvers: int = Field(3, ge=1, le=26)
     """Number of drafts."""

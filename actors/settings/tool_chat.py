@@ -1,6 +1,6 @@
 """Settings of the environment in which a model calls tools. Loads without torch."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     """Environment in which an episode is a chat with tools, until the model answers without calling one."""
 
     type: Literal["tools"]
-    """Name of the environment."""
+    built_by: ClassVar[str] = "actors.environments.tools:ToolChat.from_config"
 
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
     """Tools that the model may call, each a table with its `type`: python, calculator, search, mcp or
@@ -62,6 +62,21 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     timeout_s: float = Field(1800.0, gt=0)
     """Longest time that an episode may take before it ends as `timeout`."""
 
+    @property
+    def _names(self) -> list[str]:
+        """Return names of tools, but for those that show when they are built."""
+        return [tool.name for tool in self.tools if not isinstance(tool, PluginToolConfig | McpConfig)]
+
+    @property
+    def known_tools(self) -> list[str] | None:
+        """Return the names of all tools; None where some show only when they are built."""
+        return self._names if len(self._names) == len(self.tools) else None
+
+    @property
+    def reads_native_calls(self) -> bool:
+        """Tell whether calls are read as the model writes them."""
+        return self.calls == "native"
+
     @model_validator(mode="after")
     def _only_tags_end_a_completion(self) -> Self:
         if self.stop_at_call and self.calls != "tags":
@@ -81,7 +96,7 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
-        names = [tool.name for tool in self.tools if not isinstance(tool, PluginToolConfig | McpConfig)]
+        names = self._names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"tools has two named {', '.join(twice)}: give them a `name` each")
         return self

@@ -4,12 +4,7 @@ from collections.abc import Collection, Sequence
 
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
-from actors.settings.actors import EnvironmentConfig
-from actors.settings.debate import DebateConfig
-from actors.settings.games import GameConfig
-from actors.settings.panel import PanelConfig
-from actors.settings.tool_chat import ToolsConfig
-from actors.settings.tools import McpConfig, PluginToolConfig
+from actors.settings.environment import EnvironmentSettings
 
 READS_NONE = 'or leave them unread by data.keys.tools = ""'
 """Remedy where tools of prompts cannot be used."""
@@ -21,19 +16,15 @@ def names_of(tools: Sequence[object]) -> tuple[str, ...]:
     return tuple(str(function["name"]) for function in functions)
 
 
-def refused_tools(tools: Sequence[object], config: EnvironmentConfig) -> str | None:
+def refused_tools(tools: Sequence[object], config: EnvironmentSettings) -> str | None:
     """Return why an environment cannot offer the tools of a prompt, and the remedy; None if it can.
 
     Which tools a plug-in or an MCP server has shows when it is built: each of its rollouts looks then."""
     if not tools:
         return None
-    if isinstance(config, GameConfig | PanelConfig | DebateConfig):
+    if not config.shows_tools:
         return refused_by(config.type)
-    if isinstance(config, ToolsConfig):
-        known = [tool.name for tool in config.tools if not isinstance(tool, PluginToolConfig | McpConfig)]
-        if len(known) == len(config.tools):
-            return refused_names(names_of(tools), known)
-    return None
+    return None if config.known_tools is None else refused_names(names_of(tools), config.known_tools)
 
 
 def refused_names(names: Sequence[str], known: Collection[str]) -> str | None:

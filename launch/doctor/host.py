@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.settings.clients import ClientsConfig
 from bus.errors import ConfigError
 from bus.server.nats_server import free_port, refuse_taken_port
 from launch.doctor.findings import Finding, FindingLevel, brief
@@ -136,14 +135,14 @@ def check_ports(config: RunConfig) -> Iterator[Finding]:
 
 
 def _ports(config: RunConfig) -> Iterator[tuple[str, tuple[str, int]]]:
-    monitoring, environment = config.monitoring, config.actors.environment
+    monitoring, gateway = config.monitoring, config.actors.environment.public_gateway
     if monitoring.port:
         for offset, part in enumerate(PARTS):
             yield f"monitoring.port of {part}", (monitoring.host, monitoring.port + offset)
     if monitoring.nats_port:
         yield "monitoring.nats_port", ("127.0.0.1", monitoring.nats_port)
-    if isinstance(environment, ClientsConfig) and environment.gateway.port:
-        yield "gateway.port", (environment.gateway.host, environment.gateway.port)
+    if gateway is not None and gateway.port:
+        yield "gateway.port", (gateway.host, gateway.port)
 
 
 def check_limits() -> Iterator[Finding]:

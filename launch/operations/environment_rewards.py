@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from actors.environments.choice import DEFAULT, chosen_environment
 from actors.rewards.scoring.scorers import GroupScorer, RewardChoice, Scorer
-from actors.settings.actors import ActorsConfig, EnvironmentConfig, SingleTurnConfig
+from actors.settings.actors import ActorsConfig, EnvironmentConfig
 from actors.settings.agents import POSTED
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
@@ -61,7 +61,7 @@ class EnvironmentRewards:
         try:
             await rescore(group, prompt, chat, scorer, into, group_scorer=self._group_scorers[name])
         except ConfigError as error:
-            if not self._several or isinstance(self._environments[name], SingleTurnConfig):
+            if not self._several or self._environments[name].scores_one_answer:
                 raise
             into.failures += [f"{one.trajectory_id}, environment {name!r}: {error}" for one in group]
 

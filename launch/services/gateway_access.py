@@ -1,6 +1,5 @@
 """Who may take tasks from `launch gateway`: those who have credentials of the run, where there are any."""
 
-from actors.settings.clients import ClientsConfig
 from bus.errors import ConfigError
 from bus.security.credentials import load_credentials
 from bus.server.nats_server import is_loopback
@@ -17,11 +16,8 @@ def gateway_token(config: RunConfig) -> str | None:
 def refuse_open_gateway(config: RunConfig) -> None:
     """Raise `ConfigError` for a gateway beyond loopback that everybody could use, or whose requests could be
     read, unless this host allows it."""
-    environment = config.actors.environment
-    if not isinstance(environment, ClientsConfig):
-        return
-    gateway = environment.gateway
-    if is_loopback(gateway.host) or config.allow.insecure:
+    gateway = config.actors.environment.public_gateway
+    if gateway is None or is_loopback(gateway.host) or config.allow.insecure:
         return
     if config.bus.creds is None:
         raise ConfigError(

@@ -3,11 +3,7 @@
 from typing import TYPE_CHECKING
 
 from actors.policy.cut_off_sampling import refuse_untold_masks
-from actors.settings.actors import PluginEnvironmentConfig
-from actors.settings.agents import AgentConfig
-from actors.settings.clients import ClientsConfig
 from actors.settings.engines import SglangEngineConfig, refuse_quantised, refuse_running
-from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
 from launch.settings.evaluation_checks import check_evaluations
 from launch.settings.numerics_checks import check_numerics
@@ -193,7 +189,7 @@ def _check_client_temperature(config: "RunConfig") -> None:
     """Refuse agents that may choose their temperature, where a teacher behind a server scores at 1 only."""
     served = config.learner.served_teachers
     for name, environment in config.actors.by_name.items():
-        gateway = environment.gateway if isinstance(environment, AgentConfig | ClientsConfig) else None
+        gateway = environment.agents_gateway
         if served and gateway is not None and "temperature" not in gateway.pinned:
             where = f"environment {name!r} of actors.environments" if name else "actors.environment"
             raise ConfigError(
@@ -216,7 +212,7 @@ def _check_environments(config: "RunConfig") -> None:
                 f"{where}: environment={name!r} is none of actors.environments: "
                 f"{nearest(name or '', there)}there are: {', '.join(there) or 'none'}"
             )
-        if reward is not None and not isinstance(chosen, RewardConfig | PluginEnvironmentConfig):
+        if reward is not None and chosen.has_own_rewards:
             raise ConfigError(
                 f"{where}: reward={reward!r} is not for an environment of type={chosen.type}, which has "
                 "rewards of its own: leave it out"

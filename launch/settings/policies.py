@@ -14,7 +14,7 @@ from actors.engines.fleet.gpu_plan import gpu_plan, gpus_used
 from actors.episodes.agents import policy_of
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EngineConfig, SglangEngineConfig
-from actors.settings.games import GameConfig
+from actors.settings.environment import EnvironmentSettings
 from actors.settings.opponents import TAKEN, refuse_misnamed
 from bus.config import BusConfig, Config
 from bus.errors import ConfigError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from launch.settings.run_config import RunConfig
 
 _NAME = re.compile(r"[A-Za-z0-9](?:-?[A-Za-z0-9])*")
-_PLAYER = re.compile(r"player(-\d+)?")
 """Agents of games."""
 LONGEST_RUN = 64
 """Longest name that a run may have."""
@@ -104,8 +103,7 @@ def refuse_policies(config: "RunConfig") -> None:
     _refuse_agents_of_two(config)
     for environment in config.actors.by_name.values():
         _refuse_unknown(config, environment.opponents_named, environment.opponent_setting)
-        if isinstance(environment, GameConfig):
-            _refuse_opponent_on_both_sides(config, environment)
+        _refuse_opponent_on_both_sides(config, environment)
     if config.policies:
         _refuse_unplayed(config)
 
@@ -137,13 +135,13 @@ def _refuse_unknown(config: "RunConfig", asked: tuple[str, ...], setting: str) -
         raise ConfigError(f"actors: {error}") from error
 
 
-def _refuse_opponent_on_both_sides(config: "RunConfig", game: GameConfig) -> None:
+def _refuse_opponent_on_both_sides(config: "RunConfig", environment: EnvironmentSettings) -> None:
     """Refuse an opponent that is a policy of the run whose agents are players too: it would play itself."""
-    for name in game.opponents_named:
+    for name in environment.opponents_named:
         agents = config.policies[name].agents if name in config.policies else ()
-        players = [agent for agent in agents if _PLAYER.fullmatch(agent)]
+        players = [agent for agent in agents if environment.lets_opponent_play(agent)]
         if players:
-            setting = "opponent" if name == game.opponent else "heldout_opponent"
+            setting = next(one for one, value in environment if value == name)
             raise ConfigError(
                 f"policies.{name}.agents has {players[0]!r}, and environment.{setting}={name!r} has it play "
                 f"against whoever that is: leave it out of the agents, or set environment.{setting}=self to "

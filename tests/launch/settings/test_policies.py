@@ -91,6 +91,10 @@ def test_a_policy_that_no_agent_plays_is_refused():
     resolve(
         {"actors": {"environment": OWN_GAME}, "data": {"task": "nim"}}, policies(second={"agents": ["x"]})
     )
+    own = {"type": "plugin", "environment": "a:b", "agents": ["solver", "judge"]}
+    said = refusal({"actors": {"environment": own}}, policies(second={"agents": ["jugde"]}))
+    assert "no environment has an agent 'jugde': did you mean 'judge'? there are: judge, solver" in said
+    resolve({"actors": {"environment": own}}, policies(second={"agents": ["judge"]}))
 
 
 def test_a_policy_that_is_the_opponent_in_a_game_is_no_player_beside():

@@ -1,8 +1,6 @@
 """A choice of an algorithm is one record: settings that name a function and what others go by."""
 
-import ast
 import inspect
-import subprocess
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -154,41 +152,3 @@ def test_a_new_advantage_is_computed_and_refused_by_its_record():
         Extended(whiten_advantages=True)
     with pytest.raises(ValidationError, match=r"advantage\.type=raw needs rewards of at least 0"):
         Extended(overlong={"longest_tokens": 5})
-
-
-# --- nobody asks for a class or a name ---
-
-
-def asks_for_a_choice(text: str) -> list[str]:
-    """Return where code asks whether something is of a certain record, by class or by name."""
-    classes = {kind.__name__ for kind in RECORDS}
-    names = {kind.model_fields["type"].default for kind in RECORDS}
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
-            named = {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)} & classes
-        elif isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "type":
-            constants = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
-            named = constants & names
-        else:
-            continue
-        found += [f"{node.lineno}: {name}" for name in sorted(named)]
-    return found
-
-
-def test_no_code_asks_for_the_class_or_the_name_of_a_choice():
-    files = subprocess.check_output(["git", "ls-files", "learner", "launch"], cwd=ROOT, text=True).split()
-    found = {
-        file: where
-        for file in files
-        if file.endswith(".py")
-        and ("isinstance" in (text := (ROOT / file).read_text()) or ".type" in text)
-        and (where := asks_for_a_choice(text))
-    }
-    assert found == {}
-
-
-def test_code_that_asks_for_a_choice_is_found():
-    planted = "isinstance(loss, PPOClipLoss | int)\n(a.type in ('gspo', 'x')) or b.type != 'grpo'"
-    assert asks_for_a_choice(planted) == ["1: PPOClipLoss", "2: gspo", "2: grpo"]
-    assert asks_for_a_choice("if device.type == 'cuda' or isinstance(x, Objective): pass") == []

@@ -1,0 +1,52 @@
+"""Nobody asks for the class or the name of a choice: what others go by is stated by its record."""
+
+import ast
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from actors.settings.actors import EnvironmentConfig
+from tests.learner.choices import RECORDS
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = get_args(get_args(EnvironmentConfig)[0])
+KINDS = {"learner": RECORDS, "actors": ENVIRONMENTS}
+
+
+def asked_for(text: str, records: Collection[type[BaseModel]]) -> list[str]:
+    """Return where code asks whether something is one of these records, by class or by name."""
+    classes = {kind.__name__ for kind in records}
+    names = {get_args(kind.model_fields["type"].annotation)[0] for kind in records}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+            asked = {getattr(one, "id", "") for one in ast.walk(node.args[1])} & classes
+        elif isinstance(node, ast.MatchClass):
+            asked = {getattr(node.cls, "id", "")} & classes
+        elif isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "type":
+            asked = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)} & names
+        else:
+            continue
+        found += [f"{getattr(node, 'lineno', 0)}: {name}" for name in sorted(asked)]
+    return found
+
+
+@pytest.mark.parametrize("package", KINDS)
+def test_no_code_asks_for_the_class_or_the_name_of_a_choice(package: str):
+    files = subprocess.check_output(["git", "ls-files", package, "launch"], cwd=ROOT, text=True).split()
+    texts = {file: (ROOT / file).read_text() for file in files if file.endswith(".py")}
+    asking = {file: text for file, text in texts.items() if ".type" in text or "isinstance" in text}
+    assert len(asking) > 50
+    found = {file: where for file, text in asking.items() if (where := asked_for(text, KINDS[package]))}
+    assert found == {}
+
+
+def test_code_that_asks_for_a_choice_is_found():
+    planted = "isinstance(loss, PPOClipLoss | int)\n(a.type in ('gspo', 'x')) or b.type != 'grpo'"
+    assert sorted(asked_for(planted, RECORDS)) == ["1: PPOClipLoss", "2: grpo", "2: gspo"]
+    assert asked_for("match a:\n  case GameConfig():\n    pass", ENVIRONMENTS) == ["2: GameConfig"]
+    assert asked_for("device.type == 'cuda' or isinstance(x, Objective)", RECORDS) == []
