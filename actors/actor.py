@@ -25,8 +25,19 @@ from actors.weights.follow import PolicyFollower
 from actors.weights.probe import ProbeCheck
 from bus.codec import Json
 from bus.connection import Bus
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import ConfigError, leaves
+from bus.messages import Wait
+
+DOING: Mapping[Wait, str] = {
+    "": "generating",
+    "device": "waiting while the learner has the device",
+    "engine": "waiting for an engine that serves",
+    "leases": "waiting for leases",
+    "rewards": "waiting for rewards",
+    "warmup": "waiting for the warm-up to end",
+}
+"""What an actor does or waits for, for a human."""
 
 
 class ActorEngines(NamedTuple):
@@ -128,22 +139,16 @@ class Actor:
             **({"engine/probe_nats": max(self._probe.nats.values())} if self._probe.nats else {}),
         }
 
-    def _look(self) -> tuple[str, dict[str, Json]]:
-        engine = self._engine
-        doing = "generating" if engine.running else idle_text(self._environment)
-        if not engine.serves:
-            doing = "waiting for an engine that serves"
-        if engine.released:
-            doing = "waiting while the learner has the device"
-        if not engine.running and self._follower.stage == "warmup":
-            doing = "waiting for the warm-up to end"
+    def _look(self) -> Activity:
+        wait = self._wait()
+        doing = DOING[wait]
         alarms = [self._worker.failures.alarm, *(further.alarm for further in self._further.values())]
         progress: dict[str, Json] = {name: further.progress for name, further in self._further.items()}
         if self._evaluator is not None:
             alarms.append(self._evaluator.alarm)
         if self._evaluator is not None and self._evaluator.doing:
             doing = f"{doing}, {self._evaluator.doing}"
-        return doing, {
+        values: dict[str, Json] = {
             **self._report.state(),
             "opponents": dict(self._opponents.versions),
             **({"policies": progress} if progress else {}),
@@ -152,6 +157,17 @@ class Actor:
             **self._worker.ends.status,
             **environment_report(self._environment),
         }
+        return Activity(doing, values, wait=wait)
+
+    def _wait(self) -> Wait:
+        engine = self._engine
+        if not engine.running and self._follower.stage == "warmup":
+            return "warmup"
+        if engine.released:
+            return "device"
+        if not engine.serves:
+            return "engine"
+        return "" if engine.running else idle_wait(self._environment)
 
 
 def environment_report(environment: Environment) -> dict[str, Json]:
@@ -162,7 +178,7 @@ def environment_report(environment: Environment) -> dict[str, Json]:
     }
 
 
-def idle_text(environment: Environment) -> str:
+def idle_wait(environment: Environment) -> Wait:
     """Return what an actor waits for whose engines have no request."""
     times = environment.reward_times if isinstance(environment, CallsRewards) else ()
-    return "waiting for rewards" if any(one.running for one in times) else "waiting for leases"
+    return "rewards" if any(one.running for one in times) else "leases"

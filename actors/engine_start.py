@@ -10,7 +10,7 @@ from actors.other_policies.further_policy import FurtherPolicy
 from actors.other_policies.opponents import Opponents
 from actors.weights.first_policy import actor_name
 from bus.connection import Bus
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 
 Startable: TypeAlias = Fleet | Opponents | OwnEngine | FurtherPolicy
 
@@ -23,7 +23,7 @@ async def started(bus: Bus, engines: Sequence[Startable], stop: asyncio.Event) -
             bus,
             source=actor_name(),
             role="actor",
-            look=lambda: ("starting its engine", {}),
+            look=lambda: Activity("starting its engine", wait="engine"),
             stop=finished,
             waits_for=lambda: "its engine to start",
         )

@@ -10,7 +10,7 @@ from actors.other_policies.opponents import Opponents
 from actors.run_end import stop_when_done
 from bus.codec import Json
 from bus.connection import Bus
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import ConfigError, leaves
 from bus.messages import PolicyManifest
 from bus.waiting import set_within
@@ -86,6 +86,8 @@ class EvaluatingActor:
             finally:
                 finished.set()
 
-    def _look(self) -> tuple[str, dict[str, Json]]:
-        doing = self.evaluator.doing or "waiting for versions to evaluate"
-        return doing, {"opponents": dict(self.opponents.versions), "alarm": self.evaluator.alarm}
+    def _look(self) -> Activity:
+        values: dict[str, Json] = {"opponents": dict(self.opponents.versions), "alarm": self.evaluator.alarm}
+        if self.evaluator.doing:
+            return Activity(self.evaluator.doing, values)
+        return Activity("waiting for versions to evaluate", values, wait="versions")

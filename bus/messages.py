@@ -4,8 +4,10 @@ Trajectories are in `trajectory.py`, requests and their answers in `requests.py`
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
+from typing import Literal
 
 import numpy as np
 
@@ -14,6 +16,24 @@ from bus.errors import SchemaError
 from bus.images import PlacedImage, check_all_given, check_images, shown_tokens
 from bus.trajectory import LARGEST_REWARD
 
+Wait = Literal[
+    "",
+    "batch",
+    "device",
+    "engine",
+    "evaluation",
+    "groups",
+    "leases",
+    "policy",
+    "rewards",
+    "shards",
+    "staleness",
+    "teachers",
+    "throttle",
+    "versions",
+    "warmup",
+]
+"""What a process waits for; empty for one that works."""
 LARGEST_PACE = 1000.0
 """Largest factor by which actors speak less often than in a small run."""
 
@@ -314,6 +334,30 @@ class Status(Message, tag="status"):
     """Digest of the run's settings that the process works by."""
     settings_differ: tuple[str, ...] = ()
     """Settings that are others in the run by now, each with both values: it goes on by its own."""
+    wait: str = ""
+    """What the process waits for, one of `Wait` or a word of a newer build; empty while it works."""
+    reason: str = ""
+    """Phrase for a human: why it waits."""
+    not_storing: tuple[str, ...] = ()
+    """Streams whose server does not store what this process publishes."""
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the process is held up; storage at its staleness bound has done its work."""
+        return self.wait not in ("", "staleness")
+
+    @property
+    def text(self) -> str:
+        """Return all that the process says of itself, for a human."""
+        text = f"{self.doing}: {self.reason}" if self.reason else self.doing
+        return f"{stores_nothing(self.not_storing)}; {text}" if self.not_storing else text
+
+
+def stores_nothing(streams: Sequence[str]) -> str:
+    """Return that nats-server stores nothing on these streams, with the remedy, for a human.
+
+    It writes a stream no more after a failed write; `launch bus` restarts it by itself."""
+    return f"the bus stores nothing on {', '.join(streams)}: restart nats-server"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,9 @@ from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.connection.reporting_rate import tell_pace
 from bus.connection.roles import guarded, hold_role
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord, Wait
 from bus.streams.blob_store import get_blob
 from bus.streams.lost_data import OwnRecords, keep_streams
 from bus.topology import ensure
@@ -338,22 +338,11 @@ class _Service:
             held_leases=leases.num_ack_pending or 0,
         )
 
-    def _look(self) -> tuple[str, dict[str, Json]]:
-        policy = self._dispatcher.policy
-        doing = "waiting for the learner's first policy version"
-        if policy is not None and policy.stage != "rl":
-            doing = f"no rollouts wanted: the learner is in stage {policy.stage}"
-        elif policy is not None:
-            idle = self._dispatcher.held_back or "all that the staleness bound allows is rolling out"
-            doing = f"issuing {room} leases" if (room := self._dispatcher.room()) else idle
-        if absent_s := self._absent_actors.absent_s:
-            doing = f"no actors for {absent_s / 60:.0f} min: {REMEDY}"
-        if awaited := self._dispatcher.awaited_shards:
-            here = not set(awaited) - set(self._settings.replay.numbers_here)
-            doing = f"waiting for shards {_listed(awaited)}" + ("" if here else ": start `launch shards`")
-        elif silent := sorted(self._dispatcher.silent_shards):
+    def _look(self) -> Activity:
+        doing, wait = self._doing()
+        if wait != "shards" and (silent := sorted(self._dispatcher.silent_shards)):
             doing = f"{doing}; no answer from shards {_listed(silent)}"
-        return doing, {
+        values: dict[str, Json] = {
             **asdict(self._ledger.account()),
             "reasons": dict(self._ledger.reasons),
             "prompts": self._data.latest.count,
@@ -365,12 +354,32 @@ class _Service:
             **turn_counts(held.store.turns for held in self._held),
             "stored_bytes": sum(held.store.size_bytes for held in self._held),
             "shards_here": list(self._settings.replay.numbers_here),
-            "shards_silent": sorted(self._dispatcher.silent_shards),
+            "shards_silent": [*sorted(self._dispatcher.silent_shards)],
             "late_rewards": dict(sum((held.store.rewards for held in self._held), Counter())),
             "max_staleness": self._settings.admission.max_staleness,
             "alarm": self._absent_actors.alarm,
             **self._queues,
         }
+        return Activity(doing, values, wait=wait)
+
+    def _doing(self) -> tuple[str, Wait]:
+        """Return what storage does for a human, and what it waits for."""
+        policy, dispatcher = self._dispatcher.policy, self._dispatcher
+        if awaited := dispatcher.awaited_shards:
+            here = not set(awaited) - set(self._settings.replay.numbers_here)
+            remedy = "" if here else ": start `launch shards`"
+            return f"waiting for shards {_listed(awaited)}{remedy}", "shards"
+        if absent_s := self._absent_actors.absent_s:
+            return f"no actors for {absent_s / 60:.0f} min: {REMEDY}", ""
+        if policy is None:
+            return "waiting for the learner's first policy version", "policy"
+        if policy.stage != "rl":
+            return f"no rollouts wanted: the learner is in stage {policy.stage}", ""
+        if room := dispatcher.room():
+            return f"issuing {room} leases", ""
+        if dispatcher.held_back:
+            return dispatcher.held_back, "throttle"
+        return "all that the staleness bound allows is rolling out", "staleness"
 
 
 def _listed(shards: Iterable[int]) -> str:

@@ -32,7 +32,7 @@ from actors.weights.probe import ProbeCheck
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.reporting_rate import follow_pace
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import ConfigError
 from bus.messages import AdaptedBase
 from bus.policy_names import DEFAULT_POLICY
@@ -113,9 +113,11 @@ class FurtherPolicy:
             )
             tasks.create_task(report_metrics(self._bus, source=source, look=self._counters, stop=finished))
 
-    def _look(self) -> tuple[str, dict[str, Json]]:
-        doing = "generating" if self.engine.running else "waiting for leases"
-        return doing, {**self._report.state(), "alarm": self.alarm, **self.leases.counts}
+    def _look(self) -> Activity:
+        values = {**self._report.state(), "alarm": self.alarm, **self.leases.counts}
+        if self.engine.running:
+            return Activity("generating", values)
+        return Activity("waiting for leases", values, wait="leases")
 
     def _counters(self) -> tuple[int, dict[str, Json]]:
         return self._report.step, self._report.counters()

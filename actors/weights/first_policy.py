@@ -6,7 +6,7 @@ import platform
 import time
 
 from bus.connection import Bus
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import BusAwayError
 from bus.messages import PolicyManifest, SnapshotWanted
 from bus.waiting import RETRY_S, set_within
@@ -33,7 +33,7 @@ async def first_policy(
                 bus,
                 source=actor_name(),
                 role="actor",
-                look=lambda: (waiting, {}),
+                look=lambda: Activity(waiting, wait="policy"),
                 stop=finished,
                 waits_for=lambda: "the learner's first policy version",
             )

@@ -5,38 +5,45 @@ import os
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from bus.codec import Json
 from bus.connection.bus import Bus
-from bus.messages import Status
+from bus.messages import Status, Wait
 from bus.waiting import set_within
 
 PERIOD_S = 0.5
-REMEDY = "restart nats-server"
-"""Remedy for a stream that nats-server no longer writes after a failed write; `launch bus` does it itself."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process does at one moment; `Status` has the meaning of each field."""
+
+    doing: str
+    values: dict[str, Json] = field(default_factory=dict)
+    wait: Wait = ""
+    reason: str = ""
 
 
 async def report_status(
-    bus: Bus, *, source: str, role: str, look: Callable[[], tuple[str, dict[str, Json]]], stop: asyncio.Event,
+    bus: Bus, *, source: str, role: str, look: Callable[[], Activity], stop: asyncio.Event,
     waits_for: Callable[[], str] = str,
 ) -> None:  # fmt: skip
-    """Send what `look` returns, a phrase and some numbers, until `stop`, and once more then.
+    """Send what `look` returns until `stop`, and once more then.
 
     It is sent twice a second, or as often as the pace of a run of many actors allows. `waits_for` returns
     what must happen before the process does its work, and nothing when it does: whoever probes it is told."""
     while True:
         stopping = stop.is_set()
-        doing, values = look()
+        activity = look()
+        doing, values = activity.doing, activity.values
         bus.state.waits_for = waits_for() or ("the end of its work" if stopping else "")
-        if bus.not_storing:
-            doing = f"the bus stores nothing on {', '.join(sorted(bus.not_storing))}: {REMEDY}; {doing}"
         if bus.signatures is not None and (complaint := bus.signatures.complaint()):
             doing = f"{complaint}; {doing}"
             values = {**values, "records_set_aside": bus.signatures.set_aside.total()}
-        bus.state.doing, bus.state.values = doing, values
         status = Status(
             source=source,
             role=role,
@@ -49,7 +56,11 @@ async def report_status(
             next_s=PERIOD_S * bus.slower,
             revision=bus.state.revision,
             settings_differ=bus.state.settings_differ,
+            wait=activity.wait,
+            reason=activity.reason,
+            not_storing=tuple(sorted(bus.not_storing)),
         )
+        bus.state.doing, bus.state.values = status.text, values
         await bus.notify(bus.subject("status", role), status)
         if stopping:
             return

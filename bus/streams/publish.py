@@ -19,8 +19,8 @@ from nats.aio.msg import Msg
 
 from bus.connection import Bus
 from bus.connection.answers import HEADER_BYTES
-from bus.connection.status import REMEDY
 from bus.errors import BusAwayError, BusError
+from bus.messages import stores_nothing
 from bus.security.stream_access import MESSAGE_ID
 from bus.streams.message_parts import PART_BYTES, split
 from bus.topology import stream_of
@@ -161,7 +161,7 @@ class Publisher:
             return
         if stream not in self._bus.not_storing:
             self._bus.not_storing.add(stream)
-            log.warning("bus_does_not_store", stream=stream, remedy=REMEDY)
+            log.warning("bus_does_not_store", stream=stream, reason=stores_nothing([stream]))
 
     async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> StreamAck | Refusal:
         """Send once, unless there is no connection; return the result."""

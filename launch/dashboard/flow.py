@@ -7,7 +7,7 @@ from bus.codec import Json
 from bus.messages import Status
 from launch.run_view.run_status import RunState
 from launch.run_view.units import UNKNOWN, count, duration
-from launch.run_view.waiting_reasons import of_role, problems, waits
+from launch.run_view.waiting_reasons import full_streams, of_role, waiting_actors
 from launch.screens.status_report import report
 from storage.metrics.records import integer, number
 
@@ -68,7 +68,7 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
     actors = of_role(state, "actor")
     running = sum(integer(one.values, "running") for one in actors)
     queued = sum(integer(one.values, "waiting") for one in actors)
-    waiting = next((text for text in waits(state) if " actor wait" in text or " actors wait" in text), "")
+    waiting = next(waiting_actors(state), "")
     condition: Condition = "waits" if waiting else "works"
     if not actors:
         condition = "silent"
@@ -91,7 +91,7 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
 def _store(state: RunState, found: Mapping[str, Json]) -> Json:
     values, stream = _values(state, "storage"), state.streams.get("TRAJECTORIES")
     pending = UNKNOWN if stream is None else count(stream.state.messages)
-    full = any(text.startswith("the stream") for text in problems(state))
+    full = any(full_streams(state))
     wanted = 0 if state.config is None else state.config.admission.groups_per_step
     return _place(
         "Replay store",
@@ -117,7 +117,7 @@ def _learner(state: RunState, found: Mapping[str, Json]) -> Json:
     return _place(
         "Learner",
         _condition(state, "learner"),
-        _doing(state, "learner").partition(":")[0],
+        _doing(state, "learner", whole=False),
         figures,
         out=f"{rate:.1f} steps/min" if rate == rate else "",
     )
@@ -146,14 +146,16 @@ def _condition(state: RunState, source: str) -> Condition:
     status = state.statuses.get(source)
     if status is None:
         return "silent"
-    if status.doing.startswith("the bus stores nothing"):
+    if status.not_storing:
         return "trouble"
-    return "waits" if "waiting" in status.doing else "works"
+    return "waits" if status.waits else "works"
 
 
-def _doing(state: RunState, source: str) -> str:
+def _doing(state: RunState, source: str, *, whole: bool = True) -> str:
     status: Status | None = state.statuses.get(source)
-    return f"{source} was not heard" if status is None else status.doing
+    if status is None:
+        return f"{source} was not heard"
+    return status.text if whole else status.doing
 
 
 def _values(state: RunState, source: str) -> Mapping[str, Json]:

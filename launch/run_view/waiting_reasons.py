@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from bus.codec import Json
-from bus.messages import RoleHolder, Status
+from bus.messages import RoleHolder, Status, stores_nothing
 from launch.run_view.run_status import LISTEN_S, RunState
 from launch.run_view.status_texts import holders_text
 from storage.metrics.records import integer
@@ -29,7 +29,7 @@ def of_role(state: RunState, role: str) -> list[Status]:
 
 def waits_for_leases(actor: Status) -> bool:
     """Tell whether an actor could run rollouts and has none; not so one that only evaluates, or yields."""
-    return actor.doing.startswith("waiting for leases")
+    return actor.wait == "leases"
 
 
 def problems(state: RunState) -> list[str]:
@@ -39,19 +39,24 @@ def problems(state: RunState) -> list[str]:
         return found
     missing = [*_storage(state), *_learner(state), *_actors(state)]
     found += [state.full_disk, *_ended(state)] if state.full_disk else missing
-    for name, info in state.streams.items():
-        bound = info.config.max_bytes or 0
-        if name in REFUSING and bound > 0 and info.state.bytes >= FULL * bound:
-            found.append(f"the stream {name} is full: {info.state.bytes} of {bound} bytes, its senders wait")
+    found += full_streams(state)
     for status in state.statuses.values():
         if status.settings_differ:
             names = "; ".join(status.settings_differ)
             found.append(f"{status.source} works by other settings than the run has, start it again: {names}")
-        if status.doing.startswith("the bus stores nothing") and not state.full_disk:  # which explains it
-            found.append(f"{status.source} says: {status.doing}")
+        if status.not_storing and not state.full_disk:  # which explains it
+            found.append(f"{status.source} says: {stores_nothing(status.not_storing)}")
         if alarm := status.values.get("alarm"):
             found.append(f"{status.source}: ALARM: {alarm}")
     return found
+
+
+def full_streams(state: RunState) -> Iterator[str]:
+    """Yield which streams refuse messages since they are full."""
+    for name, info in state.streams.items():
+        bound = info.config.max_bytes or 0
+        if name in REFUSING and bound > 0 and info.state.bytes >= FULL * bound:
+            yield f"the stream {name} is full: {info.state.bytes} of {bound} bytes, its senders wait"
 
 
 def _ended(state: RunState) -> Iterator[str]:
@@ -65,7 +70,7 @@ def _storage(state: RunState) -> Iterator[str]:
     holder = state.holders.get("dispatcher")
     heard = of_role(state, "storage")
     if state.dispatcher is None and heard:
-        yield f"the dispatcher did not answer within {LISTEN_S:g} s; storage says: {heard[0].doing}"
+        yield f"the dispatcher did not answer within {LISTEN_S:g} s; storage says: {heard[0].text}"
     elif state.dispatcher is None:
         yield _missing("storage", holder, state=state, renewed="dispatcher" in state.renewed)
     elif state.config is None:
@@ -121,18 +126,18 @@ def waits(state: RunState) -> list[str]:
     """Return what processes wait for and why, each in a sentence."""
     if stage(state) == "done":
         return ["nobody waits: the run is done"]
-    found = [*_waiting_learner(state), *_waiting_actors(state)]
+    found = [*_waiting_learner(state), *waiting_actors(state)]
     others = (status for status in state.statuses.values() if status.role not in ("learner", "actor"))
-    return found + [f"{one.source}: {one.doing}" for one in others if "waiting" in one.doing]
+    return found + [f"{one.source}: {one.text}" for one in others if one.waits]
 
 
 def _waiting_learner(state: RunState) -> Iterator[str]:
     learner = state.statuses.get("learner")
-    if learner is None or "waiting" not in learner.doing:
+    if learner is None or not learner.waits:
         return
     step, storage = integer(learner.values, "step") + 1, _values(state, "storage")
-    if not learner.doing.startswith("waiting for the batch"):
-        yield f"the learner, before step {step}: {learner.doing}"
+    if learner.wait != "batch":
+        yield f"the learner, before step {step}: {learner.text}"
         return
     if state.dispatcher is None or state.full_disk:
         why = state.full_disk or f"storage did not answer within {LISTEN_S:g} s"
@@ -146,7 +151,7 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
             f"{integer(storage, 'rolling_out')} groups are out{_held(state)}"
         )
     else:
-        reason = learner.doing.partition(": ")[2] or "storage has not chosen them yet"
+        reason = learner.reason or "storage has not chosen them yet"
         yield f"the learner waits for the groups of step {step}: {reason}{_held(state)}"
 
 
@@ -162,13 +167,14 @@ def _held(state: RunState) -> str:
     return f"; {text}" if text else ""
 
 
-def _waiting_actors(state: RunState) -> Iterator[str]:
+def waiting_actors(state: RunState) -> Iterator[str]:
+    """Yield how many actors wait for each reason."""
     reasons: dict[str, int] = {}
     for actor in of_role(state, "actor"):
         if waits_for_leases(actor):
             reason = _no_leases(state)
-        elif actor.doing.startswith(("waiting", "starting")):
-            reason = actor.doing
+        elif actor.waits:
+            reason = actor.text
         else:
             continue
         reasons[reason] = reasons.get(reason, 0) + 1
@@ -184,11 +190,11 @@ def _no_leases(state: RunState) -> str:
     leases = state.consumers.get("TASKS/rollout")
     if leases is not None and leases.num_pending:
         return f"{leases.num_pending} leases lie on the bus, which it is about to take"
-    if storage.doing.startswith("all that the staleness bound"):
+    if storage.wait == "staleness":
         bound = integer(storage.values, "max_staleness")
         version = "the newest version" if state.policy is None else f"version {state.policy.policy_version}"
         return f"the dispatcher holds leases back, staleness bound {bound} is reached by {version}"
-    return f"storage says: {storage.doing}"
+    return f"storage says: {storage.text}"
 
 
 def _values(state: RunState, source: str) -> dict[str, Json]:

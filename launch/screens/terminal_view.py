@@ -203,7 +203,7 @@ def _queues(storage: dict[str, Json]) -> str:
 def _held(monitor: RunMonitor) -> str:
     """Return what holds the groups that a learner without its batch waits for; empty when it does not."""
     latest = monitor.processes.get("learner")
-    waits = latest is not None and latest.status.doing.startswith("waiting for the batch")
+    waits = latest is not None and latest.status.wait == "batch"
     if not waits or not integer(monitor.values("storage"), "rolling_out"):
         return ""
     return holders_text([actor.status for actor in monitor.actors()])
@@ -251,7 +251,7 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
 def _process(monitor: RunMonitor, process: HeardProcess, width: int, rows: int) -> list[Text]:
     ended = monitor.silent_s(process) > 0 and monitor.stage == "done"
     silence = 0.0 if ended else monitor.silent_s(process)
-    style = "red" if silence else "yellow" if "waiting" in process.status.doing.lower() else "green"
+    style = "red" if silence else "yellow" if process.status.waits else "green"
     style = "dim" if ended else "red" if _alarm(process) else style
     head = f"{_short(process.status.source):<{NAME}} "
     wrapped = textwrap.wrap(
@@ -268,18 +268,18 @@ def _process(monitor: RunMonitor, process: HeardProcess, width: int, rows: int) 
 def _activity(process: HeardProcess, silence_s: float) -> str:
     status = process.status
     if silence_s:
-        return f"SILENT for {duration(round(silence_s))}, was: {status.doing}"
+        return f"SILENT for {duration(round(silence_s))}, was: {status.text}"
     if alarm := _alarm(process):
-        return f"ALARM: {alarm}; {status.doing}"
+        return f"ALARM: {alarm}; {status.text}"
     again = f", start {process.starts}" if process.starts > 1 else ""
     if status.role != "actor":
-        return f"{status.doing} ({size(status.peak_rss_bytes)}{again})"
+        return f"{status.text} ({size(status.peak_rss_bytes)}{again})"
     values = status.values
     running, waiting = integer(values, "running"), integer(values, "waiting")
     rate, version = count(number(values, "generated_tokens_per_s")), integer(values, "policy_version")
     failed = f", {integer(values, 'failed')} failed" if integer(values, "failed") else ""
     load = f"{running} running, {waiting} queued{failed}, {rate} tok/s"
-    return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
+    return f"{status.text}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
 
 
 def _alarm(process: HeardProcess) -> str:
@@ -326,7 +326,7 @@ def status_line(monitor: RunMonitor) -> str:
         f"tokens/s {count(monitor.generated_tokens_per_s)} generated {count(trained)} trained",
         f"staleness {_staleness(monitor)}",
         f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
-        *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
+        *(f"{p.status.source}: {p.status.text}" for p in monitor.shown() if p.status.role == "learner"),
         *(f"{role}: {ABSENT}" for role in monitor.absent_roles),
         *filter(None, [monitor.full_disk or _held(monitor)]),
         f"{len(monitor.actors())} actors",
@@ -380,7 +380,7 @@ class News:
             if silent and source not in self._silent:
                 self._silent.add(source)
                 ended = self._monitor.stage == "done"
-                yield f"{source}: {'ended' if ended else f'silent, was: {process.status.doing}'}"
+                yield f"{source}: {'ended' if ended else f'silent, was: {process.status.text}'}"
             elif not silent and source in self._silent:
                 self._silent.remove(source)
                 yield f"{source}: speaks again"

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -22,7 +22,7 @@ import structlog
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.roles import guarded, hold_role
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import UnreadableGroupsError
 from bus.messages import Metrics
 from bus.requests import StepGroups
@@ -108,7 +108,7 @@ class Shadow:
         self._backend: Backend | None = None
         self._followed: str | None = None
         """The learner's incarnation whose steps ours are known to agree with."""
-        self._doing = "starting"
+        self._activity = Activity("starting")
         self._lag_steps = 0
 
     async def run(self) -> None:
@@ -120,10 +120,10 @@ class Shadow:
             )
             try:
                 if await self._learner_is_there():
-                    self._doing = "preparing the model, and warming it up"
+                    self._activity = Activity("preparing the model, and warming it up")
                     await self._in_thread(self._begin)
                     await self._follow()
-                    self._doing = "saving a checkpoint"
+                    self._activity = Activity("saving a checkpoint")
                     await self._in_thread(self._save)
             finally:
                 finished.set()
@@ -140,7 +140,7 @@ class Shadow:
             if groups is not None:
                 await self._train_on(given, groups)
                 if self.progress.step % learner.checkpoint.save_every == 0:
-                    self._doing = "saving a checkpoint"
+                    self._activity = Activity("saving a checkpoint")
                     await self._in_thread(self._save)
 
     # --- what the learner does ---
@@ -150,7 +150,7 @@ class Shadow:
         while (given := await self._asked(1)) is not None:
             if given.stage:
                 return True
-            await self._pause("waiting for the learner's first policy version")
+            await self._pause(Activity("waiting for the learner's first policy version", wait="policy"))
         return False
 
     async def _next_step(self) -> StepGroups | None:
@@ -169,7 +169,7 @@ class Shadow:
                 return given
             if over:
                 return None
-            await self._pause(f"waiting for the learner to train step {step + 1}")
+            await self._pause(Activity(f"waiting for the learner to train step {step + 1}", wait="batch"))
         return None
 
     async def _first_other_step(self, trained_through: int) -> int | None:
@@ -195,7 +195,7 @@ class Shadow:
 
     async def _fetch(self, given: StepGroups) -> list[list[Trajectory]] | None:
         """Return the groups of a step; None when they were retired, which is counted, or on `stop`."""
-        self._doing = f"reading step {given.step}"
+        self._activity = Activity(f"reading step {given.step}")
         fetching = asyncio.create_task(self._reader.fetch(given.groups, on_wait=self._on_wait))
         try:
             if await ended_before(self._stop, fetching):
@@ -217,14 +217,14 @@ class Shadow:
         progress, settings, backend = self.progress, self._settings.learner, self._backend
         if backend is None:
             raise RuntimeError("nothing to train")
-        self._doing = f"asking teachers about step {given.step}"
+        self._activity = Activity(f"asking teachers about step {given.step}")
         asking = asyncio.create_task(
             ask_teachers(groups, settings.learner, vocab_size=backend.hf_config.get_text_config().vocab_size)
         )
         if not await ended_before(self._stop, asking):
             asking.cancel()
             return
-        self._doing = f"training step {given.step}"
+        self._activity = Activity(f"training step {given.step}")
         version, weights = given.trains_from + given.step - 1, [group.weight for group in given.groups]
         batch, result = await self._in_thread(
             lambda: train_on(
@@ -308,11 +308,11 @@ class Shadow:
         await self._bus.notify(self._bus.subject("events", "metrics"), metrics)
 
     def _on_wait(self, reason: str) -> None:
-        self._doing = reason
+        self._activity = Activity(reason, wait="groups")
 
-    def _look(self) -> tuple[str, dict[str, Json]]:
+    def _look(self) -> Activity:
         progress = self.progress
-        return self._doing, {
+        values: dict[str, Json] = {
             "stage": progress.stage,
             "step": progress.step,
             "policy_version": progress.policy_version,
@@ -321,9 +321,10 @@ class Shadow:
             "steps_retired": progress.steps_retired,
             "rollbacks": progress.rollbacks,
         }
+        return replace(self._activity, values=values)
 
-    async def _pause(self, doing: str) -> None:
-        self._doing = doing
+    async def _pause(self, activity: Activity) -> None:
+        self._activity = activity
         await set_within(self._stop, POLL_S)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ import structlog
 
 from bus.connection import Bus
 from bus.connection.roles import guarded, hold_role
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.process.process_tuning import few_collections, return_freed_memory
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
@@ -105,7 +105,7 @@ async def _follow(bus: Bus, built: "Built", number: int) -> None:
     phrase = f"following rank 0 of {world_size()}"
     async with asyncio.TaskGroup() as tasks:
         status = report_status(
-            bus, source=f"learner rank {number}", role="rank", look=lambda: (phrase, {}), stop=ended
+            bus, source=f"learner rank {number}", role="rank", look=lambda: Activity(phrase), stop=ended
         )
         tasks.create_task(status)
         with few_collections():

@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 from bus.codec import Json
 from bus.connection import Bus
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import ConfigError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Probe
@@ -41,7 +41,6 @@ from storage.account.records import TRAINED, AccountRecord, AccountWriter, Kind
 from storage.client.reader import ReplayReader
 from storage.weights.blob_stores import BlobStore
 
-WAITING = "waiting for the batch"
 LAST_WORDS_S = 5.0
 """A learner that stops waits no longer for storage to answer."""
 
@@ -62,7 +61,7 @@ class Learner:
         self._reader = reader
         self._account = AccountWriter(settings.lineage.parent / TRAINED, incarnation)
         """Account of what each step trained on."""
-        self._doing, self._waits = "starting", {"batch": "", "devices": ""}
+        self._activity, self._waits = Activity("starting"), {"batch": "", "devices": ""}
         publication = settings.learner.publication
         self._policy_alarm = PolicyAlarm(settings.learner.diagnostics)
         kept = settings.export.parent / "kept-versions"
@@ -127,7 +126,7 @@ class Learner:
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
-        self._doing = "joining the run"
+        self._activity = Activity("joining the run")
         await self._device.start()
         await self._heldout.find()
         if self._settings.learner.target_accuracy and self._heldout.prompts is None:
@@ -172,7 +171,8 @@ class Learner:
             if self._stop.is_set():
                 break
             started = time.monotonic()
-            self._doing = f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
+            now = f"step {progress.warmup_step + 1} of {warmup.steps}"
+            self._activity = Activity(f"warming up on demonstrations, {now}")
             result = await self._world.call(Rank.warm_up, step)
             progress.warmup_step += 1
             progress.warmup_s += time.monotonic() - started
@@ -196,7 +196,7 @@ class Learner:
         """Take one optimizer step and publish; return False if `stop` came before it."""
         progress = self.progress
         started = time.monotonic()
-        self._doing = WAITING
+        self._activity = Activity("waiting for the batch", wait="batch")
         lease = await self._next_batch.take(progress.step + 1, self._stop)
         if lease is None:
             return False
@@ -204,7 +204,7 @@ class Learner:
         if progress.step == 0 and self._settings.evaluated_on == "rollout":
             await self._accuracy_now()  # the first groups are here: so is somebody who can measure it
             started = time.monotonic() - waited  # the step's time goes without it
-        self._doing = f"training step {progress.step + 1}"
+        self._activity = Activity(f"training step {progress.step + 1}")
         async with self._device.held(self._stop) as ours:
             if not ours:
                 return False
@@ -219,7 +219,7 @@ class Learner:
             progress.tokens_trained += batch.tokens
             progress.steps_skipped += result.skipped
             progress.max_staleness_seen = max(progress.max_staleness_seen, batch.staleness_max)
-            self._doing = "publishing weights"
+            self._activity = Activity("publishing weights")
             await self._publish(result, why_unchanged(batch, result))
         every = self._settings.evaluation.every_versions
         if every and progress.step % every == 0:
@@ -288,7 +288,7 @@ class Learner:
         await self._published()
         if self.progress.sampled_accuracy(version) is None or self._heldout.awaits(version):
             await self._evaluate()
-            self._doing = f"waiting for the evaluation of version {version}"
+            self._activity = Activity(f"waiting for the evaluation of version {version}", wait="evaluation")
             await self._heldout.measured(version, self._stop)
         return self.progress.sampled_accuracy(version)
 
@@ -297,7 +297,7 @@ class Learner:
         copied = None
         async with self._device.held(self._stop) as ours:
             if ours:
-                self._doing = "exporting"
+                self._activity = Activity("exporting")
                 await self._world.call(Rank.export)
                 copied = await self._world.call(Rank.copy_weights)
         return copied
@@ -371,14 +371,17 @@ class Learner:
     # --- what others see ---
 
     def _note_doing(self, doing: str) -> None:
-        self._doing = doing
+        self._activity = Activity(doing)
 
-    def _look(self) -> tuple[str, dict[str, Json]]:
-        progress, doing, waits = self.progress, self._doing, self._waits["devices"]
-        if doing == WAITING:
-            doing = self._world.rank.waits_for_teachers(progress.step + 1) or WAITING
-            waits = waits or (self._waits["batch"] if doing == WAITING else "")
-        return f"{doing}: {waits}" if waits else doing, {
+    def _look(self) -> Activity:
+        progress, now = self.progress, self._activity
+        if now.wait == "batch" and (teachers := self._world.rank.waits_for_teachers(progress.step + 1)):
+            now = Activity(f"waiting for {teachers}", wait="teachers")
+        if devices := self._waits["devices"]:
+            now = replace(now, wait="device", reason=devices)
+        elif now.wait == "batch":
+            now = replace(now, reason=self._waits["batch"])
+        values: dict[str, Json] = {
             "stage": progress.stage,
             "step": progress.step,
             "warmup_step": progress.warmup_step,
@@ -389,3 +392,4 @@ class Learner:
             "alarm": "; ".join(filter(None, [self._policy_alarm.text, self._weights.alarm])),
             "best": None if progress.best is None else asdict(progress.best),
         }
+        return replace(now, values=values)

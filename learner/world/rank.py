@@ -124,7 +124,7 @@ class Rank:
         if step not in self._asking:
             return ""
         served = self._settings.learner.served_teachers
-        return f"waiting for {' and '.join(f'the {tag} at {one.url}' for tag, one in served.items())}"
+        return " and ".join(f"the {tag} at {one.url}" for tag, one in served.items())
 
     async def fetched(self, step: int) -> None:
         """Return when this rank's groups of `step` are here; raises what fetching raised."""

@@ -14,7 +14,7 @@ import structlog
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.roles import guarded, hold_role
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import ConfigError
 from bus.process.process_tuning import paced
 from storage.disk.run_directory import RunDirectory
@@ -135,10 +135,11 @@ def _refuse_missing(settings: ShardsSettings) -> None:
         )
 
 
-def _look(held: Sequence[HeldShard]) -> tuple[str, dict[str, Json]]:
+def _look(held: Sequence[HeldShard]) -> Activity:
     stored = {str(one.number): one.store.trajectories for one in held}
-    return f"keeping shards {', '.join(stored)}", {
+    values: dict[str, Json] = {
         "trajectories_stored": sum(stored.values()),
         "stored_bytes": sum(one.store.size_bytes for one in held),
         "trajectories_by_shard": dict(stored),
     }
+    return Activity(f"keeping shards {', '.join(stored)}", values)

@@ -31,7 +31,7 @@ from bus.codec import Json, encode
 from bus.config import BusConfig
 from bus.connection.bus import Bus
 from bus.connection.reporting_rate import follow_pace
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.evaluation_messages import EvaluationTask
 from bus.messages import Lease
 from bus.process.process_tuning import few_collections
@@ -147,9 +147,9 @@ class SimulatedActor:
             "engine/tokens": self._engine.tokens_generated,
         }
 
-    def _look(self) -> tuple[str, dict[str, Json]]:
+    def _look(self) -> Activity:
         engine = self._engine
-        return "generating" if engine.running else "waiting for leases", {
+        values: dict[str, Json] = {
             "running": engine.running,
             "waiting": 0,
             "tokens_generated": engine.tokens_generated,
@@ -159,6 +159,9 @@ class SimulatedActor:
             "engines": [],
             "trajectories": self._trajectories,
         }
+        if engine.running:
+            return Activity("generating", values)
+        return Activity("waiting for leases", values, wait="leases")
 
 
 async def act(url: str, directory: Path, first: int, count: int, rollout_s: float) -> None:

@@ -24,7 +24,15 @@ class Clock:
 
 
 def learner(
-    *, stage="rl", step=20, pid=1, doing="training step 21", rss=1000 * MIB, **values: Json
+    *,
+    stage="rl",
+    step=20,
+    pid=1,
+    doing="training step 21",
+    wait="",
+    reason="",
+    rss=1000 * MIB,
+    **values: Json,
 ) -> Status:
     known: dict[str, Json] = {
         "stage": stage,
@@ -36,11 +44,12 @@ def learner(
         "trained_tokens_per_s": 3210.0,
     }
     return Status(
-        source="learner", role="learner", doing=doing, pid=pid, peak_rss_bytes=rss, values=known | values
-    )
+        source="learner", role="learner", doing=doing, wait=wait, reason=reason, pid=pid, peak_rss_bytes=rss,
+        values=known | values,
+    )  # fmt: skip
 
 
-def actor(n=0, *, doing="generating", rss=300 * MIB, **values: Json) -> Status:
+def actor(n=0, *, doing="generating", wait="", rss=300 * MIB, not_storing=(), **values: Json) -> Status:
     known: dict[str, Json] = {
         "running": 30,
         "waiting": 3,
@@ -50,8 +59,8 @@ def actor(n=0, *, doing="generating", rss=300 * MIB, **values: Json) -> Status:
     }
     pid = 1000 + n
     return Status(
-        source=f"actor-host-{pid}", role="actor", doing=doing, pid=pid, peak_rss_bytes=rss,
-        values=known | values,
+        source=f"actor-host-{pid}", role="actor", doing=doing, wait=wait, pid=pid, peak_rss_bytes=rss,
+        not_storing=not_storing, values=known | values,
     )  # fmt: skip
 
 
@@ -71,8 +80,8 @@ def storage(**values: Json) -> Status:
         "max_staleness": 4,
     }
     return Status(
-        source="storage", role="storage", doing="all that the bound allows is rolling out", pid=2,
-        peak_rss_bytes=200 * MIB, values=known | values,
+        source="storage", role="storage", doing="all that the bound allows is rolling out", wait="staleness",
+        pid=2, peak_rss_bytes=200 * MIB, values=known | values,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from actors.actor import environment_report, idle_text
+from actors.actor import environment_report, idle_wait
 from actors.environments.choice import EnvironmentChoice
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring.call_times import CallTimes, reward_report
@@ -39,12 +39,12 @@ async def test_an_actor_tells_of_a_reward_that_is_under_way_and_waits_for_it():
 
     scorer = Scorer("slow", timeout_s=20, reward=slow)
     environment = EnvironmentChoice({"": SingleTurn(scorer)})
-    assert idle_text(environment) == "waiting for leases"
+    assert idle_wait(environment) == "leases"
     scoring = asyncio.create_task(scorer.score(answer("x")))
     await began.wait()
     assert environment_report(environment)["rewards_running"] == 1
-    assert idle_text(environment) == "waiting for rewards"
+    assert idle_wait(environment) == "rewards"
     go_on.set()
     assert await scoring == 1.0
     assert environment_report(environment)["rewards_running"] == 0
-    assert idle_text(environment) == "waiting for leases"
+    assert idle_wait(environment) == "leases"

@@ -10,7 +10,7 @@ from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.connection import reporting_rate as pace_module
 from bus.connection.reporting_rate import follow_pace, tell_pace
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import SchemaError
 from bus.messages import Pace, Status
 from bus.server.nats_server import NatsServer
@@ -112,7 +112,7 @@ async def test_status_says_when_the_next_one_comes(bus: Bus):
     bus.slower = 3.0
     await bus.listen(bus.subject("status", "actor"), Status, heard.put_nowait)
     reporting = asyncio.create_task(
-        report_status(bus, source="me", role="actor", look=lambda: ("waiting", {}), stop=stop)
+        report_status(bus, source="me", role="actor", look=lambda: Activity("waiting"), stop=stop)
     )
     async with asyncio.timeout(10):
         assert (await heard.get()).next_s == 1.5

@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 
-from bus.connection.status import peak_rss_bytes, report_status
+from bus.connection.status import Activity, peak_rss_bytes, report_status
 from bus.messages import Status
 
 
@@ -23,7 +23,13 @@ async def test_status_comes_at_once_repeatedly_and_a_last_time_at_the_end(bus):
 
     await bus.listen(bus.subject("status", "*"), Status, hear)
     reporting = asyncio.create_task(
-        report_status(bus, source="me", role="actor", look=lambda: (next(doing), {"n": 1}), stop=stop)
+        report_status(
+            bus,
+            source="me",
+            role="actor",
+            look=lambda: Activity(next(doing), {"n": 1}, wait="batch", reason="late"),
+            stop=stop,
+        )
     )
     async with asyncio.timeout(10):
         await enough.wait()
@@ -33,6 +39,7 @@ async def test_status_comes_at_once_repeatedly_and_a_last_time_at_the_end(bus):
         while len(heard) < 3:  # noqa: ASYNC110 - the callback has no event for it
             await asyncio.sleep(0.01)
     assert [status.doing for status in heard[:2]] == ["starting", "working"]
+    assert {(status.wait, status.text.partition(": ")[2]) for status in heard} == {("batch", "late")}
     assert all(status.peak_rss_bytes > 1 << 20 and status.values == {"n": 1} for status in heard)
     began = {(status.host, status.started_s) for status in heard}
     assert began == {(platform.node(), psutil.Process().create_time())}

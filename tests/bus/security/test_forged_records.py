@@ -16,7 +16,7 @@ from bus.config import BusConfig
 from bus.connection import key_bucket
 from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import BusError, ConfigError
 from bus.messages import Metrics, Pace, RoleHolder, RunRecord, Status
 from bus.requests import Done
@@ -214,7 +214,7 @@ async def test_what_was_set_aside_stands_in_the_status_of_a_process(as_role: As)
         for _ in range(3):  # it is one record, however often it is read
             assert await actor.get("policy", Pace) is None
         stop.set()
-        await report_status(actor, source="a", role="actor", look=lambda: ("rolling out", {}), stop=stop)
+        await report_status(actor, source="a", role="actor", look=lambda: Activity("rolling out"), stop=stop)
         await until(lambda: heard)
     assert heard[0].doing == "forged or old records set aside: 1 of 'policy'; rolling out"
     assert heard[0].values == {"records_set_aside": 1}

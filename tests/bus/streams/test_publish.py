@@ -8,7 +8,7 @@ import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 from bus.connection import Bus
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import BusError
 from bus.messages import Status
 from bus.server.nats_server import MAX_PAYLOAD, NatsServer
@@ -69,12 +69,12 @@ async def test_stream_that_stores_nothing_is_complained_of_until_the_server_is_r
 
     async def said(text: str) -> None:
         async with asyncio.timeout(20):
-            while text not in (await heard.get()).doing:
+            while text not in (await heard.get()).text:
                 pass
 
     async with connect("actor") as actor, asyncio.TaskGroup() as tasks:
         stop, publisher = asyncio.Event(), Publisher(actor)
-        look = lambda: ("rolling out", {})  # noqa: E731
+        look = lambda: Activity("rolling out")  # noqa: E731
         tasks.create_task(report_status(actor, source="me", role="actor", look=look, stop=stop))
         soft, hard = resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         tasks.create_task(publisher.publish(bus.subject("trajectories", 0), b"x", message_id="a"))

@@ -83,8 +83,8 @@ def test_alarms_failures_and_idle_engines_of_a_live_run_are_told():
 
     assert said(learner(), actor(running=0, waiting=0), actor(1, waiting=0)) == []
     assert said(learner(alarm="the digest did not change")) == ["learner says: the digest did not change"]
-    waits = actor(doing="waiting for leases", running=0, waiting=0)
-    yields = actor(2, doing="waiting while the learner has the device", running=0, waiting=0)
+    waits = actor(wait="leases", running=0, waiting=0)
+    yields = actor(2, wait="device", running=0, waiting=0)
     idle = said(waits, yields, actor(1, running=30, waiting=9))
     assert idle == ["no request runs in the engines of actor-host-1000, while 9 requests queue elsewhere"]
     [failed] = said(actor(recent_ends={"completed": 70, "tool_error": 30}, waiting=0))

@@ -335,7 +335,7 @@ CAUSES = {
         "64 rewards run, the longest for 25.0 s; before, one took 30.0 s",
     ),
     "a bus that stores nothing": (
-        [actor(doing="the bus stores nothing on TRAJECTORIES: restart nats-server; generating")],
+        [actor(not_storing=("TRAJECTORIES",))],
         "says: the bus stores nothing on TRAJECTORIES: restart nats-server",
     ),
     "a full disk": ([actor()], "the learner waits for the groups of step 27: the disk of "),
@@ -357,7 +357,7 @@ async def test_the_page_says_at_once_why_the_learner_waits(
         event = metrics(step, time_s=1000.0 + 3 * step)
         await Publisher(bus).publish(bus.subject("events", "metrics"), encode(event), message_id=f"m{step}")
     where = RunConfig(run="test", bus=BusConfig(url=server.url))
-    waiting = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out", step=26)
+    waiting = learner(doing="waiting for the batch", wait="batch", step=26)
     make_run(tmp_path, "test", steps=26)
     async with (
         running(lambda stop: speak(bus, stop, storage(), waiting, *statuses)),

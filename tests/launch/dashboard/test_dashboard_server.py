@@ -142,7 +142,7 @@ async def test_a_run_on_the_bus_alone_shows_its_curves_and_what_waits_for_what(
         await publisher.publish(
             bus.subject("events", "metrics"), encode(metrics(step)), message_id=f"m{step}"
         )
-    waiting = learner(doing="waiting for the batch: 8 groups are complete")
+    waiting = learner(doing="waiting for the batch", wait="batch", reason="8 groups are complete")
     where = RunConfig(run="test", bus=BusConfig(url=server.url))
 
     async def speak(stop: asyncio.Event) -> None:

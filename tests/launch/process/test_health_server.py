@@ -12,7 +12,7 @@ from bus.config import BusConfig
 from bus.connection import process_state
 from bus.connection.bus import Bus
 from bus.connection.process_state import ProcessState
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import ConfigError
 from bus.server.nats_server import NatsServer, free_port
 from launch.process.health_server import monitored
@@ -74,7 +74,7 @@ async def test_a_bus_that_is_away_makes_a_process_unready_but_not_unhealthy(serv
                 bus,
                 source="me",
                 role="actor",
-                look=lambda: ("generating", {"running": 2}),
+                look=lambda: Activity("generating", {"running": 2}),
                 stop=stop,
                 waits_for=lambda: waits[-1],
             )

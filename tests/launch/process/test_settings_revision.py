@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus.connection.bus import Bus
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.messages import RunRecord, Status
 from launch.process import settings_revision
 from launch.process.run_connection import connected, joined
@@ -56,7 +56,7 @@ async def test_settings_that_storage_alone_has_taken_are_named_by_who_goes_on_wi
             assert config.learner.optimizer.lr == 1e-4
             stop = asyncio.Event()
             reporting = asyncio.create_task(
-                report_status(own, source=role, role=role, look=lambda: ("works", {}), stop=stop)
+                report_status(own, source=role, role=role, look=lambda: Activity("works"), stop=stop)
             )
             assert (await statuses(bus, wanted=False)).revision == revision_of(first.config_json)
             await bus.put("run", other)

@@ -13,7 +13,7 @@ from nats.js.api import ConsumerConfig, ConsumerInfo
 from bus.codec import Json, Message, encode
 from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
-from bus.connection.status import report_status
+from bus.connection.status import Activity, report_status
 from bus.errors import BusAwayError, ConfigError
 from bus.messages import Metrics, RunRecord, Status
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
@@ -26,7 +26,6 @@ from launch.settings.run_config import RunConfig, validate
 from tests.launch.messages import actor, learner, storage
 
 pytestmark = pytest.mark.nats
-BOUND = "all that the staleness bound allows is rolling out"
 CONFIG = validate({"run": "test", "replay": {"shards": 2}, "admission": {"groups_per_step": 20}})
 
 
@@ -41,7 +40,7 @@ async def speaking(bus: Bus, *statuses: Status) -> AsyncIterator[None]:
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for one in statuses:
-            look = lambda one=one: (one.doing, one.values)  # noqa: E731
+            look = lambda one=one: Activity(one.doing, one.values, wait=one.wait, reason=one.reason)  # noqa: E731
             tasks.create_task(report_status(bus, source=one.source, role=one.role, look=look, stop=stop))
         try:
             yield
@@ -164,7 +163,7 @@ def state(*statuses: Status) -> RunState:
     return RunState("test", 0.0, config=CONFIG, statuses=heard, dispatcher=groups, shards={0, 1})
 
 
-LACKS = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
+LACKS = learner(doing="it lacks groups", wait="batch", reason="12 of 20 groups are stored")
 WAITS = "the learner waits for 8 more groups of step 21: "
 
 
@@ -217,7 +216,7 @@ def test_groups_wait_for_engines_while_none_of_them_serves():
 
 def test_learner_that_waits_for_one_late_group_is_told_with_storages_reason():
     reason = "group 7, rolling out since version 3, must be trained by version 7"
-    waiting = learner(doing=f"waiting for the batch: {reason}")
+    waiting = learner(wait="batch", reason=reason)
     assert waits(state(waiting, storage(stored=30, rolling_out=0), actor())) == [
         f"the learner waits for the groups of step 21: {reason}"
     ]
@@ -228,8 +227,8 @@ def test_learner_that_waits_for_one_late_group_is_told_with_storages_reason():
 
 
 def test_actors_that_wait_at_the_staleness_bound_are_counted_with_the_bound():
-    idle = {"doing": "waiting for leases", "running": 0}
-    bound = replace(storage(), doing=BOUND)
+    idle = {"wait": "leases", "running": 0}
+    bound = storage()
     found = waits(state(learner(), bound, actor(0, **idle), actor(1, **idle)))
     assert found == [
         "2 actors wait: the dispatcher holds leases back, staleness bound 4 is reached by the newest version"
@@ -237,8 +236,8 @@ def test_actors_that_wait_at_the_staleness_bound_are_counted_with_the_bound():
 
 
 def test_leases_that_the_brake_holds_back_are_told_to_actors_and_by_storage():
-    braking = replace(storage(), doing="waiting for the effective sample size: it was 0.200")
-    assert waits(state(learner(), braking, actor(doing="waiting for leases", running=0))) == [
+    braking = replace(storage(), doing="waiting for the effective sample size: it was 0.200", wait="throttle")
+    assert waits(state(learner(), braking, actor(wait="leases", running=0))) == [
         "1 actor waits: storage says: waiting for the effective sample size: it was 0.200",
         "storage: waiting for the effective sample size: it was 0.200",
     ]
@@ -250,8 +249,8 @@ def test_an_alarm_is_a_problem_of_the_run():
 
 
 def test_everybody_waits_for_a_storage_that_is_silent():
-    idle = {"doing": "waiting for leases", "running": 0}
-    silent = replace(state(learner(doing="waiting for the batch"), actor(0, **idle)), dispatcher=None)
+    idle = {"wait": "leases", "running": 0}
+    silent = replace(state(learner(wait="batch"), actor(0, **idle)), dispatcher=None)
     assert waits(silent) == [
         "the learner waits for the groups of step 21: storage did not answer within 1.3 s",
         "1 actor waits: storage did not answer within 1.3 s",

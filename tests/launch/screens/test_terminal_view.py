@@ -14,13 +14,14 @@ from launch.screens import terminal_view as view
 from launch.screens.terminal_view import MAX_LINES, News, TerminalView, screen, status_line
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
-WAITING = "waiting for the batch: group 640, rolling out since version 17, must be trained by version 21"
+LATE = "group 640, rolling out since version 17, must be trained by version 21"
+WAITING = f"waiting for the batch: {LATE}"
 
 
 def make_monitor(*, actors=2) -> tuple[RunMonitor, Clock]:
     clock = Clock()
     monitor = RunMonitor(FACTS, clock=clock)
-    monitor.on_status(learner(doing=WAITING))
+    monitor.on_status(learner(doing="waiting for the batch", wait="batch", reason=LATE))
     monitor.on_status(storage())
     for n in range(actors):
         monitor.on_status(actor(n))

@@ -24,7 +24,7 @@ from learner.config.warmup import WarmupConfig
 from learner.progress.progress import Progress
 from learner.publication.publisher import WeightPublisher
 from learner.run import checkpointing
-from learner.run.train import WAITING, Learner
+from learner.run.train import Learner
 from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World
@@ -216,7 +216,7 @@ async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
 
 def waits_for_a_batch(learner: Learner) -> bool:
     """Return whether all that follows a step has been done."""
-    return learner._look()[0].startswith(WAITING)
+    return learner._look().wait == "batch"
 
 
 def flip_a_bit(path: Path, lease_id: int = 0) -> None:
