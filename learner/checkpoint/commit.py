@@ -10,12 +10,12 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from pydantic import JsonValue
 
-from bus.errors import ConfigError, StorageError
+from bus.errors import ConfigError, DiskFullError, StorageError
 from bus.process.work_progress import long_work
 from learner.backends.contract.backend import Backend, StagedFiles
 from learner.distributed.process_group import gathered
@@ -31,6 +31,7 @@ from learner.model_directories.checkpoint_manifest import (
 )
 from learner.model_directories.model_directory import load_hf_config
 from storage.disk import checkpoints
+from storage.disk.file_errors import file_error, naming
 
 WRITING_TIMEOUT_S = 3600.0
 """A rank that has not written its files by then has failed."""
@@ -71,13 +72,17 @@ class PendingCheckpoint:
             return
         self.finished = True
         # Every rank learns of a failure here: one that raised alone would leave the others waiting.
-        failures = [failure for failure in gathered(self._failure()) if failure]
+        failures = [failure for failure in gathered(self._failure()) if failure.said]
         if failures:
-            raise StorageError(f"cannot write checkpoint {self._final}: {'; '.join(failures)}")
-        self._staged.finalize()
+            kind = DiskFullError if any(failure.disk_is_full for failure in failures) else StorageError
+            said = "; ".join(failure.said for failure in failures)
+            raise kind(f"cannot write checkpoint {self._final}: {said}")
+        with naming(self._final):
+            self._staged.finalize()
         digests = {name: digest for part in gathered(self._writing.result()) for name, digest in part.items()}
         if dist.get_rank() == 0:
-            self._publish(digests)
+            with naming(self._final):
+                self._publish(digests)
         dist.barrier()  # nobody prunes or commits before the checkpoint has its name
 
     def amend(self, extra: Mapping[str, JsonValue]) -> None:
@@ -89,13 +94,21 @@ class PendingCheckpoint:
             amend_manifest(self._final, extra)
         dist.barrier()
 
-    def _failure(self) -> str:
-        """Return what went wrong on this rank, or nothing."""
+    def _failure(self) -> "_WritingFailure":
+        """Return what went wrong on this rank; it says nothing where nothing did."""
         try:
             error = self._writing.exception(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
-            return f"rank {dist.get_rank()} is not done after {WRITING_TIMEOUT_S:.0f} s"
-        return f"rank {dist.get_rank()}: {error}" if error else ""
+            return _WritingFailure(f"rank {dist.get_rank()} is not done after {WRITING_TIMEOUT_S:.0f} s")
+        if error is None:
+            return _WritingFailure("")
+        told = file_error(error) if isinstance(error, OSError) else None
+        return _WritingFailure(f"rank {dist.get_rank()}: {told or error}", isinstance(told, DiskFullError))
+
+
+class _WritingFailure(NamedTuple):
+    said: str
+    disk_is_full: bool = False
 
 
 def start_checkpoint(
@@ -128,7 +141,9 @@ def start_checkpoint(
         checkpoints.temporary(root, step)
     dist.barrier()  # the directory is there before another rank writes into it
     temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
-    staged, training = backend.stage_checkpoint(temporary), backend.training_state()
+    with naming(final):
+        staged = backend.stage_checkpoint(temporary)
+    training = backend.training_state()
 
     def publish(digests: Mapping[str, str]) -> None:
         backend.hf_config.save_pretrained(temporary)
@@ -144,7 +159,8 @@ def start_checkpoint(
 def _written(staged: StagedFiles, temporary: Path, final: Path) -> dict[str, str]:
     """Write this rank's files and show how far that is, as long as all are as large as those of a checkpoint
     before."""
-    with long_work(f"writing {final}", _size_before(final.parent), measured=lambda: _size_bytes(temporary)):
+    before = _size_before(final.parent)
+    with naming(final), long_work(f"writing {final}", before, measured=lambda: _size_bytes(temporary)):
         return staged.write()
 
 

@@ -87,7 +87,8 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     with filling(target) as temporary:
         with seen.shown(f"converting {source}"):
             write_tensors(temporary, specs, make)
-        torch.save({}, temporary / "common.pt")
+        with (temporary / "common.pt").open("wb") as file:  # by a path torch would not say why it cannot
+            torch.save({}, file)
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
         hf_config.save_pretrained(temporary)
         copy_tokenizer(source, temporary)

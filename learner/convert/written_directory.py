@@ -13,6 +13,7 @@ from bus.errors import ConfigError, StorageError
 from bus.process.work_progress import Advance, long_work, tracked, uncounted
 from learner.model_directories.lazy_weights import LazyWeights, Spec, tensor_digest
 from storage.disk.atomic_files import make_directory, publish, temporary_sibling
+from storage.disk.file_errors import naming, unwritable
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,11 @@ def filling(target: Path) -> Iterator[Path]:
     make_directory(target.absolute().parent)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir()
-        yield temporary
-        publish(temporary, target)
+        with naming(target):
+            temporary.mkdir()
+            yield temporary
+            publish(temporary, target)
     except OSError as error:
-        raise StorageError(f"cannot write {target}: {error}") from error
+        raise unwritable(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -40,6 +40,7 @@ from learner.step.rl_step import train_on
 from learner.step.warmup import begin_reinforcement_learning, warm_up_step
 from storage.account.records import Copy
 from storage.client.reader import ReplayReader
+from storage.disk.file_errors import naming
 from storage.images.reader import ImageReader
 
 T = TypeVar("T")
@@ -208,20 +209,22 @@ class Rank:
                 weights = self._whole.streamed(weights)
             try:
                 if dist.get_rank() == 0:
-                    stream_hf_directory(
-                        settings.export,
-                        backend.hf_config if self._whole is None else self._whole.config,
-                        weights,
-                        settings.model_directory,
-                        tensors=None if self.adapter_base else self._host.tensors,
-                    )
+                    with naming(settings.export):
+                        stream_hf_directory(
+                            settings.export,
+                            backend.hf_config if self._whole is None else self._whole.config,
+                            weights,
+                            settings.model_directory,
+                            tensors=None if self.adapter_base else self._host.tensors,
+                        )
             finally:  # even if the disk refuses: the other ranks wait until theirs are taken
                 deque(weights, maxlen=0)
                 if adapters is not None:
                     alone = {name: tensor.cpu().clone() for name, tensor in adapters.streamed()}
             if adapters is not None and dist.get_rank() == 0:
                 model = str(settings.model.path or settings.model_directory)
-                write_adapter(settings.export / SUBDIRECTORY, adapters, alone, model)
+                with naming(settings.export):
+                    write_adapter(settings.export / SUBDIRECTORY, adapters, alone, model)
 
         await self.in_thread(write)
 

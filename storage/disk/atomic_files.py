@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from bus.codec import Json
 from bus.errors import LostDataError, StorageError
+from storage.disk.file_errors import unwritable
 
 PARTS_A_WRITE = 1024
 """Buffers that Linux accepts in one writev (IOV_MAX)."""
@@ -132,7 +133,7 @@ def _translating(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot write {final}: {error}") from error
+        raise unwritable(final, error) from error
 
 
 def make_directory(path: Path) -> None:

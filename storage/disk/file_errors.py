@@ -1,12 +1,14 @@
 """What is wrong with a file or a disk, in words, with its remedy."""
 
 import errno
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bus.errors import ConfigError, DiskFullError, SluiceError
+from bus.errors import ConfigError, DiskFullError, SluiceError, StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {
@@ -14,8 +16,13 @@ _REMEDIES = {
     errno.ENOTDIR: "lies below a file, where a directory belongs: move that file away",
     errno.EACCES: "may not be used by this user: change its owner or its rights",
     errno.EPERM: "may not be used by this user: change its owner or its rights",
+    errno.EFBIG: "may not grow further: raise the limit of files' sizes (ulimit -f)",
     errno.EROFS: "lies on a disk that is read-only: mount it for writing, or name another directory",
 }
+_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
+"""How errors of libraries in Rust, and texts of Python's own, give the number of the system's error."""
+_UNTOLD = "inline_container.cc"
+"""What torch names when it writes a file by itself and cannot; it does not say why."""
 LEAST_FREE_BYTES = 32 << 20
 """Free bytes below which a disk counts as full: ledger, segments and logs may need as many at any moment."""
 
@@ -31,15 +38,46 @@ def file_error(error: OSError) -> SluiceError | None:
     return ConfigError(f"{where} {_REMEDIES[error.errno]}")
 
 
+def unwritable(target: Path, error: OSError) -> StorageError:
+    """Return the error of a file or directory that could not be written; `DiskFullError` for a full disk."""
+    told = file_error(error)
+    kind = DiskFullError if isinstance(told, DiskFullError) else StorageError
+    return kind(f"cannot write {target}: {told or error}")
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an error of the operating system name this file: what a write raises names none."""
+    """Have an error of the operating system name this file or directory: what a write raises names none.
+
+    A full disk, a quota or a limit of files' sizes that a library tells in another error, as safetensors and
+    torch do, becomes such an `OSError`."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
+    except Exception as error:
+        if (number := _told_otherwise(error, path)) is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _told_otherwise(error: BaseException, path: Path) -> int | None:
+    """Return the number of the system's error by which no more could be written; None for other errors."""
+    found: BaseException | None = error
+    while found is not None:
+        numbers = [found.errno] if isinstance(found, OSError) else []
+        numbers += [int(one or other) for one, other in _IN_TEXT.findall(str(found))]
+        for number in numbers:
+            if number in (*_FULL, errno.EFBIG):
+                return number
+        found = found.__cause__ or found.__context__
+    return errno.ENOSPC if _UNTOLD in str(error) and lack_of_room(_existing(path)) else None
+
+
+def _existing(path: Path) -> Path:
+    return next((one for one in (path, *path.parents) if one.is_dir()), path)
 
 
 def lack_of_room(directory: Path) -> str:

@@ -87,7 +87,7 @@ def test_a_disk_that_refuses_publishes_nothing(tmp_path, monkeypatch):
         patch.setattr("storage.disk.atomic_files.os.fsync", full)
         temporary = tmp_path / "prepared"
         temporary.mkdir()
-        with pytest.raises(StorageError, match=r"cannot write .*step_00000001: .*No space left"):
+        with pytest.raises(StorageError, match=r"cannot write .*step_00000001: the disk is full"):
             checkpoints.publish(temporary, checkpoints.directory(tmp_path, 1))
     assert checkpoints.steps(tmp_path) == []
 

@@ -191,7 +191,7 @@ def test_a_refused_merge_leaves_all_as_it_was(tmp_path, merge_four, monkeypatch)
 
         with monkeypatch.context() as patch:
             patch.setattr("storage.disk.atomic_files.os.fsync", full)
-            with pytest.raises(StorageError, match="No space left"):
+            with pytest.raises(StorageError, match="the disk is full"):
                 store.compact()
         assert names(tmp_path) == before
         expect(store, range(3))

@@ -325,7 +325,7 @@ def test_a_refused_write_leaves_nothing_and_can_be_tried_again(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("storage.disk.atomic_files.os.fsync", full)
-        with pytest.raises(StorageError, match=r"segment_00000000: .*No space left"):
+        with pytest.raises(StorageError, match=r"segment_00000000: .*the disk is full"):
             store.append(group(0))
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert store.completed == []
