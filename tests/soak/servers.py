@@ -35,16 +35,13 @@ class Server:
         """While it is not set, the server stays down once it has ended."""
         self.up.set()
         self.restarts = -1
+        self.pid: int | None = None
+        """Process id; None while it is down or ends."""
         self.down = asyncio.Event()
         """Says whether no process of it runs."""
         self.down.set()
         self._nats = NatsServer(directory, port=port, cluster=cluster)
         self._alone = cluster is None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id; None while it is down."""
-        return None if self.down.is_set() else self._nats.pid
 
     @property
     def url(self) -> str:
@@ -64,7 +61,9 @@ class Server:
                     continue
                 self.restarts += 1
                 self.down.clear()
+                self.pid = self._nats.pid
                 await self._until_useless()
+                self.pid = None
                 await self._nats.stop()
                 self.down.set()
         finally:
