@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from actors.programs.request import ProgramRequest
@@ -17,6 +18,14 @@ PRIVATE = ("/tmp", "/dev/shm")
 
 COVER_BYTES = 1 << 20
 """Size of the empty directories in the place of those that are covered, which a program may fill."""
+
+DEVICES = ("full", "null", "random", "tty", "urandom", "zero", "dri", "kfd", "nvidia*")
+"""Devices of /dev that a program finds, GPUs included. A disk would show all files to a program of root's,
+and a terminal what is typed there."""
+
+LINKS = {
+    "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx",
+}  # fmt: skip
 
 DAEMONS = (
     "/run/dbus", "/run/systemd/private", "/run/user", "/run/docker.sock", "/run/podman", "/run/containerd",
@@ -64,14 +73,38 @@ def build_view(request: ProgramRequest) -> None:
     trees = {path: kernel.writable_copy(path) for path in (request.directory, *request.writable)}
     trees |= {path: kernel.read_only_copy(path) for path in request.readable}
     directories = {path for path in trees if Path(path).is_dir()}
+    devices = _copied_devices()
     kernel.make_read_only("/")
-    for path in sorted({*trees, *PRIVATE, *DAEMONS, *request.covered}, key=len):  # the inner ones come on top
+    _make_devices(devices)
+    for path in sorted({*trees, *PRIVATE, *DAEMONS, *request.covered}):  # the inner ones come on top
         if path in trees and path not in request.covered:
             _make_place(Path(path), is_directory=path in directories)
             kernel.attach(trees[path], path)
         else:
             _cover(path, request.file_bytes if path in PRIVATE else COVER_BYTES)
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+
+
+def _copied_devices() -> list[tuple[Path, int]]:
+    """Return the devices that a program finds, each with the descriptor of a mount that shows it."""
+    paths = [path for name in DEVICES for path in Path("/dev").glob(name)]
+    return [(path, kernel.read_only_copy(str(path), devices=True)) for path in paths]
+
+
+def _make_devices(copied: Sequence[tuple[Path, int]]) -> None:
+    """Put a /dev with these devices and terminals of its own in the place of the host's."""
+    are_directories = [path.is_dir() for path, _ in copied]
+    _cover("/dev", COVER_BYTES)
+    for (path, tree), is_directory in zip(copied, are_directories, strict=True):
+        _make_place(path, is_directory=is_directory)
+        kernel.attach(tree, str(path))
+    for name, target in LINKS.items():
+        Path("/dev", name).symlink_to(target)
+    for name in ("shm", "pts"):
+        Path("/dev", name).mkdir()
+    Path("/dev").chmod(0o755)  # where everybody may write and it is sticky, `> /dev/null` is refused
+    flags = kernel.MS_NOSUID | kernel.MS_NOEXEC
+    kernel.mount("program", "/dev/pts", "devpts", flags, "newinstance,ptmxmode=0666,mode=620")
 
 
 def _cover(path: str, size_bytes: int) -> None:

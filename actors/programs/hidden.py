@@ -22,7 +22,7 @@ def hidden_paths() -> frozenset[Path]:
 def _existing(path: Path) -> Iterator[Path]:
     with suppress(PermissionError):  # a program may not look either where this process may not
         if path.exists():
-            yield path.resolve()
+            yield path
         if path.is_dir():
             targets = (entry.resolve() for entry in path.iterdir() if entry.is_symlink() and entry.exists())
             yield from (target for target in targets if not path.resolve().is_relative_to(target))

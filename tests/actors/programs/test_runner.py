@@ -64,6 +64,18 @@ async def test_hidden_file_stays_hidden_whatever_may_be_read_or_written_around_i
     await runner.close()
 
 
+@pytest.mark.parametrize("user", [None, "54321"] if os.geteuid() == 0 else [None])
+async def test_program_finds_terminals_of_its_own_and_no_disk(user):
+    runner = ProgramRunner(IsolationConfig(user=user))
+    script = "echo said | cat /dev/stdin; echo > /dev/null && exec 3<>/dev/ptmx; ls /dev/pts; ls /dev"
+    found = (await ran(runner, script)).output.split()
+    assert found[:3] == ["said", "0", "ptmx"]
+    usual = {"fd", "full", "null", "ptmx", "pts", "random", "shm", "tty", "urandom", "zero"}
+    devices = {name for name in found[3:] if not name.startswith(("nvidia", "dri", "kfd", "std"))}
+    assert devices == usual
+    await runner.close()
+
+
 async def test_program_reads_its_script_and_nothing_that_lies_beside_it_below_tmp(tmp_path):
     (tmp_path / "agent.py").write_text("import os, sys; print(os.listdir(sys.path[0]))")
     (tmp_path / "answers.json").write_text("LABEL")

@@ -13,7 +13,7 @@ from actors.programs.runner import Program, ProgramRunner
 from actors.settings.programs import IsolationConfig
 from bus.connection.bus import Bus
 from bus.messages import RunRecord
-from bus.server.nats_server import NatsServer
+from bus.server.nats_server import NatsServer, free_port, nats_binary
 from bus.server.secure_directory import SecureDirectory
 from launch.services.actors import serve_actors
 from launch.services.hidden_files import hidden_files
@@ -116,7 +116,22 @@ async def test_program_of_an_actor_finds_no_label_and_no_key(
     assert found == {str(host / "project/readme")}
 
 
-async def test_program_finds_no_key_of_any_role_run_or_server(host: Path):
+@pytest.mark.nats
+async def test_program_finds_no_key_and_no_stream_of_a_server_of_this_host(host: Path):
+    """`launch bus --secure` with directories of its own, and a server that somebody else has started."""
+    keys = SecureDirectory(host / "keys")
+    keys.make(["test"], "nats://here:4222")
+    write(host / "streams/block")
+    command = (nats_binary(), "-js", "-sd", str(host / "streams"), "-p", str(free_port("127.0.0.1")))
+    async with NatsServer(host / "bus", secure=keys):
+        other = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+        hidden.hide(hidden_files(validate({})))
+        other.kill()
+        await other.wait()
+    assert await read_by_a_program(host, host / "keys", host / "bus", host / "streams") == set()
+
+
+async def test_program_finds_no_key_of_any_role_or_run(host: Path):
     SecureDirectory(host / "keys").make(["test", "other"], "nats://here:4222")
     (host / "copied").mkdir()
     for role in ("actor", "operator"):
