@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from storage.exact_arithmetic.functions import cos_sin
 
 SCALED = ("linear", "dynamic", "llama3", "yarn")
-"""Kinds of scaling whose angles are the same in every sequence (learner/backends.rope_scaling.py)."""
+"""Kinds of scaling whose angles are the same in every sequence (learner/backends/shared/rope_scaling.py)."""
 
 
 class Rope(NamedTuple):
