@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from math import prod
 from statistics import fmean
 from types import MappingProxyType
 
@@ -16,7 +17,6 @@ from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError, raised_by_environment
 from actors.episodes.task import Task
 from actors.evaluation.engines import EvaluationEngines
-from actors.evaluation.pass_at_k import pass_all, pass_at
 from actors.policy.chat_format import Tokenizer
 from actors.policy.further_engines import FurtherEngines
 from actors.policy.policy import Policy
@@ -32,6 +32,33 @@ from bus.streams.publish import Publisher, together
 from bus.trajectory import TRUSTED_ENDS, End
 from bus.waiting import unless
 from storage.images.chat import ImageChat
+
+
+def pass_at(samples: int, right: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k: that at least one of k samples is right.
+
+    It is 1 - C(n - c, k) / C(n, k) with n `samples` of which c are `right`, as a product of numbers below 1,
+    which neither overflows nor cancels (arXiv:2107.03374, equation 1 and figure 3)."""
+    _refuse_impossible(samples, right, k)
+    if samples - right < k:
+        return 1.0
+    return 1.0 - prod(1.0 - k / i for i in range(samples - right + 1, samples + 1))
+
+
+def pass_all(samples: int, right: int, k: int) -> float:
+    """Return the unbiased estimate of pass^k: that all of k samples are right.
+
+    It is C(c, k) / C(n, k) (arXiv:2406.12045, section 3)."""
+    _refuse_impossible(samples, right, k)
+    return prod((right - i) / (samples - i) for i in range(k)) if right >= k else 0.0
+
+
+def _refuse_impossible(samples: int, right: int, k: int) -> None:
+    if not (0 <= right <= samples and 1 <= k <= samples):
+        raise ValueError(
+            f"{right} right of {samples} samples say nothing of {k}: k is between 1 and the samples"
+        )
+
 
 log = structlog.get_logger()
 LATE = "its reward comes later"

@@ -6,7 +6,7 @@ import re
 import socket
 import ssl
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 
@@ -18,10 +18,10 @@ from actors.episodes.policy_faults import LatestUses
 from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect
+from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from actors.gateway.dialects.refusal import RefusedError, invalid
-from actors.gateway.event_stream import streamed
 from actors.gateway.posted_reward import posted_reward
 from actors.gateway.retries import Attempt
 from actors.gateway.session import DIFFERENCES_LOG_PERIOD_S, Session
@@ -30,6 +30,46 @@ from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig
 from bus.errors import BusError, ConfigError
 from bus.process.log_throttle import LogThrottle
+from bus.waiting import cancelled
+
+EVENT_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+async def streamed(
+    request: web.Request, dialect: Dialect, ask: Ask, answer: Coroutine[object, object, Reply], *,
+    keep_alive_s: float,
+) -> web.StreamResponse:  # fmt: skip
+    """Send the answer. Raises `RefusedError` while nothing was sent; a later one is an event.
+
+    A client that leaves cancels this, and with it the answer."""
+    pending = asyncio.create_task(answer, name="gateway stream")
+    try:
+        await asyncio.wait([pending], timeout=keep_alive_s)
+        if pending.done():
+            pending.result()  # raises before a status was sent
+        response = web.StreamResponse(headers=EVENT_STREAM_HEADERS)
+        await response.prepare(request)
+        while not pending.done():
+            await response.write(dialect.keep_alive)
+            await asyncio.wait([pending], timeout=keep_alive_s)
+        await response.write(_rest_of_stream(dialect, ask, pending))
+        await response.write_eof()
+        return response
+    finally:
+        await cancelled(pending)
+
+
+def _rest_of_stream(dialect: Dialect, ask: Ask, answered: asyncio.Task[Reply]) -> bytes:
+    """Return the events of an answer, or of a refusal that came after the first bytes."""
+    try:
+        return b"".join(dialect.events(ask, answered.result()))
+    except RefusedError as refusal:
+        return dialect.error_event(refusal)
+
 
 log = structlog.get_logger()
 DIALECTS: Mapping[str, Dialect] = {

@@ -1,6 +1,7 @@
 """What is checked before a run starts: in earnest, and by a dry run that starts nothing."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -9,14 +10,16 @@ from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.environments.sample_calls import sample_calls, sample_scores
 from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring.sample_call import check_calls
+from bus.codec import Json
 from bus.config import without_credentials
 from bus.connection import Bus
+from bus.errors import ConfigError
+from bus.messages import Prompt
 from bus.policy_names import DEFAULT_POLICY
 from bus.server.nats_server import nats_binary
 from launch.checks.engine_check import refuse_no_sglang
 from launch.checks.model_check import refuse_models
 from launch.checks.resumption import finished
-from launch.checks.scratch_prompts import refuse_long_for_scratch
 from launch.checks.weights_transport import transport_remark
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import (
@@ -38,6 +41,38 @@ from storage.model_files.model_reading import read_tokenizer
 from storage.prompt_files.dataset import refuse_large
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
+
+
+def scratch_tokens(prompt: Prompt) -> int:
+    """Return the tokens of a prompt as the scratch model's chat template renders it: one for each character,
+    one before each message, one behind each of the assistant's, and one that asks for an answer. Images are
+    not counted."""
+    content = prompt.content
+    chat: list[Json] = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    return 1 + sum(_tokens(message) for message in chat)
+
+
+def _tokens(message: Json) -> int:
+    if not isinstance(message, dict):
+        return 0
+    content = message.get("content")
+    length = len(content) if isinstance(content, str) else 0
+    return 1 + length + (message.get("role") == "assistant")
+
+
+def refuse_long_for_scratch(prompts: Iterable[Prompt], config: RunConfig) -> None:
+    """Raise `ConfigError` for the first prompt that leaves no room for an answer in the scratch model."""
+    if config.data.long_prompts != "refuse":
+        return
+    context, limit = config.model.scratch.context, config.sampling.max_new_tokens
+    for number, prompt in enumerate(prompts, start=1):
+        if (tokens := scratch_tokens(prompt)) + limit > context:
+            raise ConfigError(
+                f"prompt {number} has {tokens} tokens of the scratch model, one a character: with {limit} "
+                f"new ones it exceeds model.scratch.context={context}: raise that, lower "
+                "sampling.max_new_tokens, "
+                'name a model by --model.path, or leave such prompts out with data.long_prompts = "skip"'
+            )
 
 
 async def check_start(

@@ -37,7 +37,7 @@ from learner.algorithms.hooks import with_processed_rewards
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.tokens import LossTokens
-from learner.backends.megatron.conversion.dense import QWEN2
+from learner.backends.megatron.conversion.families import QWEN2
 from learner.config.loss import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
 from learner.distributed.exact_sums import exact_sums

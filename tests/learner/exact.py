@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.embedded.decoder import BatchedDecoder
-from actors.engines.embedded.exact_attention import EXACT
+from actors.engines.embedded.engine import EXACT
 from bus.kept_sets import KeptSets
 from learner.backends.contract.backend import Backend
 from learner.data.packing import Sample

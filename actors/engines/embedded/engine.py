@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import Tensor
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -22,15 +23,42 @@ from transformers.initialization import no_init_weights
 
 from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
 from actors.engines.embedded.decoder import BatchedDecoder, Finished
-from actors.engines.embedded.exact_attention import EXACT
 from actors.engines.embedded.prepared_weights import prepare_weights
 from actors.settings.engines import EmbeddedEngineConfig
-from bus.errors import EngineError, RequestRefusedError
+from bus.errors import ConfigError, EngineError, RequestRefusedError
 from bus.images import PlacedImage
 from bus.process.host_limits import cpu_threads
 from bus.process.work_progress import long_work
+from storage.exact_arithmetic.attention import attend
+from storage.exact_arithmetic.functions import exactly
 from storage.images.reader import ImageReader
 from storage.model_files.text_model import OWN_NAMES, text_alone
+
+EXACT = "sluice_exact"
+"""Name of this attention in transformers."""
+
+
+def exact_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend from [n, heads, length, d] to [n, length, heads, d]: causally, or from one token a row to what a
+    mask [n, 1, 1, keys] leaves at 0.
+
+    Raises `ConfigError` for what would be ignored."""
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(
+            f"{type(module).__name__} has sinks or capped scores, which model.numerics=exact does not have: "
+            "set model.numerics=fast"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    seen = None if attention_mask is None else attention_mask[:, 0, 0] == 0
+    with exactly():
+        return attend(query, key, value, scale=scale, seen=seen).transpose(1, 2), None
+
+
+AttentionInterface.register(EXACT, exact_attention)
+
 
 log = structlog.get_logger()
 Command = Callable[[], None]

@@ -4,11 +4,14 @@ import asyncio
 import itertools
 import secrets
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
+import xxhash
 
 from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest, KvTokens
@@ -17,7 +20,6 @@ from actors.engines.fleet.engine_state import ScoredTokens
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.member import Build, Member
 from actors.engines.fleet.pending_request import PendingRequest
-from actors.engines.fleet.prefix_affinity import Affinity
 from actors.settings.fleet import FleetConfig
 from bus.codec import Json
 from bus.errors import EngineError, EngineLostError, RequestRefusedError
@@ -25,6 +27,51 @@ from bus.images import PlacedImage
 
 if TYPE_CHECKING:
     import torch
+
+
+BLOCK = 32
+"""Tokens. Beginnings are compared by whole blocks; a shorter one is not worth a detour."""
+REMEMBERED = 1 << 16
+"""Blocks: 2 million tokens."""
+
+
+class Affinity:
+    """Remembers which engine served each block of tokens last, and what precedes the block."""
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        self._remembered = remembered
+        self._holders: OrderedDict[int, str] = OrderedDict()
+
+    def note(self, tokens: Sequence[int] | np.ndarray, holder: str) -> None:
+        """`holder` has these tokens in its cache now."""
+        for block in _blocks(tokens):
+            self._holders[block] = holder
+            self._holders.move_to_end(block)
+        while len(self._holders) > self._remembered:
+            self._holders.popitem(last=False)
+
+    def holder(self, tokens: Sequence[int] | np.ndarray) -> str | None:
+        """Return who has the longest known beginning of `tokens`."""
+        found = None
+        for block in _blocks(tokens):
+            if block not in self._holders:
+                break
+            found = self._holders[block]
+        return found
+
+    def forget(self, holder: str) -> None:
+        """The cache of `holder` is gone."""
+        self._holders = OrderedDict((block, who) for block, who in self._holders.items() if who != holder)
+
+
+def _blocks(tokens: Sequence[int] | np.ndarray) -> Iterator[int]:
+    """Yield a hash for each whole block, which stands for all tokens up to its end."""
+    data = np.asarray(tokens, np.int32)
+    hashed = xxhash.xxh3_64()
+    for start in range(0, len(data) - BLOCK + 1, BLOCK):
+        hashed.update(data[start : start + BLOCK].tobytes())
+        yield hashed.intdigest()
+
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ from math import comb
 
 import pytest
 
-from actors.evaluation.pass_at_k import pass_all, pass_at
+from actors.evaluation.evaluator import pass_all, pass_at
 
 
 def test_two_right_of_five_worked_by_hand():

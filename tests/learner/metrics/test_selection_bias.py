@@ -11,8 +11,7 @@ from bus.connection import Bus
 from bus.messages import Metrics
 from bus.security.permissions import COUNTERS
 from learner.config.diagnostics import DiagnosticsConfig
-from learner.metrics.selection_bias import STEPS, SelectionBias
-from learner.metrics.step_metrics import StepReporter
+from learner.metrics.step_metrics import STEPS, SelectionBias, StepReporter
 from tests.storage.serving import until
 
 

@@ -4,9 +4,16 @@ import torch
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import CHOICE_BIAS, Family, Rule, Shape
+from learner.backends.megatron.conversion.base import (
+    CHOICE_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    SHARED_LAYER,
+    Family,
+    Rule,
+    Shape,
+)
 from learner.backends.megatron.conversion.deepseek_v3 import deepseek_v3
-from learner.backends.megatron.conversion.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from learner.backends.megatron.conversion.gemma3 import gemma3
 from learner.backends.megatron.conversion.glm4 import glm4
 from learner.backends.megatron.conversion.glm4_moe import glm4_moe
@@ -16,6 +23,12 @@ from learner.backends.megatron.conversion.mixtral import MIXTRAL
 from learner.backends.megatron.conversion.qwen2_moe import QWEN2_MOE
 from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
 from learner.backends.megatron.conversion.qwen3_next import qwen3_5, qwen3_5_moe, qwen3_next
+
+LLAMA = Family(layer_rules=SHARED_LAYER)
+MISTRAL = Family(layer_rules=SHARED_LAYER)
+QWEN2 = Family(layer_rules=(*SHARED_LAYER, QKV_BIAS), qkv_bias=True)
+QWEN3 = Family(layer_rules=(*SHARED_LAYER, *QK_NORM), qk_norm=True)
+
 
 FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
     "deepseek_v3": deepseek_v3,

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from actors.engines.embedded.decoder import BatchedDecoder, cache_argument
-from actors.engines.embedded.exact_attention import EXACT
+from actors.engines.embedded.engine import EXACT
 from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError
 from tests.actors.tiny import CONTEXT, VOCAB, other_model, recomputed, request, tiny_model

@@ -1,8 +1,8 @@
 """Prompts with images in a fleet: those with another image have another beginning."""
 
 from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.fleet.fleet import Affinity
 from actors.engines.fleet.pending_request import PendingRequest
-from actors.engines.fleet.prefix_affinity import Affinity
 from bus.images import PlacedImage, image_digest
 from tests.pictures import picture
 

@@ -7,7 +7,7 @@ import pytest
 
 from actors.engines.sglang.client.answers import Streamed
 from actors.engines.sglang.client.server_facts import ServerFacts
-from actors.engines.sglang.paused_load import load_paused
+from actors.engines.sglang.engine import load_paused
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.served_policy import ServedPolicy
 from actors.settings.engines import SglangEngineConfig
