@@ -248,12 +248,12 @@ class Fleet:
         Requests wait, and go on from their tokens. Returns when all is free; an engine that was starting is
         waited for, one that cannot free its device is closed."""
         self.released = True
-        await asyncio.gather(*(member.device_share.release() for member in self._members.values()))
+        await asyncio.gather(*(member.release() for member in self._members.values()))
 
     async def resume(self) -> None:
         """Take the device back: engines serve again, with the newest weights."""
         self.released = False
-        await asyncio.gather(*(member.device_share.resume() for member in self._members.values()))
+        await asyncio.gather(*(member.resume() for member in self._members.values()))
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
@@ -288,7 +288,7 @@ class Fleet:
 
     async def _live(self, member: Member) -> None:
         if self.released:  # it joined meanwhile
-            await member.device_share.release()
+            await member.release()
         await member.live()
 
     def _ended(self, member: Member, task: asyncio.Task[None]) -> None:

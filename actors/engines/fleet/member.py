@@ -8,9 +8,15 @@ from typing import Literal
 
 import structlog
 
-from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
+from actors.engines.base import (
+    NOTHING,
+    Engine,
+    Generation,
+    GenerationRequest,
+    HealthChecked,
+    SharesDevice,
+)
 from actors.engines.fleet.cache_use import CacheUse
-from actors.engines.fleet.device_share import DeviceShare
 from actors.engines.fleet.engine_state import EngineState, ScoredTokens
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.pending_request import PendingRequest, left_of, sound
@@ -51,8 +57,8 @@ class Member:
             lambda: self._life.engine if self._life else None, hard_share=config.hard_kv_share
         )
         """Room for contexts."""
-        self.device_share = DeviceShare(self)
-        """Its use of a device that it shares with other processes."""
+        self.released = False
+        """Whether it has freed the device that it shares with other processes, or is about to."""
         self.tried = asyncio.Event()
         """Set when the first engine serves or has failed."""
         self._build = build
@@ -62,6 +68,8 @@ class Member:
         self._life: EngineState | None = None
         self._asked: dict[str, asyncio.Task[Generation]] = {}
         self._idle = asyncio.Event()
+        self._device = asyncio.Lock()
+        """Held while an engine starts, and from `release` to `resume`, so that none starts meanwhile."""
         self._out = asyncio.Event()
         """Set when the engine must leave service, for a failure or for good."""
         self._full = False
@@ -171,7 +179,7 @@ class Member:
             if not self._asked:
                 self._idle.set()
         pending.pieces.append(piece)
-        asked_to = self._leaving or self.device_share.released or pending.aborted
+        asked_to = self._leaving or self.released or pending.aborted
         if piece.finish_reason != "abort" or asked_to:
             return
         if life.failed_under:
@@ -222,6 +230,66 @@ class Member:
                 self.fail(f"new weights: {_reason(error)}", of_requests=False)
         return seconds
 
+    async def release(self) -> None:
+        """Have the engine hand out what it has sampled and free its device; none starts until `resume`.
+
+        An engine that is starting is waited for. One that cannot free its device has failed: it is closed."""
+        if self.released:
+            return
+        self.released = True
+        await self._device.acquire()  # its own timeouts bound how long an engine starts
+        if (life := self._life) is None:
+            return
+        if self.state == "serving":
+            self._enter("released")
+            try:
+                await unless(self._out, self._free_device(life))
+            # An engine of any kind may raise anything here. It concerns this engine alone: `fail` logs it,
+            # has the engine closed and another one built, and the device is free afterwards.
+            except Exception as error:  # noqa: BLE001
+                self.fail(f"it did not free its device: {error!r}", of_requests=False)
+        if self.state != "released" or self._out.is_set():
+            await life.gone.wait()  # taking it down bounds this
+
+    async def resume(self) -> None:
+        """Take the device back, and serve with the newest weights. An engine that cannot has failed."""
+        if not self.released:
+            return
+        try:
+            if (life := self._life) is not None and self.state == "released":
+                await unless(self._out, self._take_device(life))
+                await self._load_newest(life)
+                # nothing is awaited between its last comparison and this, as when an engine begins to serve
+                if self.state == "released" and not self._out.is_set():
+                    self._enter("serving")
+        # An engine of any kind may raise anything here, which must not keep the others from resuming:
+        # `fail` logs it and has the engine built again.
+        except Exception as error:  # noqa: BLE001
+            self.fail(f"it did not take its device back: {error!r}", of_requests=False)
+        finally:
+            self.released = False
+            self._device.release()
+
+    async def _free_device(self, life: EngineState) -> None:
+        config = self._config
+        async with bounded(config.update_timeout_s, f"{self.name} did not end its update"):
+            await life.update.acquire()  # an engine that loads weights hands out nothing before that is over
+        try:
+            async with bounded(config.drain_timeout_s, f"{self.name} did not hand out its tokens"):
+                await self._interrupt(life)
+            async with bounded(config.update_timeout_s, f"{self.name} did not let it go"):
+                if isinstance(life.engine, SharesDevice):
+                    await life.engine.release()
+        finally:
+            life.update.release()
+
+    async def _take_device(self, life: EngineState) -> None:
+        """Weights first: an engine that has none on its device takes these with it, not the older ones."""
+        await self._load_newest(life)
+        async with bounded(self._config.update_timeout_s, f"{self.name} did not resume"):
+            if isinstance(life.engine, SharesDevice):
+                await life.engine.resume()
+
     def _ended(self, life: EngineState, task: asyncio.Task[Generation]) -> None:
         life.ending.discard(task)
         self._changed()
@@ -236,11 +304,11 @@ class Member:
         if self._leaving:
             return
         self._enter("starting")
-        if await unless(self._out, self.device_share.device.acquire()):
+        if await unless(self._out, self._device.acquire()):
             try:
                 await self._begin_to_serve()
             finally:
-                self.device_share.device.release()
+                self._device.release()
         if not self._out.is_set():
             self.tried.set()
             await self._watch()
