@@ -197,7 +197,7 @@ async def connected(
         if reason != complaint:
             complaint = reason
             log.warning("bus_error", error=reason)
-        if starting and "authorization" in reason.lower():
+        if starting and _is_refused(error):
             raise ConfigError(reason)  # waiting does not mend wrong credentials
         if starting and (mistake := await _tls_mistake(client, reason, credentials)):
             complaint = mistake
@@ -229,7 +229,7 @@ async def connected(
         silence = "no answer" if credentials else "no answer: a bus with keys needs --creds"
         reason = complaint or str(error) or silence
         parses = bool(client.options)
-        refused = not parses or isinstance(error, ConfigError) or "authorization" in reason.lower()
+        refused = not parses or isinstance(error, ConfigError) or _is_refused(error)
         raise (ConfigError if refused else BusAwayError)(
             _unusable(config, reason, tried_s=time.monotonic() - began)
         ) from error
@@ -286,6 +286,13 @@ def _unusable(config: BusConfig, reason: str, *, tried_s: float) -> str:
         f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for {tried_s:.1f} s): "
         "start one with `launch bus`, or name another with --bus.url"
     )
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return whether the server refuses our credentials.
+
+    While nats-py connects it raises no type for that, but the sentence of the server."""
+    return isinstance(error, nats.errors.AuthorizationError) or "authorization" in str(error).lower()
 
 
 async def _tls_mistake(client: Client, reason: str, credentials: Credentials | None) -> str:

@@ -323,6 +323,7 @@ async def translated(work: Awaitable[T]) -> T:
     try:
         return await work
     except RuntimeError as error:
+        # Gloo raises a plain RuntimeError, which only the path of its source in the text tells from others.
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise WorldError(f"rank {dist.get_rank()} of the learner lost another: {error}") from error
         raise

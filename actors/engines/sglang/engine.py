@@ -24,7 +24,7 @@ from actors.engines.sglang.adapter_updates import AdapterUpdates
 from actors.engines.sglang.adapters import Adapters, serving
 from actors.engines.sglang.client.answers import Streamed
 from actors.engines.sglang.client.cache_loads import CacheLoads
-from actors.engines.sglang.client.client import SglangClient, UnreachableError
+from actors.engines.sglang.client.client import AdapterMissingError, SglangClient, UnreachableError
 from actors.engines.sglang.client.request_bodies import score_request
 from actors.engines.sglang.client.sent_images import SentImages
 from actors.engines.sglang.client.server_facts import ServerFacts
@@ -330,10 +330,11 @@ class SglangEngine:
             raise self._interrupted(flight, failed)
         try:
             generation = flight.answer(flight.sent.result())
-        except RequestRefusedError as error:
+        except RequestRefusedError:
             self.in_progress.abandon(flight)  # the other server of a pair may have taken it
-            if not flight.lacks_adapter(error):
-                raise
+            raise
+        except AdapterMissingError as error:
+            self.in_progress.abandon(flight)
             await self._fail(f"it has lost an adapter, as a server that was started again: {error}")
             raise self._interrupted(flight, self.failure) from error
         except OtherWeightsError as error:

@@ -77,10 +77,6 @@ class RequestInProgress:
         """Return whether the server may not have begun with it, as far as it says anything of that."""
         return self.streamed is not None and not self.streamed.begun
 
-    def lacks_adapter(self, error: RequestRefusedError) -> bool:
-        """Return whether it was refused for want of its adapter, which such an answer names."""
-        return bool(self.adapter_name) and self.adapter_name in str(error)
-
     def left(self) -> Generation:
         """Return the tokens that are left of it when it ends before its time."""
         return self.streamed.kept() if self.streamed else NOTHING

@@ -36,6 +36,18 @@ class UnreachableError(EngineError):
     """There was no connection, or it broke: the server may be dead."""
 
 
+class StatusError(EngineError):
+    """The server answered with another status than 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AdapterMissingError(EngineError):
+    """The server does not have the adapter of a request, such as one that was started again."""
+
+
 class TooSlowError(EngineError):
     """There was no answer in time: the server may still be at it."""
 
@@ -113,11 +125,18 @@ class SglangClient:
     ) -> Generation:  # fmt: skip
         """Continue a prompt; requests with another `salt` or `adapter` share no cached prefix with it.
 
-        With `streamed` the server is asked for tokens as it draws them, and they are put there."""
+        With `streamed` the server is asked for tokens as it draws them, and they are put there. Raises
+        `AdapterMissingError` when it has no such adapter, and `RequestRefusedError` for what never fits."""
         body = request_body(request, rid=rid, salt=salt, adapter=adapter)
-        generation, _ = await self.answer(
-            body, request, timeout_s=timeout_s, routing=routing, streamed=streamed
-        )
+        try:
+            generation, _ = await self.answer(
+                body, request, timeout_s=timeout_s, routing=routing, streamed=streamed
+            )
+        except RequestRefusedError as error:
+            # SGLang says which adapter it lacks in a sentence alone, with the status of any bad request.
+            if adapter and adapter in str(error):
+                raise AdapterMissingError(str(error)) from error
+            raise
         return generation
 
     async def answer(
@@ -239,8 +258,8 @@ class SglangClient:
         """End an update that somebody began and did not end: as long as it is open, no other may begin."""
         try:
             await self._call("POST", "/end_weight_update", {})
-        except EngineError as error:
-            if not any(f"answered with status {status}" in str(error) for status in NONE_OPEN):
+        except StatusError as error:
+            if error.status not in NONE_OPEN:
                 raise
 
     async def release(self, timeout_s: float) -> None:
@@ -367,9 +386,10 @@ class SglangClient:
             async with self._session.request(method, self.url + path, timeout=timeout, **sent) as response:
                 if response.status != OK:
                     reason = (await response.read()).decode(errors="replace")[:500]
-                    refused = response.status == BAD_REQUEST and path == "/generate"  # too long, for instance
-                    failure = RequestRefusedError if refused else EngineError
-                    raise failure(f"{self.url}{path} answered with status {response.status}: {reason}")
+                    message = f"{self.url}{path} answered with status {response.status}: {reason}"
+                    if response.status == BAD_REQUEST and path == "/generate":  # too long, for instance
+                        raise RequestRefusedError(message)
+                    raise StatusError(message, response.status)
                 yield response
         except TimeoutError as error:
             raise TooSlowError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
