@@ -205,7 +205,7 @@ class ActorsConfig(Config):
         """Engine of held-out prompts, also where the settings derive it from that of the rollouts."""
         if self.evaluation.only or self.evaluation.has_own_servers:
             return "own"
-        default: EvaluationEngine = "rollout" if self.engine.type == "sglang" else "own"
+        default: EvaluationEngine = "own" if self.engine.in_process else "rollout"
         return default if self.evaluation.engine == "auto" else self.evaluation.engine
 
     @property
@@ -238,7 +238,7 @@ class ActorsConfig(Config):
 
     @model_validator(mode="after")
     def _a_url_is_one_engine(self) -> Self:
-        urls = self.engine.attached if isinstance(self.engine, SglangEngineConfig) else ()
+        urls = self.engine.attached
         if urls and self.fleet.engines not in (1, len(urls)):
             raise ValueError(
                 f"engine.urls names {len(urls)} servers, fleet.engines={self.fleet.engines}: leave that out, "
@@ -265,8 +265,9 @@ class ActorsConfig(Config):
 
     @model_validator(mode="after")
     def _evaluations_have_their_own_servers(self) -> Self:
-        rolling = self.engine.attached if isinstance(self.engine, SglangEngineConfig) else ()
-        both = {url.rstrip("/") for url in rolling} & {url.rstrip("/") for url in self.evaluation.urls}
+        both = {url.rstrip("/") for url in self.engine.attached} & {
+            url.rstrip("/") for url in self.evaluation.urls
+        }
         if both:
             raise ValueError(
                 f"evaluation.urls names {min(both)}, which rolls out with other weights (engine.urls): name "

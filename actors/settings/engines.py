@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,11 +26,42 @@ def tells_kept(speculation: str) -> bool:
     return not speculation or speculation.upper().startswith("DFLASH")
 
 
-class EmbeddedEngineConfig(Config):
+class EngineSettings(Config):
+    """Settings of an engine, whose class is its record; the defaults hold for one in the actor's process."""
+
+    type: str
+
+    in_process: ClassVar[bool] = True
+    """It computes in the actor's process; else it is one or several servers of SGLang."""
+
+    left_free: ClassVar[int] = 0
+    """Tokens of a context that no trajectory takes up."""
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """URLs of the running servers; empty where the actor starts its engine."""
+        return ()
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        """URLs of all running servers that nobody else may use."""
+        return self.attached
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Tell whether it adds adapters to weights itself, so that it may serve several policies."""
+        return False
+
+    @property
+    def context(self) -> int | None:
+        """Return its context in tokens, where that is set; else it is the model's."""
+        return None
+
+
+class EmbeddedEngineConfig(EngineSettings):
     """Engine of transformers in the actor's process, for laptops, tests and small models."""
 
     type: Literal["embedded"] = "embedded"
-    """Name of the engine."""
 
     slots: int = Field(256, ge=1)
     """Most generations that are decoded at once; further ones wait."""
@@ -61,16 +92,6 @@ class EmbeddedEngineConfig(Config):
     """Tokens of contexts that the engine is to hold at once, by which leases are taken
     (`fleet.soft_kv_share`). `None` bounds them by their number alone."""
 
-    @property
-    def context(self) -> int | None:
-        """Return None: its context is always the model's, unlike that of the sglang engine."""
-        return None
-
-    @property
-    def left_free(self) -> int:
-        """Return the tokens of a context that no trajectory takes up, unlike at the sglang engine: none."""
-        return 0
-
 
 class DisaggregationConfig(Config):
     """An engine as a pair of SGLang servers: one computes prompts, the other the tokens after them."""
@@ -92,11 +113,12 @@ class DisaggregationConfig(Config):
     """Running server for prompts to attach to; the engine's `url` is the one for the tokens after them."""
 
 
-class SglangEngineConfig(Config):
+class SglangEngineConfig(EngineSettings):
     """Engine of an SGLang server: one that the actor starts, or one that runs already."""
 
     type: Literal["sglang"] = "sglang"
-    """Name of the engine."""
+    in_process: ClassVar[bool] = False
+    left_free: ClassVar[int] = 2  # SGLang ends a generation before
 
     url: str | None = None
     """Running SGLang server to attach to, as http://host:port; without it the actor starts one."""
@@ -318,9 +340,9 @@ class SglangEngineConfig(Config):
         return context if isinstance(context, int) else None
 
     @property
-    def left_free(self) -> int:
-        """Return the tokens of a context that no trajectory takes up: SGLang ends a generation before."""
-        return 2
+    def adds_adapters(self) -> bool:
+        """Tell whether adapters are loaded beside the weights."""
+        return self.adapter == "loaded"
 
 
 NOT_QUANTISED = (

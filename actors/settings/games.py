@@ -15,7 +15,6 @@ class GuessNumber(Config):
     """One player guesses a number that is told to be higher or lower. The task names it as its label."""
 
     type: Literal["guess_number"] = "guess_number"
-    """Name of the game."""
 
     guesses: int = Field(4, ge=1)
     """Most guesses; the reward is 1 when one of them is right."""
@@ -27,7 +26,6 @@ class Nim(Config):
     The task's prompt ends with the size of the pile and the most sticks that a move takes, as `nim 17 3`."""
 
     type: Literal["nim"] = "nim"
-    """Name of the game."""
 
 
 class LibraryGame(Config):
@@ -44,7 +42,6 @@ class TextArenaGame(LibraryGame):
     """A game of the package textarena."""
 
     type: Literal["textarena"]
-    """Name of the game."""
 
     players: int = Field(1, ge=1)
     """Number of players."""
@@ -54,7 +51,6 @@ class GymnasiumGame(LibraryGame):
     """An environment of the package gymnasium whose actions are numbered; the policy writes the number."""
 
     type: Literal["gymnasium"]
-    """Name of the game."""
 
     actions: tuple[str, ...] = ()
     """Words for the actions from the first on, which the policy may write instead of numbers."""
@@ -64,7 +60,6 @@ class PluginGame(Config):
     """A game of the user's own."""
 
     type: Literal["plugin"]
-    """Name of the game."""
 
     start: str
     """Function that begins it, as `my_pkg.my_module:function`; it takes a task and returns a `Game`."""

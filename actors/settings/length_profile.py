@@ -13,7 +13,6 @@ class LogNormalLengths(Config):
     """Lengths whose logarithm is normal: most are short, a few are very long."""
 
     type: Literal["log_normal"] = "log_normal"
-    """Name of the profile."""
 
     median: float = Field(256.0, ge=1)
     """Median length in tokens; half of the answers are shorter."""
@@ -30,7 +29,6 @@ class RecordedLengths(Config):
     """Lengths drawn from a recorded histogram."""
 
     type: Literal["recorded"] = "recorded"
-    """Name of the profile."""
 
     upper: tuple[int, ...] = Field(min_length=1)
     """Longest answer in each bin of the histogram, in tokens, rising. A bin begins above the one before it,

@@ -33,7 +33,7 @@ def refuse_too_large(config: RunConfig, hf_config: PretrainedConfig) -> None:
         _refuse(named, "of a GPU by weights, gradients and optimizer", rank.state, room, "learner.parallel")
     else:
         on_host += rank.state * world.processes
-    if config.actors.engine.type == "embedded":
+    if config.actors.engine.in_process:
         on_host += 2 * published  # its own weights, and the newest in the actor
     where = "of the memory of this host or container by learner and actor"
     _refuse(named, where, on_host, memory_bytes(), "learner.lora.rank")

@@ -49,7 +49,7 @@ def check_gpu(config: RunConfig) -> Iterator[Finding]:
             "gpu", "warning", f"torch {torch.__version__} for CUDA {torch.version.cuda} sees no GPU",
             "look at nvidia-smi and CUDA_VISIBLE_DEVICES; the driver may be older than this CUDA",
         )  # fmt: skip
-    elif config.actors.engine.type == "sglang":
+    elif not config.actors.engine.in_process:
         yield Finding(
             "gpu", "warning", "none, and actors.engine.type is sglang",
             "an SGLang server on the CPU needs a build of its own: see docs/engines.md",

@@ -242,7 +242,7 @@ def _with_variables(config: RunConfig, part: Part) -> Part:
     """Add the variables of the part. The bus's URL is one, since it may hold a password, and arguments can be
     read by everybody on the host."""
     own = config.supervision.environment.get(part.name, {})
-    shares_cores = config.actors.engine.type == "embedded" and not WAITING.keys() & os.environ.keys()
+    shares_cores = config.actors.engine.in_process and not WAITING.keys() & os.environ.keys()
     waiting = WAITING if shares_cores else {}
     return replace(part, environment={URL_VARIABLE: config.bus.url, **waiting, **own})
 

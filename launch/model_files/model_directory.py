@@ -72,7 +72,7 @@ def refuse_other_angles(config: RunConfig) -> None:
     """Raise `ConfigError` for a model that SGLang computes otherwise than the learner, where it serves any.
 
     A model on another host is not seen from here: actors refuse it before they start an engine."""
-    serves = config.actors.engine.type == "sglang" or config.actors.evaluation.has_own_servers
+    serves = not config.actors.engine.in_process or config.actors.evaluation.has_own_servers
     if config.model.path is not None and serves:
         model = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
         refuse_dynamic_angles(config.model.path, described(model))

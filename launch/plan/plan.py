@@ -160,7 +160,7 @@ def _plan(config: RunConfig, model: Model, asked: Question) -> Plan:
         rank=rank,
         room=int(asked.room),
         learner_host=learner_host(model, learner, rank, published, ranks),
-        actor_host=actor_host(published, embedded=config.actors.engine.type == "embedded"),
+        actor_host=actor_host(published, embedded=config.actors.engine.in_process),
         checkpoint=checkpoint_bytes(model, learner),
         snapshot=published,
         delta=round(published * DELTA),

@@ -153,7 +153,7 @@ def _check_quantisation(config: "RunConfig") -> None:
             f"{where} with learner.lora.publish=adapter: adapters alone are published, and never quantised; "
             "set learner.lora.publish=merged, or quantisation to none"
         )
-    serves, evaluation = isinstance(engine, SglangEngineConfig), config.actors.evaluation
+    serves, evaluation = not engine.in_process, config.actors.evaluation
     if chosen in TAKEN_ONCE and (serves or evaluation.has_own_servers):
         servers = "actors.engine.type=sglang" if serves else "actors.evaluation.servers or urls"
         raise ConfigError(
@@ -259,7 +259,7 @@ def _check_colocation(config: "RunConfig") -> None:
             "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
             "colocation.enabled"
         )
-    if isinstance(engine, SglangEngineConfig) and engine.adapter == "loaded":
+    if engine.adds_adapters:
         raise ConfigError(
             'colocation.enabled with actors.engine.adapter="loaded": an engine that takes its device back '
             "has lost its adapters: set adapter=merged, or leave out colocation.enabled"

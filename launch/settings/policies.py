@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, field_validator
 from actors.engines.fleet.gpu_plan import gpu_plan, gpus_used
 from actors.episodes.agents import policy_of
 from actors.settings.actors import ActorsConfig
-from actors.settings.engines import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig
 from actors.settings.environment import EnvironmentSettings
 from actors.settings.opponents import TAKEN, refuse_misnamed
 from bus.config import BusConfig, Config
@@ -206,8 +206,8 @@ def _refuse_unplayed(config: "RunConfig") -> None:
 def shares_servers(config: "RunConfig", name: str, engine: EngineConfig) -> bool:
     """Tell whether the servers of the run's own policy serve a further policy too, whose engines have these
     settings: SGLang's, where they add the adapters of each policy themselves."""
-    adds = isinstance(engine, SglangEngineConfig) and engine.adapter == "loaded"
-    return adds and engine == config.actors.engine and config.policies[name].shares_servers
+    same = engine == config.actors.engine and config.policies[name].shares_servers
+    return engine.adds_adapters and same
 
 
 def refuse_other_bases(config: "RunConfig", further: Mapping[str, "RunConfig"]) -> None:
@@ -261,22 +261,18 @@ def refuse_shared_engines(config: "RunConfig", engines: Mapping[str, EngineConfi
 def _refuse_shared_servers(actors: ActorsConfig, engines: Mapping[str, EngineConfig]) -> None:
     opponents = actors.opponents.items()
     used = {
-        **dict.fromkeys(_servers(actors.engine), "policy 'default'"),
+        **dict.fromkeys(actors.engine.claimed, "policy 'default'"),
         **{one.url.rstrip("/"): f"opponent {name!r}" for name, one in opponents if one.url is not None},
         **{url.rstrip("/"): "the version that is evaluated" for url in actors.evaluation.urls},
     }
     for name, engine in engines.items():
-        for url in _servers(engine):
+        for url in engine.claimed:
             if url in used:
                 raise ConfigError(
                     f"policies.{name}.engine attaches to {url}, which has the weights of {used[url]}: name "
                     f"another server as policies.{name}.engine.url"
                 )
             used[url] = f"policy {name!r}"
-
-
-def _servers(engine: EngineConfig) -> tuple[str, ...]:
-    return engine.claimed if isinstance(engine, SglangEngineConfig) else ()
 
 
 def _refuse_shared_gpus(config: "RunConfig", engines: Mapping[str, EngineConfig]) -> None:

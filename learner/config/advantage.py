@@ -27,18 +27,22 @@ class AdvantageEstimator(Choice):
         return None
 
 
-class GRPOAdvantage(AdvantageEstimator):
+class RelativeAdvantage(AdvantageEstimator):
+    """Base of estimators that compare rewards with each other."""
+
+    normalize_std: bool = True
+    """Divide by the population standard deviation of what is compared. `False` only removes the mean, as Dr.
+    GRPO (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
+
+    std_floor: float = Field(1e-4, ge=0)
+    """Added to the standard deviation before the division."""
+
+
+class GRPOAdvantage(RelativeAdvantage):
     """Reward relative to the agent's other rewards in its group."""
 
     type: Literal["grpo"] = "grpo"
     computed_by: ClassVar[str] = "learner.algorithms.advantages.grpo:grpo_advantages"
-
-    normalize_std: bool = True
-    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
-    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
-
-    std_floor: float = Field(1e-4, ge=0)
-    """Added to the standard deviation before the division."""
 
 
 class RLOOAdvantage(AdvantageEstimator):
@@ -109,7 +113,7 @@ class ReinforcePPBaselineAdvantage(AdvantageEstimator):
     whitens: ClassVar[bool] = True
 
 
-class DiscountedReturns(AdvantageEstimator):
+class DiscountedReturns(RelativeAdvantage):
     """Each turn has the discounted sum of its own reward and those after it."""
 
     type: Literal["discounted_returns"] = "discounted_returns"
@@ -122,15 +126,8 @@ class DiscountedReturns(AdvantageEstimator):
     """Compare a return with those of the same turn in the agent's other rollouts (arXiv:2511.14846), or leave
     it as it is."""
 
-    normalize_std: bool = True
-    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
-    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
 
-    std_floor: float = Field(1e-4, ge=0)
-    """Added to the standard deviation before the division."""
-
-
-class TurnCredit(AdvantageEstimator):
+class TurnCredit(RelativeAdvantage):
     """Each turn has the advantage of its own reward, beside that of the outcome (MT-GRPO,
     arXiv:2505.11821)."""
 
@@ -140,15 +137,8 @@ class TurnCredit(AdvantageEstimator):
     outcome_coef: float = Field(1.0, ge=0)
     """Weight of the outcome in a turn that has a reward of its own."""
 
-    normalize_std: bool = True
-    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
-    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
 
-    std_floor: float = Field(1e-4, ge=0)
-    """Added to the standard deviation before the division."""
-
-
-class HierarchicalAdvantage(AdvantageEstimator):
+class HierarchicalAdvantage(RelativeAdvantage):
     """Some agents are compared within their episode, the others with themselves in the other episodes."""
 
     type: Literal["hierarchical"] = "hierarchical"
@@ -157,13 +147,6 @@ class HierarchicalAdvantage(AdvantageEstimator):
     within_episode: tuple[str, ...] = Field(min_length=1)
     """Agents whose trajectories in an episode are attempts at the same thing, such as the solvers of a
     problem that another agent posed."""
-
-    normalize_std: bool = True
-    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
-    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
-
-    std_floor: float = Field(1e-4, ge=0)
-    """Added to the standard deviation before the division."""
 
 
 class RAEAdvantage(AdvantageEstimator):

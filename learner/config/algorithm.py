@@ -23,7 +23,6 @@ class AutoAggregation(Config):
     """The aggregation of the paper that the loss or a rejection is from, or the mean over tokens."""
 
     type: Literal["auto"] = "auto"
-    """Name of the aggregation."""
 
 
 class TokenMean(Aggregation):

@@ -45,7 +45,6 @@ class AutoCorrection(Config):
     whose own ratio is to the policy that sampled."""
 
     type: Literal["auto"] = "auto"
-    """Name of the correction."""
 
 
 class NoCorrection(Correction):
@@ -135,7 +134,6 @@ class NoRejection(Config):
     """No token is rejected."""
 
     type: Literal["none"] = "none"
-    """Name of the rejection."""
 
 
 class Rejection(Choice):

@@ -12,14 +12,12 @@ class ConstantSchedule(Config):
     """The learning rate stays constant."""
 
     type: Literal["constant"] = "constant"
-    """Name of the schedule."""
 
 
 class CosineSchedule(Config):
     """The learning rate falls along half a cosine."""
 
     type: Literal["cosine"] = "cosine"
-    """Name of the schedule."""
 
     decay_steps: int = Field(1000, gt=0)
     """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
@@ -32,7 +30,6 @@ class WSDSchedule(Config):
     """Warm-up, stable, decay: the learning rate stays for long, then falls in the end."""
 
     type: Literal["wsd"] = "wsd"
-    """Name of the schedule."""
 
     stable_steps: int = Field(1000, ge=0)
     """Updates at the full learning rate."""

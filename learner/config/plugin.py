@@ -40,7 +40,6 @@ class Plugin(Config):
     """A function of the user's own, with the signature of the built-in ones."""
 
     type: Literal["plugin"] = "plugin"
-    """Name of the choice."""
 
     function: str
     """The function, as `my_pkg.my_module:function`; the working directory counts."""

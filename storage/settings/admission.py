@@ -27,7 +27,6 @@ class FifoSampler(_Sampling):
     too few are fresh."""
 
     type: Literal["fifo"] = "fifo"
-    """Name of the strategy."""
 
 
 class UniformSampler(_Sampling):
@@ -35,7 +34,6 @@ class UniformSampler(_Sampling):
     and are refunded."""
 
     type: Literal["uniform"] = "uniform"
-    """Name of the strategy."""
 
 
 class _Preferring(_Sampling):
@@ -51,7 +49,6 @@ class FreshnessSampler(_Preferring):
     (1 + staleness)^-exponent, and at most 1."""
 
     type: Literal["freshness"] = "freshness"
-    """Name of the strategy."""
 
     exponent: float = Field(1.0, ge=0)
     """Strength of the preference; 0 is uniform."""
@@ -62,7 +59,6 @@ class PrioritySampler(_Preferring):
     |advantage|^a * (1 + staleness)^-f, and at most 1."""
 
     type: Literal["priority"] = "priority"
-    """Name of the strategy."""
 
     advantage_exponent: float = Field(1.0, ge=0)
     """Exponent a of a group's mean |reward - mean reward|; 0 ignores it."""

@@ -37,7 +37,6 @@ class NoCurriculum(Config):
     """Leaves the shares as they are configured."""
 
     type: Literal["none"] = "none"
-    """Name of the curriculum."""
 
 
 class _Curriculum(Config):
@@ -59,14 +58,12 @@ class LearnabilityCurriculum(_Curriculum):
     variance of a reward of 0 or 1, without which a group teaches nothing (arXiv:2502.12272, section 3)."""
 
     type: Literal["learnability"] = "learnability"
-    """Name of the curriculum."""
 
 
 class BandCurriculum(_Curriculum):
     """Prefers sources whose success lies within a band, as filters of difficulty do (arXiv:2504.03380)."""
 
     type: Literal["band"] = "band"
-    """Name of the curriculum."""
 
     low: float = Field(0.2, ge=0, le=1)
     """Lower end of the band. Below it the preference falls in proportion, to 0 where nothing is solved."""

@@ -12,14 +12,12 @@ class BusTransport(Config):
     """Chunks on the run's WEIGHTS stream, which need nothing else, for models up to a fourth of its bytes."""
 
     type: Literal["bus"] = "bus"
-    """Name of the transport."""
 
 
 class FilesTransport(Config):
     """Files in a directory that the learner and all actors mount."""
 
     type: Literal["files"] = "files"
-    """Name of the transport."""
 
     directory: Path
     """Directory with the same path on every host; each run uses a subdirectory of it."""
@@ -50,7 +48,6 @@ class HttpTransport(LearnerServer):
     """The learner serves files, in ranges, to actors that can reach it or a relay."""
 
     type: Literal["http"] = "http"
-    """Name of the transport."""
 
 
 class AutoTransport(LearnerServer):
@@ -60,7 +57,6 @@ class AutoTransport(LearnerServer):
     HTTP."""
 
     type: Literal["auto"] = "auto"
-    """Name of the transport."""
 
     def chosen(self, size_bytes: int, stream_bytes: int) -> BusTransport | HttpTransport:
         """Return the transport for weights of `size_bytes`, where the stream WEIGHTS holds `stream_bytes`; 0

@@ -45,7 +45,7 @@ def build_engine(
 
 def refuse_other_angles(config: EngineConfig, model: Path) -> None:
     """Raise `ConfigError` for a model that SGLang computes otherwise than transformers."""
-    if not isinstance(config, EmbeddedEngineConfig):
+    if not config.in_process:
         refuse_dynamic_angles(model, json.loads((model / "config.json").read_text()))
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from actors.settings.engines import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig
 from bus.connection import Bus
 from bus.connection.roles import hold_role
 from bus.errors import ConfigError
@@ -49,7 +49,7 @@ class EngineClaims:
 
     async def claim_attached(self, engine: EngineConfig) -> None:
         """Claim the servers that the settings attach to. Raises `ConfigError` as `claim` does."""
-        for url in engine.claimed if isinstance(engine, SglangEngineConfig) else ():
+        for url in engine.claimed:
             await self.claim(url)
 
     async def claim(self, url: str) -> None:

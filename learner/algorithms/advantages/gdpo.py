@@ -23,8 +23,6 @@ def gdpo_advantages(
 
     Args:
         groups: trajectories of one prompt each. Those that are not trained are in no baseline and get 0.
-        rewards: weights of the parts of the outcome's reward, by name (`Trajectory.reward_components`).
-        std_floor: added to the population standard deviation of each reward in the group.
         sums: adds up over ranks.
 
     Raises `ConfigError` for a trained trajectory that lacks one of the rewards.

@@ -18,9 +18,6 @@ def hierarchical_advantages(
 
     Args:
         groups: trajectories of one prompt each. Those that are not trained are in no baseline and get 0.
-        within_episode: names of the agents whose trajectories in an episode are attempts at the same thing.
-        normalize_std: divide by the population standard deviation.
-        std_floor: added to the standard deviation.
 
     Returns the advantage of each trajectory, the same at all its tokens.
     """

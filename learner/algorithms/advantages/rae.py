@@ -25,9 +25,6 @@ def rae_advantages(
 
     Args:
         groups: trajectories of one prompt each; those that are not trained are in no baseline and get 0.
-        decay: weight of the past at each episode.
-        metadata_key: an entry of the trajectories' metadata, such as the name of the game, each value of
-            which has baselines of its own; None does without.
         sums: adds up over ranks.
         baselines: by agent; changed in place, and kept in checkpoints.
 

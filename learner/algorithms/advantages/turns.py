@@ -24,11 +24,8 @@ def discounted_return_advantages(
 
     Args:
         groups: trajectories of one prompt each; those that are not trained get 0.
-        discount_per_turn: factor of what comes a turn later.
         baseline: "turn" compares a return with those of the same agent at the same turn in the other rollouts
             of the prompt, so that a turn which no other rollout has gets 0; "none" leaves it as it is.
-        normalize_std: divide by the population standard deviation, where there is a baseline.
-        std_floor: added to that deviation.
 
     Returns the advantage of each token [L], 0 outside of turns.
     """
@@ -56,8 +53,6 @@ def turn_credit_advantages(
     Args:
         groups: trajectories of one prompt each; those that are not trained are in no baseline and get 0.
         outcome_coef: weight of the outcome in a turn with a reward of its own (lambda of the paper).
-        normalize_std: divide by the population standard deviation.
-        std_floor: added to the standard deviation.
 
     Returns the advantage of each token [L], 0 outside of turns.
     """

@@ -24,10 +24,6 @@ def sequence_tis(
     Args:
         log_ratio: [N] nats, the policy that the loss takes its tokens to come from over the one that sampled.
         sequence: int64 [N], which sequence a token belongs to; all tokens of a sequence are here.
-        sequence_cap: upper bound on the weight; `inf` is plain importance sampling.
-        over: the product of the ratios, or their geometric mean.
-        bound: what becomes of a weight out of bounds (bounds.py).
-        floor: lower bound on the weight; `None` is 1 / sequence_cap.
 
     Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N].
     """

@@ -17,9 +17,6 @@ def token_tis(
     Args:
         log_ratio: [N] nats, the policy that the loss takes its tokens to come from over the one that sampled.
         sequence: int64 [N], which sequence a token belongs to; this correction does not ask.
-        truncation_cap: upper bound on the weight; `inf` is plain importance sampling.
-        bound: what becomes of a weight out of bounds (bounds.py).
-        floor: lower bound on the weight; `None` is 1 / truncation_cap.
 
     Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N].
     """

@@ -10,10 +10,6 @@ def aipo_loss(tokens: LossTokens, *, ratio_cap: float) -> tuple[Tensor, dict[str
 
     It is CISPO without a lower bound, and has the gradient of REINFORCE with token TIS.
 
-    Args:
-        tokens: N trained tokens.
-        ratio_cap: upper bound on the weight; the paper has 2 to 10.
-
     Returns the loss of each token, [N], and which tokens were cut off, [N].
     """
     return cispo_loss(tokens, lowest_weight=0.0, highest_weight=ratio_cap)

@@ -10,11 +10,6 @@ def cispo_loss(
 
     Unlike PPO's clip it leaves no token without a gradient.
 
-    Args:
-        tokens: N trained tokens.
-        lowest_weight: lower bound on the weight.
-        highest_weight: upper bound on it.
-
     Returns the loss of each token, [N], and which tokens are clipped, [N].
     """
     ratio = tokens.ratio_to("behaviour_logprobs").detach()

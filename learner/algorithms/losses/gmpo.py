@@ -13,11 +13,6 @@ def gmpo_loss(
     ratio of a sequence is the exponential of their mean. It is not separable over tokens: each token's
     gradient depends on the whole sequence.
 
-    Args:
-        tokens: N trained tokens of whole sequences.
-        log_clip: nats that the log ratio may fall below 0.
-        log_clip_high: nats that it may rise above 0; `None` means `log_clip`.
-
     Returns the loss of each token, [N], which is that of its sequence, and which tokens were cut off, [N].
     """
     advantages, high = tokens.streams["advantages"], log_clip if log_clip_high is None else log_clip_high

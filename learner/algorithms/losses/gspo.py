@@ -12,11 +12,6 @@ def gspo_loss(
     The ratio of a sequence is the exponential of its mean log ratio to the behaviour policy. It is not
     separable over tokens: each token's gradient depends on the whole sequence.
 
-    Args:
-        tokens: N trained tokens of whole sequences.
-        sequence_clip_eps: how far below 1 the ratio may fall.
-        sequence_clip_eps_high: how far above 1 it may rise; `None` means `sequence_clip_eps`.
-
     Returns the loss of each token, [N], which is that of its sequence, and which tokens are clipped, [N].
     """
     log_ratio = tokens.sequence_mean(tokens.logprobs - tokens.streams["behaviour_logprobs"])

@@ -14,14 +14,6 @@ def ppo_clip_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy gradient (arXiv:1707.06347, eq. 7) with an upper bound of its own (arXiv:2503.14476).
 
-    Args:
-        tokens: N trained tokens.
-        centre: "behaviour", or "proximal" where the clip is decoupled (arXiv:2505.24298).
-        clip_eps: how far below 1 the ratio may fall.
-        clip_eps_high: how far above 1 it may rise; `None` means `clip_eps`.
-        dual_clip: ratio above which a token of negative advantage has no gradient either (arXiv:1912.09729,
-            eq. 5); `None` sets no bound.
-
     Returns the loss of each token, [N], and which tokens are clipped, [N].
     """
     advantages, ratio = tokens.streams["advantages"], tokens.ratio_to(f"{centre}_logprobs")
