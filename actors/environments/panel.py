@@ -6,7 +6,7 @@ from typing import Self
 from actors.environments.agent_answers import lettered, names_of, number_of_letter, reward_now
 from actors.episodes.episode import Episode
 from actors.episodes.task import ChatMessage, Task
-from actors.policy.messages import Completion
+from actors.policy.messages import UNANSWERABLE, Completion
 from actors.policy.policy import Policy
 from actors.rewards.scoring.call_times import CallTimes
 from actors.rewards.scoring.scorers import RewardChoice, Scorer
@@ -42,11 +42,14 @@ class Panel:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""
         refuse_tools(task, "panel")
         policy, asked = policy.fresh(task.task_id), self._config
-        drafts = await _asked(policy, task.messages, "solver", asked.solvers)
-        rewriting = _last_replaced(task, asked.rewriter_prompt, drafts)
-        rewritten = await _asked(policy, rewriting, "rewriter", asked.rewriters)
-        choosing = _last_replaced(task, asked.selector_prompt, rewritten)
-        choice = await policy.chat(choosing, SELECTOR)
+        drafts = await together(
+            policy.chat(task.messages, agent) for agent in names_of("solver", asked.solvers)
+        )
+        rewritten = await together(
+            _shown(policy, task, asked.rewriter_prompt, drafts, agent)
+            for agent in names_of("rewriter", asked.rewriters)
+        )
+        choice = await _shown(policy, task, asked.selector_prompt, rewritten, SELECTOR)
         rewards = await together(
             reward_now(self._scorer, task, answer, "a panel") for answer in [*drafts, *rewritten]
         )
@@ -69,17 +72,21 @@ class Panel:
         await self._scorer.close()
 
 
-async def _asked(
-    policy: Policy, messages: Sequence[ChatMessage], role: str, count: int
-) -> Sequence[Completion]:
-    return await together(policy.chat(messages, agent) for agent in names_of(role, count))
+async def _shown(
+    policy: Policy, task: Task, template: str, answers: Sequence[Completion], agent: str
+) -> Completion:
+    """Ask an agent that sees the answers of others; it sees empty ones where what they wrote cannot be shown,
+    such as too long a text. So no agent can have the episode of all left out of training."""
+    try:
+        return await policy.chat(_last_replaced(task, template, [one.content for one in answers]), agent)
+    except UNANSWERABLE:
+        return await policy.chat(_last_replaced(task, template, [""] * len(answers)), agent)
 
 
-def _last_replaced(task: Task, template: str, answers: Sequence[Completion]) -> Sequence[ChatMessage]:
+def _last_replaced(task: Task, template: str, answers: Sequence[str]) -> Sequence[ChatMessage]:
     """Return the task's chat with the last message put into `template`, together with answers."""
     *before, last = task.messages
-    texts = lettered((number, answer.content) for number, answer in enumerate(answers))
-    filled: Mapping[str, str] = {"prompt": str(last["content"]), "answers": texts}
+    filled: Mapping[str, str] = {"prompt": str(last["content"]), "answers": lettered(enumerate(answers))}
     return [*before, {**last, "content": template.format_map(filled)}]
 
 

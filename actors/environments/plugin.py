@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import TypeVar, cast
 
@@ -11,7 +12,9 @@ from pydantic import BaseModel, ValidationError
 from actors.environments.base import Environment, HandsBackAtStop, ScoresGroups
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
+from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses
 from actors.episodes.task import Task
+from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy
 from actors.rewards.base import Closable
 from actors.settings.actors import PluginEnvironmentConfig
@@ -26,17 +29,55 @@ NOT_THE_EPISODES = EngineLostError, HandBackError
 """Errors that say nothing about the episode: its lease is for another actor."""
 
 
+class PluginFaultError(EpisodeError):
+    """An environment of the user's raised, or returned no episode, which what the policy wrote may cause."""
+
+
 class PluginEnvironment:
     """Runs an environment of the user's, whose exceptions fail the rollout and not the actor."""
 
-    def __init__(self, name: str, environment: Environment, *, timeout_s: float = inf) -> None:
+    def __init__(
+        self, name: str, environment: Environment, *, timeout_s: float = inf, lowest: float | None = None
+    ) -> None:  # fmt: skip
         self.trajectories_per_episode = environment.trajectories_per_episode
+        self._lowest = lowest
+        """Reward of an episode that the policy made fail; None where it has none."""
+        self._latest = LatestUses()
+        """Rollouts that gave an episode."""
         self._name = name
         self._timeout_s = timeout_s
         self._environment = environment
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Roll `task` out once. Raises `EpisodeError` for whatever the user's code raises by itself."""
+        """Roll `task` out once.
+
+        Whatever the user's code raises by itself is an `EpisodeError`. Where the policy was asked, and the
+        environment works for others, what it wrote is to blame: the episode has the lowest reward."""
+        try:
+            episode = await self._rolled_out(task, policy)
+        except (PluginFaultError, *UNANSWERABLE) as error:
+            self._latest.note(worked=False)
+            unscored = self._unscored(policy, error) if self._latest.work else None
+            if unscored is None:
+                raise
+            return unscored
+        self._latest.note(worked=True)
+        if not isinstance(episode.metrics, Mapping):
+            return episode
+        return replace(episode, metrics={FAULT_FRACTION: 0.0, **episode.metrics})
+
+    def _unscored(self, policy: Policy, error: Exception) -> Episode | None:
+        """Return what was recorded, with the lowest reward; None where that is no episode."""
+        if self._lowest is None:
+            return None
+        parts = (policy.begun or policy).trajectories(self._lowest)
+        if not parts or self.trajectories_per_episode not in (None, len(parts)):
+            return None
+        fault = {REWARD_FAULT: str(error)[:LONGEST_FAULT]}
+        noted = (replace(part, metadata={**part.metadata, **fault}) for part in parts)
+        return Episode(tuple(noted), {FAULT_FRACTION: 1.0})
+
+    async def _rolled_out(self, task: Task, policy: Policy) -> Episode:
         try:
             episode = await self._in_time(self._environment.run(task, policy), f"a rollout of {task.task_id}")
         except SluiceError:
@@ -48,7 +89,7 @@ class PluginEnvironment:
         except Exception as error:
             raise self._failed(task, error) from error
         if not _is_episode(episode):
-            raise EpisodeError(
+            raise PluginFaultError(
                 f"environment {self._name} returned {episode!r} for {task.task_id}: return an Episode with "
                 "policy.trajectories(reward)"
             )
@@ -115,7 +156,7 @@ class PluginEnvironment:
             ) from error
 
     def _failed(self, task: Task, error: Exception) -> EpisodeError:
-        return EpisodeError(f"environment {self._name} raised {error!r} on task {task.task_id}")
+        return PluginFaultError(f"environment {self._name} raised {error!r} on task {task.task_id}")
 
 
 def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
@@ -139,7 +180,7 @@ def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
             f"environment {name!r} has score_group, and its episodes would be sent before their group is "
             "scored: set trajectories_per_episode = None"
         )
-    return PluginEnvironment(name, built, timeout_s=config.rollout_timeout_s)
+    return PluginEnvironment(name, built, timeout_s=config.rollout_timeout_s, lowest=config.lowest)
 
 
 def _checked_settings(config: PluginEnvironmentConfig, declared: type | None) -> list[BaseModel]:

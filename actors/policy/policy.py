@@ -64,6 +64,8 @@ class Policy:
         """Policies that are trained beside this one, with engines of their own, and which agents they are."""
         self.unscaled: Set[str] = frozenset()
         """Policies, by name, whose engines tell log-probs at temperature 1 alone."""
+        self.begun: Policy | None = None
+        """The newest policy that `fresh` gave."""
         self._masking = masking
         self._routed_experts = routed_experts
         self._engine = engine
@@ -92,6 +94,7 @@ class Policy:
         policy = copy(self)
         policy._rollout_id, policy._completions, policy._strands = rollout_id, count(), []
         policy._turn_rewards, policy._untrained = {}, set()
+        policy.begun, self.begun = None, policy
         return policy
 
     async def chat(

@@ -17,7 +17,7 @@ from actors.settings.groups import FailureLimitsConfig, GroupLimitsConfig, Inter
 from actors.settings.length_profile import LengthProfileConfig
 from actors.settings.opponents import OpponentConfig, refuse_misnamed
 from actors.settings.panel import PanelConfig
-from actors.settings.rewards import RewardConfig
+from actors.settings.rewards import RewardConfig, UnfinishedConfig
 from actors.settings.tool_chat import ToolsConfig
 from bus.config import MOST_KEPT, Config
 from storage.settings.weights_transport import RelayConfig
@@ -81,7 +81,7 @@ class SingleTurnConfig(EnvironmentSettings, RewardConfig):
         return 1
 
 
-class PluginEnvironmentConfig(EnvironmentSettings):
+class PluginEnvironmentConfig(EnvironmentSettings, UnfinishedConfig):
     """Environment of the user's own."""
 
     type: Literal["plugin"]

@@ -6,9 +6,12 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from actors.settings.environment import EnvironmentSettings
+from actors.settings.rewards import UnfinishedConfig
 from bus.config import Config
 
 SELF, SCRIPTED = "self", "scripted"
+LOST = -1.0
+"""Reward of a player that loses, in the games that give less than 0."""
 
 
 class GuessNumber(Config):
@@ -70,7 +73,7 @@ AnyGame = Annotated[
 ]
 
 
-class GameConfig(EnvironmentSettings):
+class GameConfig(EnvironmentSettings, UnfinishedConfig):
     """Environment in which policies play a text game over several turns, with rewards at its end."""
 
     type: Literal["game"] = "game"
@@ -95,6 +98,11 @@ class GameConfig(EnvironmentSettings):
 
     game_timeout_s: float = Field(600.0, gt=0)
     """Longest time of an episode."""
+
+    @property
+    def lowest(self) -> float | None:
+        """Return the reward of a player whose move makes the game fail; None where the episode has none."""
+        return self.lowered(LOST)
 
     @property
     def agent_names(self) -> tuple[str, ...] | None:

@@ -1,10 +1,11 @@
 """Settings of rewards, for every environment that scores answers. Loads without torch."""
 
 import re
+from math import inf
 from string import Formatter
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from actors.settings.tools import SandboxConfig
 from bus.config import Config
@@ -143,7 +144,32 @@ class CodeRewardConfig(SandboxConfig):
     """Most processes and threads of a program at a time; each has the memory above to itself."""
 
 
-class RewardConfig(Config):
+class UnfinishedConfig(Config):
+    """What an episode is worth that the policy kept from being scored."""
+
+    unfinished_reward: Finite | Literal["left_out"] = 0.0
+    """Lowest reward that an episode may have; for `dapo` and in games -1 at most. It goes to one that the
+    policy kept from being scored: a reward or environment of your own failed on what it wrote and works for
+    others, so did a game, an agent's program or its verifier, or a limit of the gateway ended it before a
+    reward was posted. `left_out`: such an episode fails and is not trained, as a policy may learn to do."""
+
+    @field_validator("unfinished_reward", mode="before")
+    @classmethod
+    def _none_was_left_out(cls, value: object) -> object:
+        return "left_out" if value is None else value  # as runs of older builds have it
+
+    @property
+    def lowest(self) -> float | None:
+        """Return the reward of an episode that the policy kept from being scored; None where it has none."""
+        return self.lowered(inf)
+
+    def lowered(self, *bounds: float) -> float | None:
+        """Return the setting, or the least of `bounds` where that is less; None where it is none."""
+        value = self.unfinished_reward
+        return None if value == "left_out" else min(value, *bounds)
+
+
+class RewardConfig(UnfinishedConfig):
     """Which rewards score the answers of a run, and how."""
 
     reward: str = "exact"
@@ -166,12 +192,6 @@ class RewardConfig(Config):
     """Longest time that one call of the reward may take before the rollout counts as failed. `remote` and
     `judge` have limits of their own; an answer for which a verifier of `reasoning_gym` takes longer gets 0,
     unless the right answer takes longer too."""
-
-    unfinished_reward: Finite | None = 0.0
-    """Lowest reward that an answer may have; for `dapo` -1 at most. It goes to an episode that the policy
-    kept from being scored: a reward of your own fails on its answer twice and works on the label, a limit of
-    the gateway ended it before a reward was posted, or an agent's program or verifier failed that works for
-    others. With `None` such an episode fails and is not trained, so that a policy may learn to have it so."""
 
     sample_call: bool = True
     """Whether a start calls each reward once with a sample answer, the label where a prompt has one, for each
@@ -210,9 +230,7 @@ class RewardConfig(Config):
     @property
     def lowest(self) -> float | None:
         """Return the reward of an episode that the policy kept from being scored; None where it has none."""
-        if self.unfinished_reward is None:
-            return None
-        return min(self.unfinished_reward, *(LOWEST.get(name, self.unfinished_reward) for name in self.names))
+        return self.lowered(inf, *(LOWEST[name] for name in self.names if name in LOWEST))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,18 +4,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ParamSpec, Self, TypeVar
 
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
 from actors.environments.games.build import game_start
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
+from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy
 from actors.settings.games import SCRIPTED, SELF, GameConfig
 from actors.tools.prompt_tools import refuse_tools
+from bus.errors import SluiceError
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End
 
@@ -38,6 +40,10 @@ class Play:
     """Number of turns of each side."""
     end: End | None = None
     """Why it was broken off; None where the last turn of each side says how that ended."""
+    mover: int | None = None
+    """Side whose move the game is making, or failed on."""
+    fault: str = ""
+    """How the game failed on a move of the policy; empty where it did not."""
 
 
 class GameEnvironment:
@@ -50,6 +56,7 @@ class GameEnvironment:
         self._config = config
         self._start = start
         self._inline = config.game.type in INLINE
+        self._moves = LatestUses()
 
     @classmethod
     def from_config(cls, config: GameConfig) -> Self:
@@ -69,8 +76,10 @@ class GameEnvironment:
                     await self._play(play, task, policy)
             except TimeoutError as error:
                 limit = self._config.game_timeout_s
-                raise EpisodeError(f"the game of {task.task_id} took longer than {limit:g} s") from error
-            rewards = await self._called(game.rewards)
+                said = f"the game of {task.task_id} took longer than {limit:g} s"
+                if not self._blames(play, said):
+                    raise EpisodeError(said) from error
+            rewards = self._broken_off(play) if play.fault else await self._called(game.rewards)
         return self._episode(play, policy, rewards)
 
     def _sides(self, task: Task, players: int) -> dict[int, str]:
@@ -101,7 +110,30 @@ class GameEnvironment:
                 play.end = "length"
                 return
             play.turns[side] += 1
-            ended = await self._called(play.game.act, action)
+            play.mover = side
+            try:
+                ended = await self._called(play.game.act, action)
+            except Exception as error:  # a game may raise anything
+                if isinstance(error, SluiceError) or not self._blames(play, repr(error)):
+                    raise
+                return
+            self._moves.note(worked=True)
+            play.mover = None
+
+    def _blames(self, play: Play, fault: str) -> bool:
+        """Note that the game failed on a move, and whether the policy that made it is to blame."""
+        if play.mover is None:
+            return False
+        self._moves.note(worked=False)
+        is_own = play.players[play.mover] == DEFAULT_POLICY
+        if is_own and self._moves.work and self._config.lowest is not None:
+            play.fault = fault
+        return bool(play.fault)
+
+    def _broken_off(self, play: Play) -> Sequence[float]:
+        """Return the rewards of a game that failed on a player's move: the lowest for that player."""
+        lowest = self._config.lowest or 0.0
+        return [lowest if side == play.mover else 0.0 for side in range(play.game.players)]
 
     async def _action(self, play: Play, side: int, task: Task, policy: Policy) -> str | None:
         """Return a side's move; None where its context has no room for one."""
@@ -129,9 +161,12 @@ class GameEnvironment:
         recorded = policy.trajectories(agents, end=play.end)
         if not recorded:
             raise EpisodeError("the game ended before the policy moved: begin it otherwise")
+        if play.fault:
+            fault = {REWARD_FAULT: play.fault[:LONGEST_FAULT]}
+            recorded = tuple(replace(part, metadata={**part.metadata, **fault}) for part in recorded)
         return Episode(
             recorded,
-            {"rollout/turns": float(play.turns.total())},
+            {"rollout/turns": float(play.turns.total()), FAULT_FRACTION: float(bool(play.fault))},
             outcome=float(rewards[own]),
         )
 

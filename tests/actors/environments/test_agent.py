@@ -352,11 +352,11 @@ async def test_reward_may_come_after_the_program_has_ended(agent: Setting):
         assert trajectory.reward == 0.5
 
 
-@pytest.mark.parametrize("unfinished", [None, 0.0])
+@pytest.mark.parametrize("unfinished", ["left_out", None, 0.0])
 async def test_program_that_a_limit_cut_off_has_the_reward_set_for_that(agent: Setting, unfinished):
     settings = {"gateway": {"most_turns": 1}, "unfinished_reward": unfinished}
     program = "ask('hi'); ask('ho')"  # the second is refused, and ends it
-    if unfinished is None:
+    if unfinished in ("left_out", None):  # null in records of older builds
         with pytest.raises(RewardError):
             await agent.run(program, **settings)
     else:

@@ -203,10 +203,10 @@ class Duel:
 
 async def test_a_game_of_the_users_own_is_played_in_threads_and_closed(tokenizer):
     environment = build_environment(GameConfig(game=PluginGame(type="plugin", start=f"{__name__}:Duel")))
+    with pytest.raises(RuntimeError, match="fell over"):  # no move has worked: the game is broken
+        await environment.run(Task(task_id="d", prompt="x"), player(tokenizer, "boom"))
     episode = await environment.run(Task(task_id="d", prompt="x"), player(tokenizer, "aa", "bbb"))
     assert [t.reward for t in episode.trajectories] == [0.0, 1.0]
-    with pytest.raises(RuntimeError, match="fell over"):
-        await environment.run(Task(task_id="d", prompt="x"), player(tokenizer, "boom"))
     assert Duel.closed == 2
 
 

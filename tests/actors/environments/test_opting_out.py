@@ -3,22 +3,35 @@
 import asyncio
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
+from actors.environments.base import Environment
+from actors.environments.build import build_environment
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
 from actors.episodes.policy_faults import REWARD_FAULT
 from actors.episodes.task import Task
+from actors.policy.policy import Policy
 from actors.programs import runner
 from actors.rewards.base import RewardError
 from actors.rollouts.worker import end_after
+from actors.settings.actors import PluginEnvironmentConfig
 from actors.settings.agents import AgentConfig
+from actors.settings.debate import DebateConfig
+from actors.settings.games import GameConfig, PluginGame
+from actors.settings.panel import PanelConfig
+from bus.errors import RequestRefusedError
 from tests.actors.environments.test_payment import Schemer
+from tests.actors.gateway.served import TOKENIZER, encoded
 
 TASK = Task(task_id="g00000000.0", prompt="earn", label="right")
 VERIFIER = """
@@ -144,7 +157,7 @@ async def test_program_that_the_host_kills_is_nobodys_fault(tmp_path: Path, monk
 
 
 async def test_failures_stay_out_where_the_settings_say_so(tmp_path: Path):
-    async with agents(tmp_path, unfinished_reward=None) as run:
+    async with agents(tmp_path, unfinished_reward="left_out") as run:
         await run("true")
         with pytest.raises(EpisodeError, match="status -9"):
             await run("kill -9 $PPID")
@@ -196,3 +209,113 @@ async def test_slow_engine_is_no_fault_of_the_policy(tmp_path: Path):
         assert end_after(failed.value) == "timeout"
     finally:
         await environment.close()
+
+
+class Talk:
+    """An environment of somebody's own: the second agent reads a number of the first."""
+
+    trajectories_per_episode = None
+
+    async def run(self, task, policy):
+        policy = policy.fresh(task.task_id)
+        if task.prompt == "away":
+            raise ConnectionError("the server is away")
+        first = await policy.chat("say", "first")
+        await policy.chat(f"add to {int(first.content)}", "second")
+        if first.content == "9":
+            raise EpisodeError("the server is away")
+        return Episode(policy.trajectories(1.0), {"mine": 2.0})
+
+
+def saying(text: str) -> Policy:
+    return Policy(
+        ScriptedEngine(lambda _: encoded(f"{text}<|im_end|>")), TOKENIZER, Sampling(max_new_tokens=99)
+    )
+
+
+def build(config: object, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    return build_environment(config)
+
+
+async def test_words_that_make_an_environment_of_ones_own_raise_have_the_lowest_reward(monkeypatch):
+    config = PluginEnvironmentConfig(type="plugin", environment="users_own:Talk", unfinished_reward=-2.0)
+    environment = build(config, monkeypatch)
+    with pytest.raises(EpisodeError, match="raised ValueError"):
+        await environment.run(TASK, saying("words"))
+    episode = await environment.run(TASK, saying("3"))
+    assert (scored(episode), episode.metrics["mine"]) == ((1.0, False), 2.0)
+    episode = await environment.run(TASK, saying("words"))
+    assert (scored(episode), [part.agent for part in episode.trajectories]) == ((-2.0, True), ["first"])
+    for task, text in ((replace(TASK, prompt="away"), "3"), (TASK, "9")):  # nothing was asked; it says itself
+        with pytest.raises(EpisodeError, match="is away"):
+            await environment.run(task, saying(text))
+    out = build(config.model_copy(update={"unfinished_reward": "left_out"}), monkeypatch)
+    await out.run(TASK, saying("3"))
+    with pytest.raises(EpisodeError, match="raised ValueError"):
+        await out.run(TASK, saying("words"))
+
+
+class Duel:
+    """A game of two, of whose moves "crash" raises and "hang" never ends."""
+
+    players, player = 2, 0
+
+    def observation(self) -> str:
+        return f"you are {self.player}"
+
+    def act(self, action: str) -> bool:
+        if action == "crash":
+            raise KeyError(action)
+        if action == "hang":
+            threading.Event().wait(0.4)
+        self.player = 1 - self.player
+        return action == "end"
+
+    def rewards(self) -> list[float]:
+        return [1.0, 0.0]
+
+    def close(self) -> None:
+        pass
+
+
+def duel(_: Task) -> Duel:
+    return Duel()
+
+
+@pytest.mark.parametrize(("move", "fault"), [("crash", "KeyError"), ("hang", "took longer than 0.2 s")])
+async def test_move_that_makes_a_game_fail_has_the_lowest_reward_and_the_other_side_0(
+    monkeypatch, move, fault
+):
+    game = PluginGame(type="plugin", start="users_own:duel")
+    environment = build(GameConfig(game=game, game_timeout_s=0.2), monkeypatch)
+    with pytest.raises((EpisodeError, KeyError)):
+        await environment.run(TASK, saying(move))
+    await environment.run(TASK, saying("end"))
+    moves = iter(["on", move])
+    engine = ScriptedEngine(lambda _: encoded(f"{next(moves)}<|im_end|>"))
+    episode = await environment.run(TASK, Policy(engine, TOKENIZER, Sampling(max_new_tokens=99)))
+    assert [(part.agent, part.reward) for part in episode.trajectories] == [
+        ("player-1", 0.0),
+        ("player-2", -1.0),
+    ]
+    assert all(fault in str(part.metadata[REWARD_FAULT]) for part in episode.trajectories)
+    assert episode.metrics["rollout/reward_fault_fraction"] == 1.0
+
+
+class ShortContext(ScriptedEngine):
+    async def generate(self, request):
+        if len(request.token_ids) > 200:
+            raise RequestRefusedError("does not fit the context")
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("config", [PanelConfig(solvers=2, rewriters=2), DebateConfig()])
+async def test_agent_that_writes_too_much_does_not_end_the_episode_of_others(config):
+    answers = iter(["x" * 150])
+    engine = ShortContext(lambda _: encoded(f"{next(answers, 'right')}<|im_end|>"))
+    policy = Policy(engine, TOKENIZER, Sampling(max_new_tokens=199))
+    episode = await build_environment(config).run(TASK, policy)
+    assert all(part.is_trained for part in episode.trajectories)
+    rewards = [part.reward for part in episode.trajectories]
+    assert rewards[0] < max(rewards)

@@ -240,7 +240,7 @@ async def test_failed_episodes_cost_themselves_and_say_how_they_ended(bus, engin
     ends = "completed", "environment_error", "reward_error", "completed", "engine_error", "timeout"
     assert found == {n: (end, n in (0, 3), n in (0, 3)) for n, end in enumerate(ends)}
     assert {t.group_size for t in batch.trajectories} == {6}
-    raised = "EpisodeError: environment mine:Env raised ZeroDivisionError('mine') on task g00000000.1"
+    raised = "PluginFaultError: environment mine:Env raised ZeroDivisionError('mine') on task g00000000.1"
     assert batch.trajectories[1].metadata == {"failure": raised}
     [logged] = [line for line in logs if "mine:Env raised ZeroDivisionError" in str(line)]
     assert logged["exc_info"] is failures[1]
