@@ -1,7 +1,8 @@
 """Which settings of a run a process works by, and which the run has by now.
 
-Storage alone may be started again with other settings. A process that goes on keeps those it joined with,
-names the others in its log and its status, and takes them when it is started again."""
+Storage that is started again with other settings is refused while a learner or an actor reads them and goes
+on. What was not seen then is named: a process keeps the settings that it joined with, names those that are
+others now in its log and its status, and takes them when it is started again."""
 
 import asyncio
 import hashlib
@@ -12,14 +13,17 @@ from typing import Any
 import structlog
 
 from bus.connection.bus import Bus
+from bus.connection.status import PERIOD_S as STATUS_PERIOD_S
 from bus.errors import BusError, ConfigError, SchemaError
-from bus.messages import RunRecord
-from launch.settings.run_config import RunConfig
+from bus.messages import RunRecord, Status
+from launch.settings.run_config import RunConfig, resolve
 from launch.settings.sources import by_name
 
 log = structlog.get_logger()
 PERIOD_S = 5.0
 """Time between two looks at the run's record; longer in a run of many actors."""
+LISTENING_PERIODS = 4
+"""Periods of statuses in which whoever is alive is heard."""
 SHOWN = 8
 """Most settings that are named."""
 REMEDY = "start this process again: it goes on by the settings that it joined with"
@@ -31,6 +35,8 @@ READ_BY = {
     "shards": ("replay",),
 }  # fmt: skip
 """Sections of a run's settings that a process of each role reads."""
+READERS = {"learner": "learner", "actor": "actors"}
+"""Roles of statuses that storage hears, and whose settings those processes read."""
 
 
 def revision_of(config_json: str) -> str:
@@ -39,12 +45,44 @@ def revision_of(config_json: str) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-def differences(own: RunConfig, now: RunConfig, role: str) -> list[str]:
-    """Return each setting that `role` reads and that is another now, with both values."""
+async def refuse_unapplied(bus: Bus, config: RunConfig) -> None:
+    """Raise `ConfigError` for settings that differ from those of the run's record and that a learner or actor
+    reads which is alive: it would go on by the others. One whose own flags set them is refused, too."""
+    try:
+        found = await bus.get("run", RunRecord)
+        before = config if found is None else resolve(json.loads(found[0].config_json), {}, {})
+    except (ConfigError, SchemaError) as error:  # of another build: there is nothing to compare
+        log.info("settings_not_compared", reason=str(error))
+        return
+    words = "in the run", "here"
+    changed = {role: differences(before, config, read_by, words) for role, read_by in READERS.items()}
+    if not any(changed.values()):
+        return
+    alive: dict[str, str] = {}
+
+    def hear(status: Status) -> None:
+        alive[status.role] = status.source
+
+    hearing = [await bus.listen(bus.subject("status", role), Status, hear) for role in READERS]
+    await asyncio.sleep(LISTENING_PERIODS * STATUS_PERIOD_S * bus.slower)
+    for one in hearing:
+        await one.unsubscribe()
+    for role, source in alive.items():
+        if settings := changed[role]:
+            raise ConfigError(
+                f"{source} is alive and would go on by other settings: {'; '.join(_named(settings))}. Stop "
+                "it, start storage, and then start it again; or start storage with the settings of the run"
+            )
+
+
+def differences(
+    own: RunConfig, now: RunConfig, role: str, words: tuple[str, str] = ("here", "in the run")
+) -> list[str]:
+    """Return each setting that `role` reads and that is another now, with both values and where they are."""
     read = set(READ_BY.get(role, ()))
     before, after = (by_name(config.model_dump(mode="json", include=read)) for config in (own, now))
     return [
-        f"{name}: {_shown(before, name)} here, {_shown(after, name)} in the run"
+        f"{name}: {_shown(before, name)} {words[0]}, {_shown(after, name)} {words[1]}"
         for name in {**before, **after}
         if before.get(name, "none") != after.get(name, "none")
     ]

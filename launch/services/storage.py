@@ -10,7 +10,7 @@ from bus.policy_names import DEFAULT_POLICY
 from launch.model_files.model_directory import model_here, refuse_full_context
 from launch.model_files.vision_checks import counts_images
 from launch.process.run_connection import connected, joined
-from launch.process.settings_revision import revision_of
+from launch.process.settings_revision import refuse_unapplied, revision_of
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.run_directory import RunDirectory
@@ -35,7 +35,6 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     refuse_nobody_rolls_out(config)
     directory = RunDirectory(config.directory, config.run)
     directory.write_provenance()
-    directory.write_json(directory.config, json.loads(config.model_dump_json()))
     settings = StorageSettings(
         data=config.data,
         admission=config.admission,
@@ -53,10 +52,12 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     async with (
         metric_sinks(config.metrics, directory, settings.config_json) as sinks,
         connected(config, "storage", stop) as bus,
-        concluding(bus, config, directory) if summary else nullcontext(),
     ):
-        bus.state.revision = revision_of(settings.config_json)
-        await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
+        await refuse_unapplied(bus, config)
+        directory.write_json(directory.config, json.loads(settings.config_json))
+        async with concluding(bus, config, directory) if summary else nullcontext():
+            bus.state.revision = revision_of(settings.config_json)
+            await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
 
 
 async def serve_shards(

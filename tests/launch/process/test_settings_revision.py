@@ -2,19 +2,23 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from bus.connection import status
 from bus.connection.bus import Bus
 from bus.connection.status import Activity, report_status
+from bus.errors import ConfigError, leaves
 from bus.messages import RunRecord, Status
 from launch.process import settings_revision
 from launch.process.run_connection import connected, joined
-from launch.process.settings_revision import differences, revision_of
+from launch.process.settings_revision import differences, refuse_unapplied, revision_of
 from launch.run_view.run_status import RunState
 from launch.run_view.waiting_reasons import problems
 from launch.screens.status_report import report
+from launch.services.storage import serve_storage
 from launch.settings.run_config import RunConfig, validate
 
 LR = "learner.optimizer.lr"
@@ -72,6 +76,41 @@ async def test_settings_that_storage_alone_has_taken_are_named_by_who_goes_on_wi
             await reporting
     warned = [line["settings"] for line in said if line["event"] == "settings_differ"]
     assert warned == ([[f"{LR}: 0.0001 here, 0.0005 in the run"]] if role == "learner" else [])
+
+
+@pytest.mark.nats
+async def test_storage_is_refused_with_settings_by_which_a_living_process_would_not_go_on(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(settings_revision, "STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr(status, "PERIOD_S", 0.02)
+    url = bus.client.connected_url.geturl()
+    run = {"run": "test", "directory": str(tmp_path), "bus": {"url": url}, "data": {"task": "sort"}}
+    await bus.put("run", RunRecord(name="test", config_json=validate(run).model_dump_json()))
+    other = validate({**run, "learner": {"optimizer": {"lr": 5e-4}}})
+    learners, actors = (
+        validate({**run, "sampling": {"temperature": 0.5}}),
+        validate({**run, "metrics": {"tensorboard": True}}),
+    )
+    async with Bus.connect(validate(run).bus, "test", name="actor") as own:
+        stop = asyncio.Event()
+        reporting = asyncio.create_task(
+            report_status(own, source="actor-1", role="actor", look=lambda: Activity("works"), stop=stop)
+        )
+        for allowed in (other, actors):  # an actor reads neither, and no learner is alive
+            await refuse_unapplied(bus, allowed)
+        with pytest.raises(ExceptionGroup) as raised:
+            await serve_storage(learners, asyncio.Event())
+        [error] = leaves(raised.value)
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith(
+            "actor-1 is alive and would go on by other settings: sampling.temperature: 1.0 in the run, 0.5 "
+            "here. Stop it, start storage"
+        )
+        assert not (tmp_path / "test" / "config.json").exists()
+        stop.set()
+        await reporting
+    await refuse_unapplied(bus, learners)
 
 
 def test_a_process_is_told_of_what_it_reads_alone():
