@@ -26,6 +26,7 @@ from actors.engines.sglang.server.kernel_versions import learners_kernels
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.failures import EnvironmentFailures
+from actors.environments.sample_calls import FirstCalls
 from actors.evaluating_actor import EvaluatingActor
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, refuse_unfit_servers
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
@@ -79,6 +80,8 @@ class ActorSettings:
     """Policies that the run trains beside its own, by name."""
     exact: bool = False
     """Whether engines that roll out give the learner's log-probs to the bit (model.numerics)."""
+    calls_rewards: bool = False
+    """Whether to call rewards before their first rollouts: the start of the run did not."""
     rollout_engine: EngineConfig | None = None
     """Settings of engines that roll out, where those of opponents and evaluations are others."""
 
@@ -218,6 +221,7 @@ def _actor(
     )  # fmt: skip
     worker.keep_account(ActorAccount(settings.account, actor_name()))
     worker.retries = settings.actors.retries
+    worker.first_calls = FirstCalls(settings.actors) if settings.calls_rewards else None
     worker.failures = EnvironmentFailures(environment, settings.actors.failures, serves=lambda: engine.serves)
     worker.interruption.config = settings.actors.interruption
     worker.further = {name: one.leases for name, one in engines.further.items()}

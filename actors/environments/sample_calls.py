@@ -1,5 +1,6 @@
 """Chooses the answers with which a start calls the rewards of its prompts."""
 
+import asyncio
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -8,7 +9,7 @@ from actors.environments.choice import DEFAULT, chosen_environment
 from actors.rewards.base import RewardError
 from actors.rewards.builtin.registry import REWARDS
 from actors.rewards.scoring.prompt_choices import answer_of_nobody, chosen_reward
-from actors.rewards.scoring.sample_call import SampleCall
+from actors.rewards.scoring.sample_call import SampleCall, check_calls
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import POSTED
 from actors.settings.rewards import SAMPLE_TEXT, RewardConfig
@@ -44,6 +45,27 @@ def sample_calls(
             answer = answer_of_nobody(prompt, text, task_id="sample call")
             found[key] = SampleCall(f"{where}, prompt {number}", name, config, answer)
     return list(found.values())
+
+
+class FirstCalls:
+    """Calls each reward of an actor once, with a sample answer to the first prompt of it that comes.
+
+    An actor that is started by itself has no prompts at its start, so its rewards are called then."""
+
+    def __init__(self, actors: ActorsConfig) -> None:
+        self._actors = actors
+        self._called: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    async def of(self, prompt: Prompt) -> None:
+        """Return once the reward of a prompt was called. Raises `ConfigError` for one that does not work."""
+        environment = str(chosen_environment(prompt.metadata)) if self._actors.environments else DEFAULT
+        if environment not in self._actors.by_name:  # its rollout says so
+            return
+        for call in sample_calls([prompt], self._actors, where="the prompts of the run"):
+            key = environment, call.name
+            if key not in self._called:
+                self._called[key] = asyncio.create_task(check_calls([call]), name=f"call {call.name}")
+            await asyncio.shield(self._called[key])
 
 
 def sample_scores(prompts: Sequence[Prompt], actors: ActorsConfig) -> list[str]:

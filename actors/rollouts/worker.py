@@ -11,6 +11,7 @@ import structlog
 
 from actors.environments.base import Environment, RunsOnDemand, ScoresGroups
 from actors.environments.failures import EnvironmentFailures, end_after, is_cancelled
+from actors.environments.sample_calls import FirstCalls
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, raised_by_environment
 from actors.episodes.task import Task
@@ -71,6 +72,8 @@ class Worker:
         """Counts of all trajectories that were sampled here, whatever became of them."""
         self.retries = RetriesConfig()
         """How often a failed rollout is repeated before it counts as failed."""
+        self.first_calls: FirstCalls | None = None
+        """Calls the rewards before their first rollouts, where the start of the run did not."""
         self.room = LeaseRoom(environment, policy.contexts)
         """Bounds the leases that are taken."""
         self.further: Mapping[str, FurtherLeases] = {}
@@ -146,6 +149,8 @@ class Worker:
             raise
 
     async def _roll_out(self, lease: Lease, *, again: bool, counted: bool = False) -> None:
+        if self.first_calls is not None:
+            await self.first_calls.of(lease.prompt)
         async with AsyncExitStack() as stack:
             further = await held_leases(self.further, stack)
             version = await self._leases.may_sample(lease, asks=again)

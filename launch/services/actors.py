@@ -1,6 +1,7 @@
 """The actor processes of a run."""
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from bus.connection.bus import Bus
 from bus.process.process_tuning import no_collections
 from launch.process.record_trust import with_own_engine
 from launch.process.run_connection import connected, joined
+from launch.process.runtime import SUPERVISOR
 from launch.services.gateway_access import gateway_token, refuse_open_gateway
 from launch.services.hidden_files import hidden_files
 from launch.settings.numerics_checks import engine_of
@@ -56,6 +58,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
                 further=further,
                 max_staleness=config.admission.max_staleness,
                 exact=config.model.numerics == "exact",
+                calls_rewards=SUPERVISOR not in os.environ,
             )  # fmt: skip
             await run_actors(bus, settings, environment, stop)
 

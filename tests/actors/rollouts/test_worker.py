@@ -7,18 +7,20 @@ from structlog.testing import capture_logs
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments import sample_calls
 from actors.environments.plugin import PluginEnvironment
+from actors.environments.sample_calls import FirstCalls
 from actors.environments.single_turn import SingleTurn
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts.worker import Worker
-from actors.settings.actors import SingleTurnConfig
+from actors.settings.actors import ActorsConfig, SingleTurnConfig
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.errors import ConfigError, EngineError, EngineLostError
-from bus.messages import GroupRejected
+from bus.messages import GroupRejected, Prompt
 from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.streams.received import understood
@@ -208,6 +210,45 @@ def leaf(error: BaseException) -> str:
     while isinstance(error, ExceptionGroup):
         [error] = error.exceptions
     return str(error)
+
+
+@pytest.mark.slow
+async def test_an_actor_that_is_started_by_itself_calls_a_reward_before_its_first_rollout(
+    bus, engine, tmp_path, monkeypatch
+):
+    (tmp_path / "called_first.py").write_text("def score(answer):\n    return {}[answer.label]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = SingleTurnConfig(reward="called_first:score")
+    actor = Actor(bus, engine, SingleTurn.from_config(reward))
+    actor.worker.first_calls = FirstCalls(ActorsConfig(environment=reward))
+    lease = encode(make_lease(1, samples=1, policy_version=4))
+    await Publisher(bus).publish(bus.subject("tasks", "rollout"), lease, message_id="1")
+    async with asyncio.timeout(60):
+        with pytest.raises(ExceptionGroup) as found:
+            await actor.worker.run(asyncio.Event(), groups_at_once=1)
+    told = leaf(found.value.subgroup(ConfigError))
+    assert "the prompts of the run, prompt 0: the reward 'called_first:score' does not work" in told
+    assert "return {}[answer.label]" in told
+    assert not engine.requests
+
+
+async def test_each_reward_is_called_once_however_many_leases_wait_for_it(monkeypatch):
+    calls = []
+
+    async def check(given):
+        calls.extend((call.config.reward, call.name) for call in given)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(sample_calls, "check_calls", check)
+    environments = [
+        {"name": "calc", "environment": {"type": "single_turn", "reward": "mine:one"}},
+        {"name": "game", "environment": {"type": "single_turn", "reward": "mine:two"}},
+    ]
+    first = FirstCalls(ActorsConfig.model_validate({"environments": environments}))
+    chosen = ["calc", "calc", "game", "gone", None]
+    prompts = [Prompt(content="a", label="1", metadata={"environment": name}) for name in chosen]
+    await asyncio.gather(*(first.of(prompt) for prompt in prompts))
+    assert calls == [("mine:one", "mine:one"), ("mine:two", "mine:two")]
 
 
 class FailingFor:
