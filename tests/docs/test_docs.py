@@ -3,7 +3,7 @@
 import ast
 import re
 import runpy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ PAGES = {
 }
 ROOMS = ("bus", "storage", "actors", "learner", "launch", "tests", "docs")
 LONGEST_LINE = 110
+MEGATRON = "learner/backends/megatron"
 LONGEST_ROW = 160
 """Markdown has no line breaks inside a table's row."""
 
@@ -269,6 +270,44 @@ def find_spec_or_none(name: str) -> object:
         return find_spec(name) or find_spec(name.rpartition(".")[0])
     except ModuleNotFoundError:
         return None
+
+
+def types(setting: str) -> set[str]:
+    """What `type` of a table may be, by the literals of its union."""
+    section: object = RunConfig
+    for name in setting.split("."):
+        section = fields(section)[name]
+    members = [member for member in getattr(section, "__args__", ()) if issubclass(member, BaseModel)]
+    return {name for member in members for name in member.model_fields["type"].annotation.__args__}  # type: ignore[union-attr]
+
+
+def keys(file: str, *names: str) -> set[str]:
+    """Keys of the tables of these names in a module, which is not imported."""
+    tables = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.AnnAssign)]
+    found = {ast.unparse(node.target): node.value for node in tables}
+    return {key.value for name in names for key in found[name].keys}  # type: ignore[union-attr]
+
+
+FIRST_CELL = re.compile(r"^\| (`.*?) \|", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "there"),
+    [
+        ("objectives", "`learner.loss.type`", lambda: types("learner.loss")),
+        ("objectives", "`learner.rejection.type`", lambda: types("learner.rejection")),
+        ("objectives", "`learner.aggregation.type`", lambda: types("learner.aggregation")),
+        ("advantages", "`type`", lambda: types("learner.advantage")),
+        ("environments", "game", lambda: types("actors.environment.game")),
+        ("environments", "preset", lambda: {file.stem for file in (ROOT / "launch/presets").glob("*.toml")}),
+        ("rewards", "name", lambda: keys("actors/rewards/builtin/registry.py", "REWARDS", "CONFIGURED")),
+        ("models", "`model_type`", lambda: keys(f"{MEGATRON}/conversion/families.py", "FAMILIES")),
+    ],
+)
+def test_tables_of_what_is_built_in_are_whole(page: str, head: str, there: Callable[[], set[str]]):
+    _, _, below = PAGES[f"docs/{page}.md"].read_text().partition(f"\n| {head} |")
+    listed = {name for cell in FIRST_CELL.findall(below.split("\n\n")[0]) for name in SPAN.findall(cell)}
+    assert listed - {"plugin"} == there() - {"plugin", "auto", "none"}
 
 
 def test_toml_is_accepted(text: str):

@@ -6,6 +6,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,8 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, VOCAB, hf_state, random_samples
 
 PAGE = Path(__file__).parents[4] / "docs" / "fsdp_types.md"
+MARK = "<!-- written -->\n\n"
+"""What follows this in the page is written."""
 LARGEST_LOSS, LARGEST_NORM = 3e-7, 1e-6
 """Differences from transformers: absolute of the loss in nats, relative of the gradient's norm."""
 LENGTHS = [5, 17, 2, 32, 9, 20]
@@ -147,15 +150,20 @@ def _line(error: Exception) -> str:
 
 def listed() -> dict[str, str]:
     """Return the verdicts that the page has, by type."""
-    return dict(re.findall(r"^\| `([^`]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE))
+    items = re.findall(r"^- (\w+)((?:.|\n  )*)", PAGE.read_text(), re.MULTILINE)
+    return {kind: verdict for verdict, item in items for kind in re.findall("`([^`]+)`", item)}
 
 
 def _write(outcomes: list[Outcome]) -> None:
-    before, _ = PAGE.read_text().split("| type | verdict |")
-    ordered = sorted(outcomes, key=lambda each: (each.verdict != "trains", each.kind))
-    rows = [f"| `{each.kind}` | {each.verdict} | {each.says} |" for each in ordered]
-    head = ["| type | verdict | differences of loss and norm, or why not |", "|---|---|---|"]
-    PAGE.write_text(before + "\n".join([*head, *rows]) + "\n")
+    before, _ = PAGE.read_text().split(MARK)
+    groups: dict[str, list[str]] = {}
+    for each in sorted(outcomes, key=lambda each: (each.verdict != "trains", each.kind)):
+        why = re.sub(r"^\w+(ForCausalLM|LMHeadModel|Decoder)\b:? ?", "", each.says)
+        title = each.verdict if each.verdict == "trains" else f"{each.verdict}, {why}"
+        groups.setdefault(title, []).append(f"`{each.kind}`")
+    items = [f"- {title}: {', '.join(kinds)}" for title, kinds in groups.items()]
+    lines = [fill(i, 110, subsequent_indent="  ", break_on_hyphens=False) for i in items]
+    PAGE.write_text(before + MARK + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
