@@ -43,7 +43,9 @@ def server_directories() -> Iterator[Path]:
                 yield from (named[option] for option in STORE_OPTIONS if option in named)
                 for file in (named[option] for option in CONFIG_OPTIONS if option in named):
                     yield file.parent
-                    yield from (here / Path(key).parent for key in _KEY_FILE.findall(file.read_text()))
+                    yield from (
+                        here / Path(key).parent for key in _KEY_FILE.findall(file.read_text(errors="replace"))
+                    )
 
 
 def demands_credentials(client: Client) -> bool:

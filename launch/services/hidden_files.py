@@ -1,6 +1,7 @@
 """Which files of this host tell a run's labels or open something: no program of an agent sees them."""
 
 import os
+import pwd
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,8 +26,8 @@ OF_HOME = (
 """Where programs of a user keep credentials, in the user's home directory."""
 OF_HOST = ("/etc/gshadow", "/etc/krb5.keytab", "/etc/shadow", "/etc/ssh", "/run/secrets")
 """Where a host keeps credentials, those of containers included; an actor that is root could read them."""
-HUB_VARIABLES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH")
-"""Environment variables that name places of the Hugging Face hub's client outside `HF_HOME`."""
+HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH")
+"""Environment variables that name places of the Hugging Face hub's client."""
 
 
 def hidden_files(config: RunConfig) -> Iterator[Path]:
@@ -44,7 +45,7 @@ def hidden_files(config: RunConfig) -> Iterator[Path]:
     if archive is not None and "://" not in archive:
         yield Path(archive)
     yield from _caches()
-    yield from (Path("~", name).expanduser() for name in OF_HOME)
+    yield from (home / name for home in _homes() for name in OF_HOME)
     yield from map(Path, OF_HOST)
     if (scratch := Path(gettempdir())) != Path("/tmp") and not _is_needed(scratch):  # that one is covered
         yield scratch
@@ -80,14 +81,23 @@ def _rows(path: Path) -> Iterator[Path]:
     if is_hub_data(path):
         return
     yield Path(str(path).partition("@[")[0])
-    with suppress(ConfigError):  # another host has them
+    with suppress(ConfigError, OSError):  # another host has them, or another user
         yield from files_of(path)
 
 
 def _caches() -> Iterator[Path]:
-    yield recipes_directory()
-    yield Path(os.environ.get("HF_HOME") or user_cache() / "huggingface").expanduser()
+    with suppress(RuntimeError):  # this user has no home, and no caches there
+        yield recipes_directory()
+        yield user_cache() / "huggingface"
     yield from (Path(os.environ[name]).expanduser() for name in HUB_VARIABLES if os.environ.get(name))
+
+
+def _homes() -> Iterator[Path]:
+    """Yield the home directories of this user: HOME, and that of its account, if it has one."""
+    if home := os.environ.get("HOME"):
+        yield Path(home)
+    with suppress(KeyError):
+        yield Path(pwd.getpwuid(os.geteuid()).pw_dir)
 
 
 def _credentials(config: RunConfig) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,22 @@ async def test_program_finds_no_key_of_any_role_or_run(host: Path):
         hidden.hide(hidden_files(validate(where)))
     there = await read_by_a_program(host, host / "keys", host / "copied", host / "gateway.key")
     assert there == {str(host / "copied/readme")}
+
+
+def test_keys_in_the_home_of_the_account_are_hidden_whatever_the_variable_says(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("HOME", "/srv/service")
+    account = Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    assert {account / ".ssh", Path("/srv/service/.ssh")} <= {*hidden_files(validate({}))}
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container with a user of no name
+    assert Path("/run/secrets") in {*hidden_files(validate({}))}
 
 
 async def test_programs_work_where_the_directory_of_runs_has_everything_in_it(
