@@ -33,6 +33,8 @@ WORKED = ""
 class _Failures:
     recent: deque[str]
     """What failed each of the latest rollouts, `reward` or `environment`; `WORKED` for one that did not."""
+    faults: deque[str]
+    """How the policy kept each of the latest episodes from being scored; empty where it is scored."""
     counts: Counter[str] = field(default_factory=Counter)
     invalid_rewards: int = 0
     """Rewards in a row that were none."""
@@ -116,7 +118,16 @@ class EnvironmentFailures:
             f"{self._said(name)}{_counted(of)}, the last: {in_short(_latest(of))}"
             for name, of in self._of.items()
             if of.since_s is not None and of.failed
+        ) or "; ".join(
+            f"{self._said(name)}{_faulty(of)}" for name, of in self._of.items() if self._is_faulty(of)
         )
+
+    def _is_faulty(self, of: _Failures) -> bool:
+        """Return whether too many of the latest episodes could not be scored: it ends no run, as a policy may
+        learn better, but a reward or program that is broken may look so."""
+        limit, count = self._limits.fraction, len(of.faults)
+        few = count < min(self._limits.at_least, self._limits.rollouts)
+        return limit is not None and not few and sum(map(bool, of.faults)) >= limit * count
 
     def forget_judged(self) -> None:
         """Judge the next rollouts by themselves, since those before were of an earlier evaluation.
@@ -126,11 +137,13 @@ class EnvironmentFailures:
             if self._may_be_judged(of):
                 of.recent.clear()
 
-    def worked(self, task: Task) -> None:
-        """Note that a rollout ended as the policy made it end, before its siblings have."""
+    def worked(self, task: Task, fault: str = "") -> None:
+        """Note that a rollout ended as the policy made it end, before its siblings have; `fault` says how the
+        policy kept it from being scored, if it did."""
         of = self._failures(self._name(task.metadata))
         of.invalid_rewards = 0
         of.recent.append(WORKED)
+        of.faults.append(fault)
         self._judge(of)
 
     def count(self, metadata: Mapping[str, object], episodes: Mapping[int, Episode | FailedEpisode]) -> None:
@@ -167,7 +180,9 @@ class EnvironmentFailures:
         return len(of.recent) >= min(self._limits.at_least, self._limits.rollouts)
 
     def _failures(self, name: str) -> _Failures:
-        return self._of.setdefault(name, _Failures(deque(maxlen=self._limits.rollouts)))
+        return self._of.setdefault(
+            name, _Failures(deque(maxlen=self._limits.rollouts), deque(maxlen=self._limits.rollouts))
+        )
 
     def _name(self, metadata: Mapping[str, object]) -> str:
         chosen = chosen_environment(metadata) if self._names else DEFAULT
@@ -187,6 +202,15 @@ def _counted(of: _Failures) -> str:
         for kind, number in of.failed.most_common()
     )
     return f"of the latest {len(of.recent)} rollouts failed {what}"
+
+
+def _faulty(of: _Failures) -> str:
+    """Return how many of the latest episodes could not be scored, and why the last could not."""
+    faults = [fault for fault in of.faults if fault]
+    return (
+        f"of the latest {len(of.faults)} episodes {len(faults)} have the lowest reward, since what the "
+        f"policy wrote made the reward, environment or program fail, the last: {in_short(faults[-1])}"
+    )
 
 
 def _latest(of: _Failures) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.episodes.agents import DEFAULT_AGENT
+from actors.episodes.policy_faults import REWARD_FAULT
 from actors.episodes.task import Answer
 from bus.codec import Json
 from bus.images import PlacedImage
@@ -99,6 +100,12 @@ class Episode:
         trajectory ended."""
         ends = [part.end for part in self.trajectories if part.trainable] or [self.trajectories[0].end]
         return next((end for end in ends if end not in TRUSTED_ENDS), ends[0])
+
+    @property
+    def fault(self) -> str:
+        """Return how the policy kept the episode from being scored; empty where it is scored."""
+        noted = (part.metadata.get(REWARD_FAULT, "") for part in self.trajectories)
+        return str(next(filter(None, noted), ""))
 
     def with_frozen(self, policies: Collection[str]) -> "Episode":
         """Return the episode with nothing to train of these policies, which only play any more."""

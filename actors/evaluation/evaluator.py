@@ -316,7 +316,7 @@ class Evaluator:
             return _Answer(reward=None, failure=LATE)
         if episode.end not in TRUSTED_ENDS:
             return self._failed(task, EpisodeError(f"it ended as {episode.end}"), episode.end, failures)
-        failures.worked(task)
+        failures.worked(task, episode.fault)
         own = next((part for part in episode.trajectories if part.policy not in self._others), first)
         reward = own.reward if episode.outcome is None else episode.outcome
         return _Answer(reward=reward, versions=_versions(episode, self._others))

@@ -311,7 +311,7 @@ class Worker:
                 task = self._task(group.lease, sample)
                 self._policy.contexts.ended(task.task_id)
                 if trusted:
-                    self.failures.worked(task)
+                    self.failures.worked(task, outcome.fault if isinstance(outcome, Episode) else "")
                 return outcome
             self.counts["repeated_episodes"] += 1
         raise AssertionError("count() does not end")

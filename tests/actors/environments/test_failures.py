@@ -162,6 +162,17 @@ def test_no_bound_ends_no_run():
     assert failures.alarm == ""
 
 
+def test_many_episodes_that_could_not_be_scored_are_an_alarm_and_end_no_run():
+    failures = several(fraction=0.5, after_s=0.0)
+    for _ in range(9):
+        failures.worked(task("calc"), "status -9")
+    assert failures.alarm.startswith("environment 'calc': of the latest 6 episodes 6 have the lowest reward")
+    assert failures.alarm.endswith("the last: status -9")
+    for _ in range(4):
+        failures.worked(task("calc"))
+    assert failures.alarm == ""
+
+
 def test_a_service_that_is_away_for_a_while_ends_nothing():
     failures = several(after_s=3600.0)
     for _ in range(9):
