@@ -11,15 +11,18 @@ import torch
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from actors import service
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
+from actors.evaluation.evaluator import Evaluator
 from actors.rewards.base import RewardError
+from actors.rollouts.worker import Worker
 from actors.service import ActorSettings, run_actors
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
-from actors.settings.groups import FailureLimitsConfig
+from actors.settings.groups import FailureLimitsConfig, InterruptionConfig, RetriesConfig
 from bus.codec import encode
 from bus.errors import ConfigError, EngineLostError, leaves
 from bus.messages import Metrics
@@ -253,6 +256,61 @@ async def test_held_out_prompts_whose_reward_always_fails_are_named_and_end_the_
     while ENDED not in (values := (await asyncio.wait_for(ended.get(), TIMEOUT_S)).values):
         pass
     assert values[ENDED] == str(error)
+
+
+ALWAYS = {"Opponents.run", "EngineClaims.run", "report_status", "stop_when_done"}
+ROLLING_OUT = {
+    "Worker.run", "PolicyFollower.run", "ProbeCheck.run", "EngineAdmin.run", "report_metrics",
+    "Evaluator.run",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("only", [True, False])
+async def test_all_that_an_actor_runs_beside_its_rollouts_is_started_with_its_settings(
+    bus, directory, tmp_path, monkeypatch, only
+):
+    files = await put_blob(bus, Publisher(bus), encode(bundle(directory)), "model")
+    manifest = replace(await published(bus, 4, build_model(directory)), model=files)
+    await bus.put("policy", manifest)
+    built = []
+    monkeypatch.setattr(service, "Worker", lambda *args, **kw: built.append(Worker(*args, **kw)) or built[-1])
+    monkeypatch.setattr(
+        service, "Evaluator", lambda *args, **kw: built.append(Evaluator(*args, **kw)) or built[-1]
+    )
+    actors = ActorsConfig(
+        engine=EmbeddedEngineConfig(seed=0), evaluation=evaluating(only=only).evaluation,
+        failures=FailureLimitsConfig(at_least=3), retries=RetriesConfig(timeout=2),
+        interruption=InterruptionConfig(finish_within_s=7.0),
+    )  # fmt: skip
+    settings = ActorSettings(
+        actors=actors, sampling=SamplingConfig(max_new_tokens=8), shards=1, max_staleness=4, logs=tmp_path,
+        calls_rewards=True, account=tmp_path / "account",
+    )  # fmt: skip
+    started, stop = set(), asyncio.Event()
+
+    def begin(loop, work, **kwargs):
+        started.add(getattr(work, "__qualname__", ""))
+        return asyncio.Task(work, loop=loop, **kwargs)
+
+    asyncio.get_running_loop().set_task_factory(begin)
+    running = asyncio.create_task(run_actors(bus, settings, Recording(), stop))
+
+    async def all_started():
+        return started >= (ALWAYS if only else ALWAYS | ROLLING_OUT) or (running.done() and running.result())
+
+    await until(all_started)
+    stop.set()
+    await asyncio.wait_for(running, TIMEOUT_S)
+    asyncio.get_running_loop().set_task_factory(None)
+    evaluator = built[-1]
+    assert (evaluator.limits, evaluator.finish_within_s) == (actors.failures, 7.0)
+    if only:
+        return
+    worker, _ = built
+    assert (worker.retries, worker.interruption.config) == (actors.retries, actors.interruption)
+    assert worker.room.admission is not None
+    assert worker.first_calls is not None
+    assert worker._leases.account._writer is not None
 
 
 def build_model(directory):
