@@ -128,6 +128,20 @@ async def test_a_lease_published_again_is_completed_in_the_size_its_siblings_say
     assert environment.began == ["g00000000.0", "g00000000.2"]
 
 
+async def test_a_settled_lease_that_comes_back_waits_for_no_weights(bus, engine, tmp_path):
+    environment = Scripted()
+    worker = make_worker(bus, engine, environment, share_after_s=None)
+    async with serving(bus, tmp_path, ONE_GROUP), at_work(worker):
+        await LearnerStandIn(bus).publish(0)
+        assert await LearnerStandIn(bus).batch(1) == [0]
+        lease = make_lease(0, samples=3)
+        never = type(lease)(lease_id=0, prompt=lease.prompt, samples=3, policy_version=99, republished=True)
+        await publish_lease(bus, never)
+        await until(lambda: worker.counts["settled"] == 1)
+        await has(bus, "TASKS", 0)
+    assert len(environment.began) == 3
+
+
 async def test_without_an_answer_from_storage_everything_is_rolled_out(bus, engine):
     environment = Scripted()
     lease = make_lease(0, samples=2)
