@@ -34,6 +34,7 @@ from launch.settings.run_config import (
     merge,
     validate,
 )
+from launch.settings.short_forms import short_forms
 from launch.settings.sources import merged
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
@@ -84,8 +85,12 @@ LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
 ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
 RetrainSettings = Annotated[RetrainProcess, *AS_WRITTEN]
 
-RunName = Annotated[str, Parameter(name="--run", env_var=RUN_VARIABLE)]
-RunsDirectory = Annotated[Path, Parameter(name="--directory", env_var=DIRECTORY_VARIABLE)]
+RunName = Annotated[str, Parameter(name="--run", env_var=RUN_VARIABLE, help="Name of the run.")]
+RunsDirectory = Annotated[
+    Path, Parameter(name="--directory", env_var=DIRECTORY_VARIABLE, help="Directory of all runs.")
+]
+AsJson = Annotated[bool, Parameter(name="--json", negative=())]
+AsJsonObject = Annotated[AsJson, Parameter(help="Print the result as one JSON object on one line.")]
 PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 RecipeName = Annotated[str | None, Parameter(name="--recipe", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
@@ -210,6 +215,26 @@ def with_bus_of_run(layer: dict[str, Any]) -> dict[str, Any]:
             f"the bus that {path} names wants a password, which no file holds: give its URL in {URL_VARIABLE}"
         )
     return merge(layer, {"bus": {**found, **named}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveRun:
+    """A run that goes on, as the flags of a command name it and its bus."""
+
+    run_name: RunName = "default"
+    bus: RunBusUrl = None
+    creds: CredsFile = None
+    directory: Annotated[
+        RunsDirectory, Parameter(help="Directory of all runs, where the run's config.json may name its bus.")
+    ] = Path("runs")
+
+    def config(self) -> RunConfig:
+        """Return the settings that say where the run is. Raises `ConfigError` as `with_bus_of_run` does."""
+        named = {"run": self.run_name, "directory": self.directory, **short_forms(self.bus, self.creds)}
+        return validate(with_bus_of_run(named))
+
+
+OfLiveRun = Annotated[LiveRun, Parameter(name="*")]
 
 
 def run_and_own_settings(

@@ -4,6 +4,7 @@ cyclopts can write one as well: of 500 settings in a dozen commands it makes 0.9
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -239,16 +240,21 @@ def _flags(command: App) -> Iterator[tuple[str, list[str]]]:
     """Yield the flags of a command, each with its values if it has only some."""
     function = command.default_command
     assert function is not None
-    for name, hint in get_type_hints(function, include_extras=True).items():
-        parameter = inspect.signature(function).parameters.get(name)
-        if parameter is None or parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            continue
+    parameters = inspect.signature(function).parameters
+    hints = get_type_hints(function, include_extras=True)
+    keywords = (n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY)
+    yield from _flags_of({name: hints[name] for name in keywords})
+
+
+def _flags_of(hints: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the flags of parameters by their types."""
+    for name, hint in hints.items():
         named = next((p for p in get_args(hint) if isinstance(p, Parameter) and p.name), None)
         kind = get_args(hint)[0] if named is not None else hint
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _settings(kind, () if named is not None else (name,))
-        elif named is not None and named.name == ("*",):
-            yield from (("--log-level", []), ("--log-format", []))
+        elif is_dataclass(kind):
+            yield from _flags_of(get_type_hints(kind, include_extras=True))
         else:
             flags = named.name if named is not None else (flag(name),)
             yield from ((one, _choices(kind)) for one in flags or ())

@@ -2,13 +2,11 @@
 
 import json
 from functools import partial
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from launch.cli.app import (
     USAGE,
     AgentCommand,
+    AsJson,
     BusUrl,
     ConfigFiles,
     CredsFile,
@@ -36,7 +34,7 @@ def doctor(  # noqa: PLR0913 - each is a flag
     prompts: Prompts = None,
     reward: RewardName = None,
     agent: AgentCommand = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: AsJson = False,
     settings: Settings = RunConfig(),
 ) -> None:
     """Look whether this host can run what a configuration wants.

@@ -2,17 +2,15 @@
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from bus.errors import ConfigError
-from launch.cli.app import CredsFile, RunBusUrl, RunName, RunsDirectory, app, with_bus_of_run
+from launch.cli.app import LiveRun, OfLiveRun, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.settings.run_config import RunConfig, validate
-from launch.settings.short_forms import short_forms
+from launch.settings.run_config import RunConfig
 
 engines = App(name="engines", help="List, add and remove the inference servers of a running run.")
 app.command(engines)
@@ -22,24 +20,13 @@ Actor = Annotated[str | None, Parameter(name="--actor")]
 @engines.command(name="list", usage="Usage: launch engines list --run RUN")
 def list_command(
     *,
-    run_name: RunName = "default",
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    live_run: OfLiveRun = LiveRun(),
 ) -> None:
-    """Print every actor's engines with their state and policy version, as JSON.
-
-    Parameters
-    ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where the run's config.json may name its bus.
-    """
+    """Print every actor's engines with their state and policy version, as JSON."""
     from launch.operations.engines import list_engines
 
     configure_logging("warning")
-    found = run(partial(list_engines, _where(run_name, directory, bus, creds)))
+    found = run(partial(list_engines, live_run.config()))
     print(json.dumps(found, indent=2, sort_keys=True))  # noqa: T201 - the user's terminal
 
 
@@ -48,10 +35,7 @@ def join_command(
     url: str,
     /,
     *,
-    run_name: RunName = "default",
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    live_run: OfLiveRun = LiveRun(),
     actor: Actor = None,
 ) -> None:
     """Add a running SGLang server to an actor; it serves once it has the weights.
@@ -62,16 +46,12 @@ def join_command(
     ----------
     url
         URL of the server, as http://host:port, by which the actor's host reaches it.
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where the run's config.json may name its bus.
     actor
         Name of the actor in `launch engines list`; without it the one with the fewest engines.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is no URL of a server: write it as http://host:port")
-    _change("join", url, _where(run_name, directory, bus, creds), actor)
+    _change("join", url, live_run.config(), actor)
 
 
 @engines.command(name="leave", usage="Usage: launch engines leave ENGINE --run RUN [--actor NAME]")
@@ -79,10 +59,7 @@ def leave_command(
     engine: str,
     /,
     *,
-    run_name: RunName = "default",
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    live_run: OfLiveRun = LiveRun(),
     actor: Actor = None,
 ) -> None:
     """Remove an engine from its actor. Its generations go on elsewhere, from their tokens so far.
@@ -91,19 +68,10 @@ def leave_command(
     ----------
     engine
         Name of the engine in `launch engines list`; for a server that joined this is its URL.
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where the run's config.json may name its bus.
     actor
         Name of the actor, where several have an engine of that name.
     """
-    _change("leave", engine, _where(run_name, directory, bus, creds), actor)
-
-
-def _where(run_name: str, directory: Path, bus: str | None, creds: Path | None) -> RunConfig:
-    """Return the run and its bus."""
-    return validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    _change("leave", engine, live_run.config(), actor)
 
 
 def _change(action: Literal["join", "leave"], engine: str, where: RunConfig, actor: str | None) -> None:

@@ -26,8 +26,6 @@ def rotate_command(role: str, /, *, secure: Directory, run_name: RunName = "defa
         Role: operator, storage, learner, actor, judge or watcher.
     secure
         Directory of credentials, as `launch bus --secure` was given it.
-    run_name
-        Name of the run.
     """
     _change(secure, run_name, role, revoke=False)
 
@@ -45,8 +43,6 @@ def revoke_command(role: str, /, *, secure: Directory, run_name: RunName = "defa
         Role: operator, storage, learner, actor, judge or watcher.
     secure
         Directory of credentials, as `launch bus --secure` was given it.
-    run_name
-        Name of the run.
     """
     _change(secure, run_name, role, revoke=True)
 

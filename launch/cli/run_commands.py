@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import BusUrl, CredsFile, RunName, RunsDirectory, app
+from launch.cli.app import AsJson, AsJsonObject, BusUrl, CredsFile, RunName, RunsDirectory, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.run_config import validate
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 runs = App(name="runs", help="List, show, compare, stop and remove the runs of this host.")
 app.command(runs)
-AsJson = Annotated[bool, Parameter(name="--json", negative=())]
+GivenRun = Annotated[str, Parameter(name="--run", help="Name of the run.")]
+"""Run of a command that takes none from the environment, because it ends or removes the run."""
 Timeout = Annotated[float, Parameter(name="--timeout-s", validator=Number(gt=0))]
 TABLE_WIDTH = 140
 """Columns of a table that goes to a file."""
@@ -32,8 +33,6 @@ def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = F
 
     Parameters
     ----------
-    directory
-        Directory of all runs.
     as_json
         Print one JSON array on one line.
     """
@@ -50,19 +49,9 @@ def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = F
 
 @runs.command(name="show", usage="Usage: launch runs show --run RUN [--directory DIR] [--json]")
 def show_command(
-    *, run_name: RunName = "default", directory: RunsDirectory = Path("runs"), as_json: AsJson = False
+    *, run_name: RunName = "default", directory: RunsDirectory = Path("runs"), as_json: AsJsonObject = False
 ) -> None:
-    """Show what a run's directory tells: progress, results, checkpoints, disk, and settings of its own.
-
-    Parameters
-    ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs.
-    as_json
-        Print one JSON object on one line.
-    """
+    """Show what a run's directory tells: progress, results, checkpoints, disk, and settings of its own."""
     from launch.run_view.recorded_runs import find_run
     from launch.screens.run_tables import run_table, whole_run
 
@@ -74,17 +63,15 @@ def show_command(
 
 
 @runs.command(name="compare", usage="Usage: launch runs compare RUN RUN... [--directory DIR] [--json]")
-def compare_command(*names: str, directory: RunsDirectory = Path("runs"), as_json: AsJson = False) -> None:
+def compare_command(
+    *names: str, directory: RunsDirectory = Path("runs"), as_json: AsJsonObject = False
+) -> None:
     """Show runs side by side: results, also at the last step that all have, and settings that differ.
 
     Parameters
     ----------
     names
         Names of two runs or more.
-    directory
-        Directory of all runs.
-    as_json
-        Print one JSON object on one line.
     """
     from launch.run_view.recorded_runs import find_run
     from launch.screens.run_tables import comparison, comparison_table
@@ -101,7 +88,7 @@ def compare_command(*names: str, directory: RunsDirectory = Path("runs"), as_jso
 @runs.command(name="stop", usage="Usage: launch runs stop --run RUN [--directory DIR] [--timeout-s S]")
 def stop_command(
     *,
-    run_name: Annotated[str, Parameter(name="--run")],
+    run_name: GivenRun,
     directory: RunsDirectory = Path("runs"),
     timeout_s: Timeout = 180.0,
 ) -> None:
@@ -109,10 +96,6 @@ def stop_command(
 
     Parameters
     ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs.
     timeout_s
         Longest time to wait. The run goes on ending after it.
     """
@@ -135,7 +118,7 @@ def _show(table: "RenderableType") -> None:
 )
 def remove_command(
     *,
-    run_name: Annotated[str, Parameter(name="--run")],
+    run_name: GivenRun,
     bus: BusUrl = None,
     creds: CredsFile = None,
     directory: RunsDirectory = Path("runs"),
@@ -147,12 +130,8 @@ def remove_command(
 
     Parameters
     ----------
-    run_name
-        Name of the run.
     bus
         NATS server, as nats://[user:password@]host:port.
-    directory
-        Directory of all runs.
     yes
         Remove it. It cannot be brought back.
     """

@@ -9,21 +9,16 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import CredsFile, RunBusUrl, RunName, RunsDirectory, app, with_bus_of_run
+from launch.cli.app import AsJson, LiveRun, OfLiveRun, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
-from launch.settings.run_config import validate
-from launch.settings.short_forms import short_forms
 
 
 @app.command(usage="Usage: launch status --run NAME [OPTIONS]")
 def status(
     *,
-    run_name: RunName = "default",
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    live_run: OfLiveRun = LiveRun(),
+    as_json: AsJson = False,
 ) -> None:
     """Show on one screen how a live run is, and what everyone waits for; from any host, in three seconds.
 
@@ -32,10 +27,6 @@ def status(
 
     Parameters
     ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where the run's config.json may name its bus.
     as_json
         Print one JSON object on one line, whose keys docs/operations.md describes.
     """
@@ -43,7 +34,7 @@ def status(
     from launch.screens.status_report import report, screen
 
     configure_logging("error")
-    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    where = live_run.config()
     found = report(run(partial(look_at_run, where)))
     print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
     raise SystemExit(0 if found["healthy"] else 1)
@@ -52,24 +43,18 @@ def status(
 @app.command(usage="Usage: launch verify --run NAME [--records DIR...] [OPTIONS]")
 def verify(
     *,
-    run_name: RunName = "default",
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    live_run: OfLiveRun = LiveRun(),
     records: tuple[Path, ...] = (),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Account for every trajectory: compare what actors sent, what is stored and what was trained on.
 
-    The run may go on, or have ended. The exit status is 1 if a trajectory was lost, altered, used twice
-    or is in no record, and 3 if records are not here, so that nothing says whether all is well.
+    The run may go on, or have ended; its stores, ledger and lineage are read from its directory. The exit
+    status is 1 if a trajectory was lost, altered, used twice or is in no record, and 3 if records are not
+    here, so that nothing says whether all is well.
 
     Parameters
     ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where those of the run's stores, ledger and lineage are.
     records
         Directories with the account/ of other hosts of actors, copied here.
     as_json
@@ -79,24 +64,21 @@ def verify(
     from launch.verify.verify import screen, verify_run
 
     configure_logging("error")
-    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    where = live_run.config()
     found = run(partial(verify_run, where, records))
     print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
     raise SystemExit(status_of(found))
 
 
 @app.command(usage="Usage: launch tail --run NAME [OPTIONS]")
-def tail(  # noqa: PLR0913 - each is a flag
+def tail(
     *,
-    run_name: RunName = "default",
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    live_run: OfLiveRun = LiveRun(),
     recent: Annotated[int, Parameter(name="--n", validator=Number(gte=0, lte=1000))] = 3,
     once: Annotated[bool, Parameter(name="--once", negative=())] = False,
     lease: Annotated[int | None, Parameter(name="--lease", validator=Number(gte=0))] = None,
     task: Annotated[str | None, Parameter(name="--task")] = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: AsJson = False,
     token_ids: Annotated[bool, Parameter(name="--token-ids", negative=())] = False,
 ) -> None:
     """Follow the trajectories of a live run as their groups become complete, with text, masks and versions.
@@ -105,10 +87,6 @@ def tail(  # noqa: PLR0913 - each is a flag
 
     Parameters
     ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where the run's config.json may name its bus.
     recent
         Number of trajectories that are stored already to show first.
     once
@@ -127,7 +105,7 @@ def tail(  # noqa: PLR0913 - each is a flag
     if token_ids and not as_json:
         raise ConfigError("--token-ids is for --json: give both")
     configure_logging("error")
-    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    where = live_run.config()
     wanted = TailOptions(recent, once=once, lease=lease, task=task, token_ids=token_ids)
     write = json.dumps if as_json else lines
     run(partial(tail_run, where, wanted, lambda found: print(write(found), flush=True)))  # noqa: T201

@@ -10,25 +10,23 @@ from cyclopts import Parameter
 from bus.errors import ConfigError, SchemaError, SluiceError
 from launch.cli.app import (
     USAGE,
+    AsJson,
+    AsJsonObject,
     ConfigFile,
-    CredsFile,
+    LiveRun,
+    OfLiveRun,
     RetrainSettings,
-    RunBusUrl,
     RunName,
     RunsDirectory,
     app,
     run_and_own_settings,
-    with_bus_of_run,
 )
 from launch.cli.convert_commands import convert
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import fail, run
 from launch.settings.run_config import (
     RetrainProcess,
-    resolve,
-    validate,
 )
-from launch.settings.short_forms import short_forms
 
 app.command(convert)
 
@@ -40,7 +38,7 @@ def retrain(
     to_step: int | None = None,
     config: ConfigFile = None,
     scores: str | None = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: AsJson = False,
     settings: RetrainSettings = RetrainProcess(),
 ) -> None:
     """Train steps of a run again from its directory, and compare batches and losses with those recorded.
@@ -82,7 +80,7 @@ def witness(
     *,
     run_name: RunName = "default",
     directory: RunsDirectory = Path("runs"),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: AsJsonObject = False,
 ) -> None:
     """Tell from the weights of a checkpoint how often a group was trained on: once, never or twice.
 
@@ -94,12 +92,6 @@ def witness(
     group
         Name of the group, such as g00000012, or of one of its trajectories, g00000012.3; without it the
         newest in a checkpoint whose rewards differ.
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs.
-    as_json
-        Print the report as one JSON object on one line.
     """
     from launch.operations.retrain import ask_witness
     from launch.run_view.run_files import recorded_config
@@ -136,10 +128,6 @@ def restore(
 
     Parameters
     ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs.
     archive
         Directory or fsspec URL of the archive; without it the run's replay.archive.
     """
@@ -155,28 +143,24 @@ def restore(
 
 @app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
 def data(
-    *, prompts: Path, run_name: RunName = "default", bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    *,
+    prompts: Path,
+    live_run: OfLiveRun = LiveRun(),
     keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Give a running run other prompts, from its next lease on. The change outlives restarts.
 
     Parameters
     ----------
     prompts
         File of training prompts, .jsonl or .parquet, with the field names of the run.
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where the run's config.json may name its bus.
     keep_old
         Append these prompts to the present ones instead of replacing them.
     """
     from launch.operations.prompt_updates import add_data
 
     configure_logging("warning")
-    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    where = live_run.config()
     accepted = run(partial(add_data, where, prompts, keep_old))
     if accepted is not None:
         print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
@@ -187,11 +171,8 @@ def reward_command(
     file: Path = Path("-"),
     /,
     *,
-    run_name: RunName = "default",
-    bus: RunBusUrl = None,
-    creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    live_run: OfLiveRun = LiveRun(),
+    as_json: AsJsonObject = False,
 ) -> None:
     """Give rewards to trajectories that were published without one.
 
@@ -201,18 +182,11 @@ def reward_command(
     ----------
     file
         File of JSON Lines; - reads standard input, each line as it comes.
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs, where the run's config.json may name its bus.
-    as_json
-        Print the account as one JSON object on one line.
     """
     from launch.operations.give_rewards import give_rewards
 
     configure_logging("warning")
-    where = with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)})
-    given = run(partial(give_rewards, resolve(where), file))
+    given = run(partial(give_rewards, live_run.config(), file))
     account = {"taken": given.taken, "refused": len(given.refused)}
     summary = f"{given.taken} rewards given, {len(given.refused)} lines refused"
     print(json.dumps(account) if as_json else summary, flush=True)  # noqa: T201 - the user's terminal
@@ -231,14 +205,12 @@ def rescore(  # noqa: PLR0913 - each is a flag
     name: str | None = None,
     model: Path | None = None,
     directory: RunsDirectory = Path("runs"),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: AsJsonObject = False,
 ) -> None:
     """Score the stored answers of an interval again with another reward, into a named table; needs no bus.
 
     Parameters
     ----------
-    run_name
-        Name of the run.
     reward
         Name of a built-in reward, or a function of your own as my_pkg.my_module:function. Without it each
         group is scored with the rewards of the environment that made it.
@@ -252,10 +224,6 @@ def rescore(  # noqa: PLR0913 - each is a flag
         Name of the table, <run>/scores/<name>.jsonl; without it the reward's, or own-rewards.
     model
         Directory with the run's tokenizer; without it the run's model.
-    directory
-        Directory of all runs.
-    as_json
-        Print the result as one JSON object on one line.
     """
     from launch.operations.rescore import Interval, parse_leases, run_rescore
 

@@ -27,6 +27,14 @@ from launch.settings.environment_variables import RUN_VARIABLE
 from launch.settings.run_config import RunConfig, validate
 from launch.settings.short_forms import short_forms
 
+StepsDirectory = Annotated[
+    RunsDirectory,
+    Parameter(
+        help="Directory of all runs. On the host of the run's storage it holds steps that the bus "
+        "has no more."
+    ),
+]
+
 
 @app.command(name="watch", usage="Usage: launch watch --run RUN [--bus URL] [--creds FILE] [--directory DIR]")
 def watch_command(
@@ -34,19 +42,12 @@ def watch_command(
     run_name: RunName,
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: RunsDirectory = Path("runs"),
+    directory: StepsDirectory = Path("runs"),
 ) -> None:
     """Show on any host what `launch local` shows of a run: progress, rewards and what each process waits for.
 
     Ctrl-C ends the watching, not the run. Without a terminal it prints lines. It ends when the learner is
     done.
-
-    Parameters
-    ----------
-    run_name
-        Name of the run.
-    directory
-        Directory of all runs. On the host of the run's storage it holds steps that the bus has no more.
     """
     from launch.screens.watch import watch_run
 
@@ -93,8 +94,6 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
     ----------
     run_name
         Name of the run to show first; one whose files are on another host is read from the bus.
-    directory
-        Directory of all runs.
     host
         Address to listen at.
     port
