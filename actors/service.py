@@ -30,7 +30,7 @@ from actors.environments.sample_calls import FirstCalls
 from actors.evaluating_actor import EvaluatingActor
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, refuse_unfit_servers
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
-from actors.evaluation.evaluator import Evaluator
+from actors.evaluation.evaluator import Evaluator, EvaluatorParts
 from actors.evaluation.text_completions import chat_endpoints
 from actors.other_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener, shared_servers
 from actors.other_policies.opponents import Opponents
@@ -234,9 +234,7 @@ def _actor(
         answering = RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
     evaluator = None  # also on demand, where no client waits for held-out prompts
     if settings.actors.evaluates_on != "none" and not isinstance(environment, RunsOnDemand):
-        evaluator = _evaluator(bus, settings, engines, answering, model, environment)
-        evaluator.further = further
-        evaluator.images = images
+        evaluator = _evaluator(bus, settings, engines, answering, model, environment, further, images)
     joining = told_by(config_of_joining(settings.engine), settings.sampling)
     admin = EngineAdmin(
         bus, engine, joining, model, engines.claims, actor=actor_name(),
@@ -247,29 +245,31 @@ def _actor(
 
 def _evaluator(
     bus: Bus, settings: ActorSettings, engines: ActorEngines, answering: EvaluationEngines, model: Path,
-    environment: Environment,
+    environment: Environment, further: FurtherEngines, images: ImageChat | None,
 ) -> Evaluator:  # fmt: skip
     """Return what answers held-out prompts on `answering`."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     sampled = Sampling.from_config(settings.sampling, stop_token_ids(model, tokenizer))
-    evaluator = Evaluator(
-        bus, answering, tokenizer, environment, sampled=sampled,
+    tool_calls = settings.actors.tool_calls
+    parts = EvaluatorParts(
+        sampled=sampled,
         greedy=replace(sampled, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0),
-        tool_calls=settings.actors.tool_calls,
+        tool_calls=tool_calls,
         opponents=engines.opponents.engines,
-    )  # fmt: skip
-    evaluator.finish_within_s = settings.actors.interruption.finish_within_s
-    evaluator.limits = settings.actors.failures
-    endpoints = settings.actors.evaluation.endpoints
-    evaluator.endpoints = chat_endpoints(endpoints, tokenizer, settings.actors.tool_calls)
-    return evaluator
+        further=further,
+        images=images,
+        endpoints=chat_endpoints(settings.actors.evaluation.endpoints, tokenizer, tool_calls),
+        finish_within_s=settings.actors.interruption.finish_within_s,
+        limits=settings.actors.failures,
+    )
+    return Evaluator(bus, answering, tokenizer, environment, parts)
 
 
 def _evaluating_actor(
     bus: Bus, settings: ActorSettings, engines: ActorEngines, model: Path, environment: Environment
 ) -> EvaluatingActor:
     """Put the parts of an actor together that rolls nothing out."""
-    evaluator = _evaluator(bus, settings, engines, engines.own, model, environment)
+    evaluator = _evaluator(bus, settings, engines, engines.own, model, environment, FurtherEngines(), None)
     return EvaluatingActor(bus, actor_name(), evaluator, engines.opponents, engines.claims)
 
 

@@ -3,10 +3,9 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from statistics import fmean
-from types import MappingProxyType
 
 import structlog
 
@@ -78,32 +77,38 @@ class _Answer:
     """Why there is no reward."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorParts:
+    """What an evaluator answers held-out prompts with, beside its engines, and its limits."""
+
+    sampled: Sampling
+    greedy: Sampling
+    tool_calls: str = "auto"
+    opponents: Mapping[str, Engine] = field(default_factory=dict)
+    further: FurtherEngines = field(default_factory=FurtherEngines)
+    """Policies that the run trains beside its own: each plays with its newest weights."""
+    images: ImageChat | None = None
+    """Images that the model reads, where it does."""
+    endpoints: Mapping[str, Engine] = field(default_factory=dict)
+    """Models behind endpoints by name, which answer data sets that ask for them."""
+    finish_within_s: float = InterruptionConfig().finish_within_s
+    """Longest time that prompts which were begun may go on after the stop, where they may at all."""
+    limits: FailureLimitsConfig = field(default_factory=FailureLimitsConfig)
+    """When failed rollouts of a data set end this process, and so the run."""
+
+
 class Evaluator:
     """Answers evaluation tasks one at a time."""
 
     def __init__(
-        self, bus: Bus, engines: EvaluationEngines, tokenizer: Tokenizer, environment: Environment, *,
-        sampled: Sampling, greedy: Sampling, tool_calls: str = "auto",
-        opponents: Mapping[str, Engine] = MappingProxyType({}),
+        self, bus: Bus, engines: EvaluationEngines, tokenizer: Tokenizer, environment: Environment,
+        parts: EvaluatorParts,
     ) -> None:  # fmt: skip
         self.doing = ""
-        self.finish_within_s = InterruptionConfig().finish_within_s
-        """Longest time that prompts which were begun may go on after the stop, where they may at all."""
-        self.limits = FailureLimitsConfig()
-        """When failed rollouts of a data set end this process, and so the run."""
-        self.further = FurtherEngines()
-        """Policies that the run trains beside its own: each plays with its newest weights."""
-        self.images: ImageChat | None = None
-        """Images that the model reads, where it does."""
-        self.endpoints: Mapping[str, Engine] = {}
-        """Models behind endpoints by name, which answer data sets that ask for them."""
+        self.parts = parts
         self._bus = bus
         self._engines = engines
         self._tokenizer = tokenizer
-        self._sampled = sampled
-        self._greedy = greedy
-        self._tool_calls = tool_calls
-        self._opponents = opponents
         self._environment = environment
         self._publisher = Publisher(bus)
         self._prompts: dict[str, Sequence[Prompt]] = {}
@@ -129,7 +134,7 @@ class Evaluator:
             await consume(inbox, self._bus, EvaluationTask, self._on_task, stop=stop, concurrency=1)
         finally:
             await self._engines.close()
-            for endpoint in self.endpoints.values():
+            for endpoint in self.parts.endpoints.values():
                 await endpoint.close()
 
     async def _on_task(self, task: EvaluationTask) -> None:
@@ -151,7 +156,7 @@ class Evaluator:
     async def _evaluated_unless_stopped(self, task: EvaluationTask) -> EvaluationResult | None:
         """Return as `_evaluated` does. Raises `HandBackError` where the stop of this process comes first,
         and the time that the engines have after it ends, too."""
-        after_s = self.finish_within_s if self._engines.finishes_begun else 0.0
+        after_s = self.parts.finish_within_s if self._engines.finishes_begun else 0.0
         result = await unless(self._stop, self._evaluated(task), after_s=after_s)
         if result is None and self._stop.is_set():
             raise _stopped()
@@ -173,9 +178,9 @@ class Evaluator:
         failures.forget_judged()
         tasks, once = (_tasks(task.data_set, prompts, samples) for samples in (task.samples, 1))
         try:
-            sampled = await self._answers(tasks, engine, _sampling(task, self._sampled), failures)
+            sampled = await self._answers(tasks, engine, _sampling(task, self.parts.sampled), failures)
             greedy = await self._answers(
-                once, engine, _sampling(task, self._greedy, temperature=0.0), failures
+                once, engine, _sampling(task, self.parts.greedy, temperature=0.0), failures
             )
         except EngineLostError as error:
             raise await self._engines.after_loss(task.policy, error) from error
@@ -224,7 +229,7 @@ class Evaluator:
     def _failures_of(self, data_set: str) -> EnvironmentFailures:
         if data_set not in self._failures:
             self._failures[data_set] = EnvironmentFailures(
-                self._environment, self.limits, serves=lambda: self._engines.serves, of=_said(data_set)
+                self._environment, self.parts.limits, serves=lambda: self._engines.serves, of=_said(data_set)
             )
         return self._failures[data_set]
 
@@ -232,7 +237,7 @@ class Evaluator:
         """Return who answers, as `with_weights` does. Raises EngineError for one who is not here."""
         if not task.answered_by:
             return await self._engines.with_weights(task.policy, self._stop)
-        others = {**self._opponents, **self.endpoints}
+        others = {**self.parts.opponents, **self.parts.endpoints}
         if task.answered_by not in others:
             there = ", ".join(others) or "none"
             raise EngineError(f"{task.answered_by!r} is no opponent of this actor: there are {there}")
@@ -284,9 +289,9 @@ class Evaluator:
         and `EngineLostError` when no engine is left."""
         policy = Policy(
             engine, self._tokenizer, sampling,
-            tool_calls=self._tool_calls, opponents=self._opponents, images=self.images,
+            tool_calls=self.parts.tool_calls, opponents=self.parts.opponents, images=self.parts.images,
         )  # fmt: skip
-        policy.further = self.further
+        policy.further = self.parts.further
         places = asyncio.Semaphore(self._engines.prompts_at_once or len(tasks))
 
         async def answer(task: Task) -> _Answer:
@@ -335,7 +340,7 @@ class Evaluator:
     @property
     def _others(self) -> Set[str]:
         """Names of the policies whose versions are their own."""
-        return self._opponents.keys() | self.further.engines.keys()
+        return self.parts.opponents.keys() | self.parts.further.engines.keys()
 
     async def _heldout(self, ref: BlobRef) -> Sequence[Prompt]:
         if ref.digest not in self._prompts:

@@ -8,7 +8,7 @@ from safetensors.torch import save
 
 from actors.engines.base import Sampling
 from actors.episodes.episode import Episode
-from actors.evaluation.evaluator import Evaluator
+from actors.evaluation.evaluator import Evaluator, EvaluatorParts
 from actors.policy.further_engines import FurtherEngines
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
@@ -91,13 +91,12 @@ class Evaluations:
         finish_within_s=30.0,
     ):  # fmt: skip
         """An evaluator at work, its end awaited; yields what stops it, and its task."""
-        working = Evaluator(
-            self.bus, engines, TOKENIZER, environment,
+        parts = EvaluatorParts(
             sampled=SAMPLED, greedy=replace(SAMPLED, temperature=0.0), opponents=dict(opponents),
+            further=FurtherEngines(dict(further), dict(agents)), endpoints=dict(endpoints),
+            finish_within_s=finish_within_s,
         )  # fmt: skip
-        working.further = FurtherEngines(dict(further), dict(agents))
-        working.endpoints = dict(endpoints)
-        working.finish_within_s = finish_within_s
+        working = Evaluator(self.bus, engines, TOKENIZER, environment, parts)
         stop = asyncio.Event()
         running = asyncio.create_task(working.run(stop))
         try:

@@ -303,7 +303,7 @@ async def test_all_that_an_actor_runs_beside_its_rollouts_is_started_with_its_se
     await asyncio.wait_for(running, TIMEOUT_S)
     asyncio.get_running_loop().set_task_factory(None)
     evaluator = built[-1]
-    assert (evaluator.limits, evaluator.finish_within_s) == (actors.failures, 7.0)
+    assert (evaluator.parts.limits, evaluator.parts.finish_within_s) == (actors.failures, 7.0)
     if only:
         return
     worker, _ = built
