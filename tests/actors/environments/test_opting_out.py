@@ -312,7 +312,7 @@ class ShortContext(ScriptedEngine):
 
 @pytest.mark.parametrize("config", [PanelConfig(solvers=2, rewriters=2), DebateConfig()])
 async def test_agent_that_writes_too_much_does_not_end_the_episode_of_others(config):
-    answers = iter(["x" * 150])
+    answers = iter(["x" * 198])
     engine = ShortContext(lambda _: encoded(f"{next(answers, 'right')}<|im_end|>"))
     policy = Policy(engine, TOKENIZER, Sampling(max_new_tokens=199))
     episode = await build_environment(config).run(TASK, policy)
