@@ -277,6 +277,8 @@ async def refuse_other_layout(client: BusClient, run: str, timeout_s: float) -> 
             if client.refusal:
                 raise ConfigError(f"an older build made the configuration of this bus: {remedy}") from None
             return
+        except nats.errors.Error as error:  # the server ends connections as it takes over other keys
+            raise BusAwayError(f"the connection to the bus ended at its first request: {error}") from error
         else:
             return
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from bus import waiting
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.connection.client import BusClient, connected
+from bus.connection.client import BusClient, connected, refuse_other_layout
 from bus.errors import BusAwayError, ConfigError
 from bus.requests import Done, StoredRequest
 from bus.server.nats_server import NatsServer, free_port
@@ -180,3 +180,11 @@ async def test_a_client_that_connects_though_its_caller_was_cancelled_is_closed(
         await asyncio.wait([connecting])
     assert connecting.cancelled()
     assert clients[0].is_closed
+
+
+async def test_a_connection_that_ends_at_its_first_request_is_a_bus_that_is_away(server: NatsServer):
+    """A server that takes over other keys ends connections that have just been made."""
+    client = await connected(BusConfig(url=server.url), "ends", None)
+    await client.close()
+    with pytest.raises(BusAwayError, match="ended at its first request: nats: connection closed"):
+        await refuse_other_layout(client, "test", 1.0)
