@@ -1,6 +1,8 @@
 """`launch reward`: gives rewards from a file or a pipe to trajectories that wait for them."""
 
 import asyncio
+import os
+import platform
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -31,7 +33,9 @@ async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Tal
             raise ConfigError(f"cannot read the rewards in {file}: {error.strerror}") from error
         async with Bus.connect(where.bus, where.run, name="rewards") as bus:
             account = where.directory / where.run / GIVEN
-            sender = await RewardSender.to_run(bus, source=f"launch reward {file}", account=account)
+            # of this process alone: on other hosts the same command keeps records that are not here
+            own = f"launch reward {file} {platform.node()}-{os.getpid()}"
+            sender = await RewardSender.to_run(bus, source=own, account=account)
             await give_lines(sender, _arriving(source, stop), tally)
     return tally
 

@@ -225,8 +225,9 @@ def _add_unlisted(records: ActorRecords, verdicts: Verdicts, name: str, writer: 
 
 
 def _compare_late(records: ActorRecords, verdicts: Verdicts, one: Stored) -> None:
-    """Compare a late reward with what was given: the first counts, of which storage alone knows the order."""
-    name, given = name_of(one.copy), records.given.get(key_of(one.copy))
+    """Compare a late reward with what its giver gave: of several givers the first counts, of which storage
+    alone knows the order."""
+    name, given = name_of(one.copy), records.given.get((*key_of(one.copy), one.source))
     verdicts.add("late_rewards", name)
     if given is None:
         _add_unlisted(records, verdicts, name, one.source)

@@ -66,8 +66,8 @@ class ActorRecords:
 
     sent: dict[Copy, list[Sending]] = field(default_factory=dict)
     acknowledged: dict[Copy, list[Acknowledgement]] = field(default_factory=dict)
-    given: dict[Key, set[float | None]] = field(default_factory=dict)
-    """Late rewards that somebody gave."""
+    given: dict[tuple[int, int, str], set[float | None]] = field(default_factory=dict)
+    """Late rewards by lease, sample and who gave them."""
     writers: set[str] = field(default_factory=set)
     """Actors, and sources of late rewards, of which there are records."""
     incomplete: set[str] = field(default_factory=set)
@@ -193,7 +193,7 @@ def actor_records(directories: Iterable[Path], identity: str) -> ActorRecords:
                     found.acknowledged.setdefault(copy, []).append(answer)
                 elif kind == Kind.GIVEN:
                     found.writers.add(writer)
-                    found.given.setdefault((copy.lease_id, copy.sample), set()).add(copy.reward)
+                    found.given.setdefault((copy.lease_id, copy.sample, writer), set()).add(copy.reward)
     return found
 
 

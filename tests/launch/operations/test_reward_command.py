@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -51,7 +52,7 @@ async def test_rewards_of_a_file_reach_their_shards(bus, where, tmp_path):
     assert (even.trajectory_id, even.reward, odd.trajectory_id, odd.reward) == (
         "g00000000.0", 0.5, "g00000003.1", 1.0
     )  # fmt: skip
-    assert even.source == f"launch reward {rewards}"
+    assert even.source == f"launch reward {rewards} {platform.node()}-{os.getpid()}"
     [file] = read_records(tmp_path / "test" / GIVEN)
     assert file.owner.writer == even.source
     assert {one.copy[:2]: one.copy.reward for one in file.records} == {(0, 0): 0.5, (3, 1): 1.0}

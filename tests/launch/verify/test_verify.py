@@ -269,6 +269,17 @@ async def test_a_late_reward_that_was_given_otherwise_is_altered_and_one_that_no
     assert found.found["unlisted"].keys() == {"g00000003.1"}
 
 
+async def test_a_late_reward_of_a_giver_on_another_host_is_not_verifiable_whatever_others_gave(run):
+    due = group(3, reward_due=True, reward=0.0)
+    run.send(*due)
+    run.store.append(due)
+    run.give((due[0], 1.0))
+    for one in due:
+        run.store.give([RewardGiven(trajectory_id=one.trajectory_id, reward=0.5, source="judge elsewhere")])
+    late = {"g00000003.0", "g00000003.1"}
+    assert await run.found() == {"late_rewards": late, "not_verifiable": late}
+
+
 async def test_what_no_actor_sent_and_steps_without_records_end_with_status_1(run):
     run.store.append(group(3))
     run.train(2, [3], *group(3))
