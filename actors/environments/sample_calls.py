@@ -8,7 +8,7 @@ from itertools import accumulate
 from actors.environments.choice import DEFAULT, chosen_environment
 from actors.rewards.base import RewardError
 from actors.rewards.builtin.registry import REWARDS
-from actors.rewards.scoring.prompt_choices import answer_of_nobody, chosen_reward
+from actors.rewards.scoring.prompt_choices import answer_of_nobody, chosen_reward, refused_reward
 from actors.rewards.scoring.sample_call import SampleCall, check_calls
 from actors.settings.actors import ActorsConfig
 from actors.settings.agents import POSTED
@@ -59,7 +59,9 @@ class FirstCalls:
     async def of(self, prompt: Prompt) -> None:
         """Return once the reward of a prompt was called. Raises `ConfigError` for one that does not work."""
         environment = str(chosen_environment(prompt.metadata)) if self._actors.environments else DEFAULT
-        if environment not in self._actors.by_name:  # its rollout says so
+        config = self._actors.by_name.get(environment)
+        is_refused = isinstance(config, RewardConfig) and refused_reward(prompt, config) is not None
+        if config is None or is_refused:  # its rollout says so, and what the run does not allow is not loaded
             return
         for call in sample_calls([prompt], self._actors, where="the prompts of the run"):
             key = environment, call.name

@@ -251,6 +251,14 @@ async def test_each_reward_is_called_once_however_many_leases_wait_for_it(monkey
     assert calls == [("mine:one", "mine:one"), ("mine:two", "mine:two")]
 
 
+async def test_a_reward_that_the_run_does_not_allow_is_not_called_and_ends_no_actor(tmp_path, monkeypatch):
+    (tmp_path / "not_allowed.py").write_text("from pathlib import Path\nPath(__file__ + '.ran').touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    first = FirstCalls(ActorsConfig(environment=SingleTurnConfig(reward="mine:one")))
+    await first.of(Prompt(content="a", label="1", metadata={"reward": "not_allowed:score"}))
+    assert not (tmp_path / "not_allowed.py.ran").exists()
+
+
 class FailingFor:
     """An environment in which some samples of each group fail, each by its own exception."""
 
