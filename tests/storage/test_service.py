@@ -63,6 +63,14 @@ from tests.storage.serving import (
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
 
 
+BESIDE = {
+    "report_status", "tell_pace", "keep_streams", "OwnRecords.keep", "HeldoutBlobs.keep", "report_sources",
+    "DataUpdates.run", "Dispatcher.run", "run_shard", "_Service._watch_queues", "_Service._record",
+    "_Service._tell_when_ready", "_Service._admit_when_checked",
+}  # fmt: skip
+"""What storage does at the same time."""
+
+
 @pytest.fixture(scope="module")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     """Files of a model with a context of 32 tokens, one a character."""
@@ -411,6 +419,18 @@ async def test_poison_is_known_at_once_after_a_restart_and_counted_by_kind(bus, 
         }  # each becomes known at a time of its own
         await until(lambda: expected.items() <= heard[-1].values.items())
     assert expected.items() <= heard[-1].values.items()
+
+
+async def test_all_that_storage_does_beside_its_leases_is_started(bus, tmp_path):
+    started: set[str] = set()
+
+    def begin(loop, work, **kwargs):
+        started.add(getattr(work, "__qualname__", ""))
+        return asyncio.Task(work, loop=loop, **kwargs)
+
+    asyncio.get_running_loop().set_task_factory(begin)
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        await until(lambda: started >= BESIDE)
 
 
 async def test_keys_streams_and_heldout_prompts_that_the_bus_loses_come_back(bus, tmp_path, monkeypatch):

@@ -1,0 +1,144 @@
+"""What `launch storage`, `launch learner` and `launch actors` give to what they run, and refuse before."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actors.service
+import learner.run.service
+import storage.service
+from bus.connection.bus import Bus
+from bus.errors import ConfigError, leaves
+from bus.messages import RunRecord
+from bus.server.nats_server import NatsServer
+from launch.process.settings_revision import revision_of
+from launch.services.actors import serve_actors
+from launch.services.learner import serve_learner
+from launch.services.storage import serve_storage
+from launch.settings.run_config import RunConfig, validate
+from learner.config.process_settings import EngineContext
+from storage.account.records import ACTORS
+
+pytestmark = pytest.mark.nats
+SETTINGS: dict[str, Any] = {
+    "run": "test",
+    "data": {"task": "nim"},
+    "policies": {"rival": {}},
+    "evaluation": {"sets": [{"name": "hard", "prompts": "hard.jsonl"}]},
+    "admission": {"max_staleness": 7, "samples_per_prompt": 4},
+    "colocation": {"lapse_s": 20.0},
+    "learner": {"batch": {"share_prefixes": True}},
+    "actors": {
+        "environment": {"type": "game", "game": {"type": "nim"}, "opponent": "rival"},
+        "evaluation": {"engine": "rollout"},
+    },
+}
+OPEN = {"type": "clients", "reward": "posted", "gateway": {"host": "0.0.0.0"}}
+ANSWERS = {"sampling": {"max_new_tokens": 64}, "model": {"scratch": {"context": 48}}}
+"""Answers that leave no room for a prompt."""
+
+
+@pytest.fixture
+def where(server: NatsServer, tmp_path: Path) -> dict[str, Any]:
+    return {"directory": str(tmp_path), "bus": {"url": server.url}}
+
+
+async def announce(bus: Bus, settings: dict[str, Any]) -> RunConfig:
+    config = validate(settings)
+    await bus.put("run", RunRecord(name="test", config_json=config.model_dump_json()))
+    return config
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, service: Any, name: str) -> list[Any]:
+    """Have a service note its settings, with the bus that it got, in place of its work."""
+    found: list[Any] = []
+
+    async def note(bus: Bus, settings: Any, *others: Any, **named: Any) -> None:
+        found.append((bus, settings, others, named))
+
+    monkeypatch.setattr(service, name, note)
+    return found
+
+
+async def test_storage_is_told_what_the_settings_say_and_leaves_them_in_the_run_of_each_policy(
+    bus: Bus, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    config = validate({**SETTINGS, **where})
+    found = capture(monkeypatch, storage.service, "run_storage")
+    await serve_storage(config, asyncio.Event(), summary=False)
+    told = {settings.run.name: settings for _, settings, *_ in found}
+    assert {name: settings.measures for name, settings in told.items()} == {
+        "test": True,
+        "test__rival": False,
+    }
+    own = told["test"]
+    assert own.evaluation_sets == config.evaluation.sets
+    assert (own.shares_prefixes, own.admission) == (True, config.admission)
+    for used, settings, *_ in found:
+        assert used.state.revision == revision_of(settings.config_json)
+        assert settings.run.config.exists()
+        assert (settings.run.path / "provenance.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (ANSWERS, "leaves no room for a prompt"),
+        ({"actors": {"evaluation": {"only": True}}}, "no actor would"),
+    ],
+)
+async def test_storage_refuses_settings_by_which_no_run_comes_about(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], said: str
+):
+    found = capture(monkeypatch, storage.service, "run_storage")
+    with pytest.raises(ExceptionGroup) as raised:
+        await serve_storage(
+            validate({"run": "test", "data": {"task": "sort"}, **where, **changed}), asyncio.Event()
+        )
+    [error] = leaves(raised.value)
+    assert isinstance(error, ConfigError)
+    assert said in str(error)
+    assert not found
+
+
+async def test_an_actor_is_told_what_the_settings_say(
+    bus: Bus, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    config = await announce(bus, SETTINGS)
+    found = capture(monkeypatch, actors.service, "run_actors")
+    await serve_actors(validate({"run": "test", **where}), {}, asyncio.Event())
+    [(_, told, *_)] = found
+    assert (told.max_staleness, told.colocation, told.gateway_token) == (7, config.colocation, None)
+    assert told.account == tmp_path / "test" / ACTORS
+    assert told.calls_rewards
+    assert told.rollout_engine == config.actors.engine
+    further = told.further["rival"]
+    assert (further.max_staleness, further.account) == (7, tmp_path / "test__rival" / ACTORS)
+
+
+async def test_an_actor_refuses_a_gateway_that_is_open_to_everybody(
+    bus: Bus, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    await announce(bus, {"run": "test", "data": {"task": "sort"}, "actors": {"environment": OPEN}})
+    found = capture(monkeypatch, actors.service, "run_actors")
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 would let everybody"):
+        await serve_actors(validate({"run": "test", **where}), {}, asyncio.Event())
+    assert not found
+
+
+async def test_a_learner_is_told_what_the_settings_say_and_notes_them_once_it_is_the_runs(
+    bus: Bus, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    config = await announce(bus, SETTINGS)
+    found = capture(monkeypatch, learner.run.service, "run")
+    await serve_learner(validate({"run": "test", **where}), {}, asyncio.Event(), is_rank=False)
+    [(_, told, _, named)] = found
+    assert (told.evaluated_on, told.colocation) == ("rollout", config.colocation)
+    assert told.engine_context == EngineContext(config.actors.engine.context, config.actors.engine.left_free)
+    assert told.samples_per_prompt == 4
+    recorded = tmp_path / "test" / "learner.json"
+    assert not recorded.exists()
+    named["begin"]()
+    assert recorded.exists()
