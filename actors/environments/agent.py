@@ -38,11 +38,16 @@ from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.agents import AgentConfig
 from actors.settings.groups import InterruptionConfig
 from bus.errors import HandBackError
-from bus.waiting import cancelled, ended_before
+from bus.waiting import cancelled, ended_before, set_within
 
 log = structlog.get_logger()
 NO_SESSION = "a-verifier-has-no-session"
 """API key in a verifier's environment: it asks the policy nothing."""
+
+SIGNALLED_S = 0.2
+"""Time in which an actor hears of the signal that ends it. Its programs may have ended by the same one."""
+LONG_WAIT_S = 30.0
+"""Time of a request that the engine left unanswered, after which a client that gave up is not to blame."""
 
 
 class ProgramFaultError(EpisodeError):
@@ -129,13 +134,21 @@ class AgentEnvironment:
         try:
             episode = await self._scored(task, policy, session, work)
         except (ProgramFaultError, AnswerFaultError, UnpaidError) as fault:
+            if await set_within(self._stop, SIGNALLED_S):
+                raise HandBackError(f"task {task.task_id} ended with its actor: {fault}") from fault
+            lowest = self._latest.lowest(self._config.lowest)
             self._latest.note(worked=False)
-            lowest, is_judged = self._config.lowest, isinstance(fault, AnswerFaultError)
-            if lowest is None or not (session.end or is_judged or self._latest.work):
+            if lowest is None or not self._is_the_policys(fault, session):
                 raise
             return unscored_episode(policy, session, lowest, str(fault))
-        self._latest.note(worked=True)
+        self._latest.note(worked=True, reward=min(part.reward for part in episode.trajectories))
         return episode
+
+    def _is_the_policys(self, fault: Exception, session: Session) -> bool:
+        """Return whether the policy is to blame that an episode has no reward."""
+        if isinstance(fault, AnswerFaultError):  # the verifier may find nothing wrong with nothing, and fail
+            return self._latest.work
+        return bool(session.end) or (self._latest.work and session.unanswered_s < LONG_WAIT_S)
 
     async def _scored(self, task: Task, policy: Policy, session: Session, work: Path) -> Episode:
         """Run the program, and return its episode with its reward. Raises the errors of `run`, of which the

@@ -23,6 +23,7 @@ from actors.environments.session_episode import (
 )
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
+from actors.episodes.policy_faults import LatestUses
 from actors.episodes.task import JSON, Task
 from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.server import Gateway, keys_of
@@ -66,6 +67,8 @@ class ClientsEnvironment:
         self._programs: dict[str, Taker] = {}
         """Programs that were started here, by what they are known by."""
         self._episodes = 0
+        self._latest = LatestUses()
+        """Episodes for which a reward was posted."""
 
     @classmethod
     def from_config(cls, config: ClientsConfig) -> Self:
@@ -217,10 +220,12 @@ class ClientsEnvironment:
         if self._scoring is not None:
             return await scored_episode(self._scoring, policy, session, task, last, metadata)
         if session.reward is not None:
-            return posted_episode(policy, session, session.reward, metadata)
+            episode = posted_episode(policy, session, session.reward, metadata)
+            self._latest.note(worked=True, reward=min(part.reward for part in episode.trajectories))
+            return episode
         unpaid = f"the client of task {task.task_id} ended it without a reward"
-        if session.end and self._config.lowest is not None:
-            return unscored_episode(policy, session, self._config.lowest, unpaid, metadata)
+        if session.end and (lowest := self._latest.lowest(self._config.lowest)) is not None:
+            return unscored_episode(policy, session, lowest, unpaid, metadata)
         raise UnpaidError(unpaid)
 
     # Requests that are no agent's.

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from actors.environments.base import Environment, HandsBackAtStop, ScoresGroups
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses
+from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses, is_of_host
 from actors.episodes.task import Task
 from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy
@@ -52,7 +52,8 @@ class PluginEnvironment:
         """Roll `task` out once.
 
         Whatever the user's code raises by itself is an `EpisodeError`. Where the policy was asked, and the
-        environment works for others, what it wrote is to blame: the episode has the lowest reward."""
+        environment works for others, what it wrote is to blame: the episode has the lowest reward. What says
+        that a server is away, or the host has nothing left, is not blamed on it."""
         try:
             episode = await self._rolled_out(task, policy)
         except (PluginFaultError, *UNANSWERABLE) as error:
@@ -61,16 +62,17 @@ class PluginEnvironment:
             if unscored is None:
                 raise
             return unscored
-        self._latest.note(worked=True)
+        self._latest.note(worked=True, reward=min(part.reward for part in episode.trajectories))
         if not isinstance(episode.metrics, Mapping):
             return episode
         return replace(episode, metrics={FAULT_FRACTION: 0.0, **episode.metrics})
 
     def _unscored(self, policy: Policy, error: Exception) -> Episode | None:
         """Return what was recorded, with the lowest reward; None where that is no episode."""
-        if self._lowest is None:
+        lowest = self._latest.lowest(self._lowest)
+        if lowest is None:
             return None
-        parts = (policy.begun or policy).trajectories(self._lowest)
+        parts = (policy.begun or policy).trajectories(lowest)
         if not parts or self.trajectories_per_episode not in (None, len(parts)):
             return None
         fault = {REWARD_FAULT: str(error)[:LONGEST_FAULT]}
@@ -156,7 +158,8 @@ class PluginEnvironment:
             ) from error
 
     def _failed(self, task: Task, error: Exception) -> EpisodeError:
-        return PluginFaultError(f"environment {self._name} raised {error!r} on task {task.task_id}")
+        kind = EpisodeError if is_of_host(error) else PluginFaultError
+        return kind(f"environment {self._name} raised {error!r} on task {task.task_id}")
 
 
 def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:

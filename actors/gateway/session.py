@@ -12,7 +12,7 @@ import structlog
 
 from actors.engines.base import Sampling
 from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import LatestUses
+from actors.episodes.policy_faults import LatestUses, is_of_host
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
 from actors.gateway.dialects.refusal import RefusedError, invalid
 from actors.gateway.posted_reward import PostedReward
@@ -28,8 +28,6 @@ from bus.waiting import set_within
 
 log = structlog.get_logger()
 DIFFERENCES_LOG_PERIOD_S = 10.0
-HOSTS = OSError, MemoryError
-"""Errors of a host, which no words of the policy cause."""
 
 
 class Session:
@@ -66,6 +64,8 @@ class Session:
         """When the newest request came that was not refused, by the monotonic clock."""
         self.longest_wait_s = 0.0
         """Longest time that one request took at the engine."""
+        self.unanswered_s = 0.0
+        """Longest time of those that had no answer when whoever asked was gone, or the session was closed."""
         self._name = name
         self._policy = policy
         self._config = config
@@ -185,6 +185,9 @@ class Session:
         began = time.monotonic()
         try:
             yield
+        except asyncio.CancelledError:
+            self.unanswered_s = max(self.unanswered_s, time.monotonic() - began)
+            raise
         finally:
             self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - began)
 
@@ -207,7 +210,7 @@ class Session:
         except Exception as error:
             log.exception("gateway_turn_failed", session=self._name)
             self._requests.note(worked=False)
-            if self._requests.work and not isinstance(error.__cause__ or error, HOSTS):
+            if self._requests.work and not is_of_host(error):
                 raise invalid(f"the gateway failed on this request: {type(error).__name__}") from error
             self._failures[digest] = EpisodeError(f"the gateway failed: {error!r}")
             raise RefusedError(500, "internal_error", f"the gateway failed: {error!r}") from error

@@ -164,7 +164,7 @@ class ProgramRunner:
                 await _ended(report, ending)
             await output.settle()
             if was_over:
-                return _end_of(program, ending.result(), output)
+                return self._end_of(program, ending.result(), output)
             if output.overflown.done():
                 raise ProgramFailedError(
                     f"it wrote more than {most_output_bytes} bytes; the last: {output.tail}"
@@ -172,6 +172,16 @@ class ProgramRunner:
             raise ProgramFailedError(
                 f"it ran for {timeout_s:g} s; its last output: {output.tail}"
             ) from TimeoutError()
+
+    def _end_of(self, program: Program, said: Mapping[str, Any], output: Output) -> ProgramEnd:
+        if not said:  # in namespaces of its own a program does not reach who watches over it
+            kind = ProgramError if self.isolates else ProgramFailedError
+            raise kind("the process that watches over it has ended")
+        if said["refused"]:
+            raise ProgramError(f"cannot start {program.command[0]!r}: {said['refused']}")
+        if said["over"]:
+            raise ProgramFailedError(f"{said['over']}; its last output: {output.tail}")
+        return ProgramEnd(said["status"], output.tail)
 
     async def close(self) -> None:
         """End the process that starts programs. Those that run end, too."""
@@ -346,16 +356,6 @@ async def _ended(report: socket.socket, ending: "asyncio.Task[Mapping[str, Any]]
     if not ending.done():
         await cancelled(ending)
         log.warning("program_does_not_end", waited_s=END_TIMEOUT_S)
-
-
-def _end_of(program: Program, said: Mapping[str, Any], output: Output) -> ProgramEnd:
-    if not said:
-        raise ProgramFailedError("the process that watches over it has ended")
-    if said["refused"]:
-        raise ProgramError(f"cannot start {program.command[0]!r}: {said['refused']}")
-    if said["over"]:
-        raise ProgramFailedError(f"{said['over']}; its last output: {output.tail}")
-    return ProgramEnd(said["status"], output.tail)
 
 
 def kills_for_memory() -> int:

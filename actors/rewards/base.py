@@ -10,8 +10,8 @@ from bus.errors import SluiceError
 
 __all__ = [
     "LATER", "Answer", "AnswerFaultError", "BudgetSpentError", "Closable", "GroupReward",
-    "InvalidRewardError", "Late", "Later", "Result", "Reward", "RewardError", "Scored", "label_of",
-    "without_working",
+    "InvalidRewardError", "Late", "Later", "Result", "Reward", "RewardError", "Scored", "UnscoredError",
+    "label_of", "without_working",
 ]  # fmt: skip
 
 
@@ -56,7 +56,11 @@ class RewardError(SluiceError):
     """A reward function failed or returned no finite number: this rollout has no reward."""
 
 
-class InvalidRewardError(RewardError):
+class UnscoredError(RewardError):
+    """An answer got no reward, which it may have caused itself: other answers show whether it did."""
+
+
+class InvalidRewardError(UnscoredError):
     """A reward function returned what is no reward, as one that is wrong does each time."""
 
 

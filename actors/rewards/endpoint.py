@@ -12,7 +12,7 @@ import stamina
 import structlog
 
 from actors.episodes.task import JSON
-from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
+from actors.rewards.base import BudgetSpentError, InvalidRewardError, UnscoredError
 from actors.settings.rewards import EndpointConfig
 from bus.errors import ConfigError
 from bus.process.log_throttle import LogThrottle
@@ -29,11 +29,11 @@ REPEATED = frozenset({408, 429})
 """Statuses below 500 that a later request may not get."""
 
 
-class RefusedError(RewardError):
+class RefusedError(UnscoredError):
     """The server answered that it does not take the request, by a status that a later request gets too."""
 
 
-class TransientError(RewardError):
+class TransientError(UnscoredError):
     """A request failed in a way that a later one may not."""
 
 
@@ -71,7 +71,7 @@ class Endpoint:
     async def post(self, body: JSON) -> EndpointReply:
         """Return the reply, asking again while the server is away.
 
-        Raises `RewardError` when all attempts failed or the server refused the request, `BudgetSpentError`
+        Raises `UnscoredError` when all attempts failed or the server refused the request, `BudgetSpentError`
         when no further request is allowed."""
         retries = stamina.retry_context(
             on=TransientError,
@@ -152,12 +152,12 @@ def _headers(config: EndpointConfig, what: str) -> dict[str, str]:
 
 
 async def _read(response: aiohttp.ClientResponse, what: str) -> bytes:
-    """Return the body. Raises RewardError for one that is too long to be a reward."""
+    """Return the body. Raises UnscoredError for one that is too long to be a reward."""
     raw = await response.content.read(MOST_BYTES)
     while len(raw) < MOST_BYTES and (more := await response.content.read(MOST_BYTES - len(raw))):
         raw += more
     if len(raw) >= MOST_BYTES:
-        raise RewardError(f"{what}: the reply has {MOST_BYTES} bytes or more")
+        raise UnscoredError(f"{what}: the reply has {MOST_BYTES} bytes or more")
     return raw
 
 

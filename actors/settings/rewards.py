@@ -148,7 +148,8 @@ class UnfinishedConfig(Config):
     """What an episode is worth that the policy kept from being scored."""
 
     unfinished_reward: Finite | Literal["left_out"] = 0.0
-    """Lowest reward that an episode may have; for `dapo` and in games -1 at most. It goes to one that the
+    """Lowest reward that an episode may have; for `dapo` and in games -1 at most, and less
+    where one of the actor's latest 100 answers or episodes had less. It goes to one that the
     policy kept from being scored: a reward or environment of your own failed on what it wrote and works for
     others, so did a game, an agent's program or its verifier, or a limit of the gateway ended it before a
     reward was posted. `left_out`: such an episode fails and is not trained, as a policy may learn to do."""

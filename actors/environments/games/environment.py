@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import ParamSpec, Self, TypeVar
 
 from actors.environments.games.base import Game, HasScriptedPlayer, Start
 from actors.environments.games.build import game_start
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
-from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses
+from actors.episodes.policy_faults import FAULT_FRACTION, LONGEST_FAULT, REWARD_FAULT, LatestUses, is_of_host
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.messages import UNANSWERABLE
 from actors.policy.policy import Policy
@@ -42,8 +43,25 @@ class Play:
     """Why it was broken off; None where the last turn of each side says how that ended."""
     mover: int | None = None
     """Side whose move the game is making, or failed on."""
+    moves_s: float = 0.0
+    """Time that moves took which have ended."""
+    began_s: float | None = None
+    """When the move that runs began, by the monotonic clock; None while none runs."""
     fault: str = ""
     """How the game failed on a move of the policy; empty where it did not."""
+
+    def act(self, action: str) -> bool:
+        """Make a move; return whether the game is over."""
+        self.began_s = monotonic()
+        try:
+            return self.game.act(action)
+        finally:
+            self.moves_s, self.began_s = self.moves_s + monotonic() - self.began_s, None
+
+    @property
+    def time_in_moves_s(self) -> float:
+        """Return how long moves took so far, the running one included, without the wait for a thread."""
+        return self.moves_s + (0.0 if self.began_s is None else monotonic() - self.began_s)
 
 
 class GameEnvironment:
@@ -56,7 +74,7 @@ class GameEnvironment:
         self._config = config
         self._start = start
         self._inline = config.game.type in INLINE
-        self._moves = LatestUses()
+        self._moves, self._games = LatestUses(), LatestUses()
 
     @classmethod
     def from_config(cls, config: GameConfig) -> Self:
@@ -77,10 +95,13 @@ class GameEnvironment:
             except TimeoutError as error:
                 limit = self._config.game_timeout_s
                 said = f"the game of {task.task_id} took longer than {limit:g} s"
-                if not self._blames(play, said):
+                if play.time_in_moves_s < limit / 2 or not self._blames(play, said):
                     raise EpisodeError(said) from error
             rewards = self._broken_off(play) if play.fault else await self._called(game.rewards)
-        return self._episode(play, policy, rewards)
+        episode = self._episode(play, policy, rewards)
+        if not play.fault:
+            self._games.note(worked=True, reward=min(part.reward for part in episode.trajectories))
+        return episode
 
     def _sides(self, task: Task, players: int) -> dict[int, str]:
         """Return who has each side; the policy's is another one in each rollout of a prompt."""
@@ -112,9 +133,9 @@ class GameEnvironment:
             play.turns[side] += 1
             play.mover = side
             try:
-                ended = await self._called(play.game.act, action)
+                ended = await self._called(play.act, action)
             except Exception as error:  # a game may raise anything
-                if isinstance(error, SluiceError) or not self._blames(play, repr(error)):
+                if isinstance(error, SluiceError) or is_of_host(error) or not self._blames(play, repr(error)):
                     raise
                 return
             self._moves.note(worked=True)
@@ -132,7 +153,7 @@ class GameEnvironment:
 
     def _broken_off(self, play: Play) -> Sequence[float]:
         """Return the rewards of a game that failed on a player's move: the lowest for that player."""
-        lowest = self._config.lowest or 0.0
+        lowest = self._games.lowest(self._config.lowest) or 0.0
         return [lowest if side == play.mover else 0.0 for side in range(play.game.players)]
 
     async def _action(self, play: Play, side: int, task: Task, policy: Policy) -> str | None:

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 import structlog
 
 from actors.episodes.task import JSON, Answer
-from actors.rewards.base import AnswerFaultError, BudgetSpentError, RewardError, Scored
+from actors.rewards.base import RewardError, Scored, UnscoredError
 from actors.rewards.builtin.message_text import readable, text_of
 from actors.rewards.endpoint import Endpoint
 from actors.settings.rewards import RewardConfig
@@ -16,7 +15,7 @@ log = structlog.get_logger()
 SHOWN = 200
 
 
-class NoScoreError(RewardError):
+class NoScoreError(UnscoredError):
     """No reply of the judge had a score that counts."""
 
 
@@ -31,20 +30,8 @@ class Judge:
         """Tokens that the endpoint counted, of prompts and replies."""
 
     async def __call__(self, answer: Answer) -> Scored:
-        """Return the judge's score, scaled to [0, 1].
-
-        An answer that the endpoint refuses or fails on, or to which no reply has a score within the bounds,
-        gets 0 by an `AnswerFaultError` where the label, or an empty answer, is judged in its place. Raises
-        RewardError where that is not judged either: an answer that was not judged is no wrong one."""
-        try:
-            return await self._judged(answer)
-        except BudgetSpentError:
-            raise
-        except RewardError as error:
-            await self._judged(replace(answer, text=answer.label or ""))  # raises where the judge is to blame
-            raise AnswerFaultError(f"{error}; another answer to it is judged", reward=0.0) from error
-
-    async def _judged(self, answer: Answer) -> Scored:
+        """Return the judge's score, scaled to [0, 1]. Raises UnscoredError where the endpoint refuses the
+        answer, fails on it or is away, or no reply has a score within the bounds."""
         reply = ""
         for _ in range(self._config.attempts):
             reply = await self._reply(answer)
@@ -96,10 +83,10 @@ class Judge:
 
 
 def _content(reply: JSON) -> str:
-    """Return the text of the first choice of a chat completion. Raises RewardError for another reply."""
+    """Return the text of the first choice of a chat completion. Raises UnscoredError for another reply."""
     choices = reply.get("choices") if isinstance(reply, Mapping) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, Mapping) else None
     if not isinstance(message, Mapping):
-        raise RewardError(f"reward judge: the endpoint answered no chat completion: {str(reply)[:SHOWN]!r}")
+        raise UnscoredError(f"reward judge: the endpoint answered no chat completion: {str(reply)[:SHOWN]!r}")
     return text_of(message.get("content"))

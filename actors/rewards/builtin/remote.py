@@ -1,19 +1,10 @@
 """The reward `remote`: a server of the user's scores answers."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from numbers import Real
 
 from actors.episodes.task import JSON, Answer
-from actors.rewards.base import (
-    LATER,
-    AnswerFaultError,
-    BudgetSpentError,
-    InvalidRewardError,
-    Result,
-    RewardError,
-    Scored,
-)
+from actors.rewards.base import LATER, InvalidRewardError, Result, Scored
 from actors.rewards.endpoint import Endpoint
 from actors.settings.rewards import RewardConfig
 
@@ -26,27 +17,12 @@ class Remote:
 
     def __init__(self, config: RewardConfig) -> None:
         self._endpoint = Endpoint(config.remote, what="reward remote")
-        self._lowest = config.lowest
 
     async def __call__(self, answer: Answer) -> Result:
         """Return the number that the server answers, or its object's `reward` and the others as parts.
 
-        An object without `reward` has parts only. Status 202 says that the reward comes later. An answer
-        that the server refuses or fails on has the lowest reward by an `AnswerFaultError` where the server
-        scores the label, or an empty answer, in its place. Raises RewardError where it does not."""
-        try:
-            return await self._scored(answer)
-        except BudgetSpentError:
-            raise
-        except RewardError as error:
-            if self._lowest is None:
-                raise
-            await self._scored(
-                replace(answer, text=answer.label or "")
-            )  # raises where the server is to blame
-            raise AnswerFaultError(f"{error}; another answer to it is scored", reward=self._lowest) from error
-
-    async def _scored(self, answer: Answer) -> Result:
+        An object without `reward` has parts only. Status 202 says that the reward comes later. Raises
+        UnscoredError where the server refuses the answer, fails on it or is away."""
         reply = await self._endpoint.post(request_body(answer))
         return LATER if reply.status == ACCEPTED else _result(reply.body)
 

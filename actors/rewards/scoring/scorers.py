@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
+from actors.episodes.policy_faults import LatestUses, is_of_host
 from actors.episodes.task import Answer
 from actors.rewards.base import (
     LATER,
@@ -15,6 +16,7 @@ from actors.rewards.base import (
     Reward,
     RewardError,
     Scored,
+    UnscoredError,
 )
 from actors.rewards.builtin.registry import CONFIGURED, REWARDS, load_group_reward, load_reward
 from actors.rewards.scoring.bounded_calls import BoundedCalls
@@ -36,6 +38,9 @@ class Scorer:
     ) -> None:  # fmt: skip
         """Call a reward; `lowest` is that of answers on which alone it fails, which have none otherwise."""
         self._lowest = lowest
+        self._scores = LatestUses()
+        self._newest: Answer | None = None
+        """Newest answer that it scored, and that is not the label word by word."""
         self._name = name
         self._timeout_s = timeout_s
         self._weights = weights or {}
@@ -70,42 +75,54 @@ class Scorer:
     async def scored(self, answer: Answer) -> Scored | Late:
         """Return the reward of an answer with its parts, or `LATER`; raises RewardError.
 
-        An answer on which the reward fails twice, and not on the label, has the lowest one. A reward that
-        raises a RewardError itself says who is to blame."""
+        An answer on which the reward fails twice, and not on the label and the newest other answer, has the
+        lowest one. A reward that raises a RewardError itself says who is to blame."""
         found = await self._tried(answer)
-        if not isinstance(found, RewardError):
-            return found
-        if self._lowest is None or not await self._works_on_label(answer):
-            raise found
-        again = await self._tried(answer)  # a connection may have been lost the first time
-        if not isinstance(again, RewardError):
-            return again
-        return Scored(self._lowest, fault=f"{again}; it works on another answer")
+        if isinstance(found, RewardError):
+            lowest = self._scores.lowest(self._lowest)
+            if lowest is None or not await self._works_on_others(answer):
+                raise found
+            found = await self._tried(answer)  # its server may have been away the first time
+            if isinstance(found, RewardError):
+                # The label may be scored without a server that others need: nothing says that one is there.
+                if self._newest is None and _is_of_host(found.__cause__):
+                    raise found
+                return Scored(lowest, fault=f"{found}; it works on another answer")
+        if isinstance(found, Scored) and not found.fault:
+            self._scores.note(worked=True, reward=found.reward)
+            if answer.text != answer.label:
+                self._newest = answer
+        return found
 
     async def _tried(self, answer: Answer) -> Scored | Late | RewardError:
-        """Return the reward, or how the function failed. Raises a `RewardError` that it raises itself."""
+        """Return the reward, or how the function failed. Raises a `RewardError` that it raises itself, unless
+        the answer may be to blame for that."""
         outcome = await self._calls.call(answer)
         where = f"reward {self._name} on task {answer.task_id}"
         try:
             return checked(outcome, where, weights=self._weights, timeout_s=self._timeout_s)
         except RewardError as error:
-            if error is outcome:
+            if error is outcome and not isinstance(error, UnscoredError):
                 raise
             return error
 
-    async def _works_on_label(self, answer: Answer) -> bool:
+    async def _works_on_others(self, answer: Answer) -> bool:
         text = SAMPLE_TEXT if answer.label is None else answer.label
+        label = replace(answer, text=text, finish_reason="stop")
         try:
-            return not isinstance(
-                await self._tried(replace(answer, text=text, finish_reason="stop")), RewardError
-            )
+            found = [await self._tried(other) for other in (label, self._newest) if other is not None]
         except RewardError:
             return False
+        return not any(isinstance(one, RewardError) for one in found)
 
     async def close(self) -> None:
         """Give up the reward's connections and processes."""
         if isinstance(self._reward, Closable):
             await self._reward.close()
+
+
+def _is_of_host(error: BaseException | None) -> bool:
+    return is_of_host(error) and not isinstance(error, TimeoutError)  # as that of a call which hangs
 
 
 class RewardChoice:

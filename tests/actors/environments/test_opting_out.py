@@ -1,11 +1,13 @@
 """A policy does not gain by keeping its episode from being scored; what the host breaks stays an error."""
 
 import asyncio
+import os
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from actors.episodes.policy_faults import REWARD_FAULT
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.programs import runner
+from actors.programs.watch import below
 from actors.rewards.base import RewardError
 from actors.rollouts.worker import end_after
 from actors.settings.actors import PluginEnvironmentConfig
@@ -29,7 +32,7 @@ from actors.settings.agents import AgentConfig
 from actors.settings.debate import DebateConfig
 from actors.settings.games import GameConfig, PluginGame
 from actors.settings.panel import PanelConfig
-from bus.errors import RequestRefusedError
+from bus.errors import HandBackError, RequestRefusedError
 from tests.actors.environments.test_payment import Schemer
 from tests.actors.gateway.served import TOKENIZER, encoded
 
@@ -74,6 +77,16 @@ async def agents(tmp_path: Path, verifier: str = VERIFIER, **settings: object) -
 def there(paths: list[str]) -> list[str]:
     """Return those of the paths that exist."""
     return [path for path in paths if Path(path).exists()]
+
+
+def processes_of(command: str) -> list[int]:
+    """Return the processes below this one whose command contains a text."""
+    found = []
+    for one in below(os.getpid()):
+        with suppress(OSError):
+            if command in Path(f"/proc/{one.pid}/cmdline").read_bytes().decode().replace("\0", " "):
+                found.append(one.pid)
+    return found
 
 
 def scored(episode: Episode) -> tuple[float, bool]:
@@ -177,6 +190,15 @@ async def test_verifier_that_fails_on_nothing_too_is_broken(tmp_path: Path):
             await run("echo right > answer.txt")
 
 
+async def test_verifier_that_has_judged_nothing_but_nothing_blames_nobody(tmp_path: Path):
+    lacking = VERIFIER.replace("reward = ", "if left: import lacking\nreward = ", 1)
+    async with agents(tmp_path, lacking) as run:
+        with pytest.raises(RewardError, match="works on another answer"):
+            await run("echo right > answer.txt")
+        assert scored(await run("true")) == (0.0, False)
+        assert scored(await run("echo right > answer.txt")) == (0.0, True)
+
+
 async def test_verifier_that_cannot_judge_nothing_is_refused_before_it_judges(tmp_path: Path):
     verifier = VERIFIER.replace(" if os.path.exists(path) else ''", "").replace(
         ' if os.path.exists(path) else ""', ""
@@ -211,6 +233,55 @@ async def test_slow_engine_is_no_fault_of_the_policy(tmp_path: Path):
         await environment.close()
 
 
+async def test_client_that_gives_up_on_a_slow_engine_is_no_fault_of_the_policy(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("actors.environments.agent.LONG_WAIT_S", 0.3)
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT.replace("timeout=60", "timeout=0.5", 1))
+    command = f"{sys.executable} -S {agent}"
+    environment = AgentEnvironment.from_config(AgentConfig(command=command, reward="exact"))
+    try:
+        await environment.run(TASK, Schemer([]).policy)
+        assert scored(await environment.run(TASK, Schemer(["kill -9 $PPID"]).policy)) == (0.0, True)
+        schemer = Schemer(["true"])
+        answered = schemer.engine.generate
+
+        async def slow(request):
+            if schemer.seen:
+                await asyncio.Event().wait()
+            return await answered(request)
+
+        schemer.engine.generate = slow
+        with pytest.raises(EpisodeError, match="status 1"):
+            await environment.run(TASK, schemer.policy)
+    finally:
+        await environment.close()
+
+
+@pytest.mark.parametrize("killed", ["the program", "who watches over it"])
+async def test_program_that_ends_with_its_actor_is_no_fault_of_the_policy(tmp_path: Path, killed: str):
+    """Managers of services and clusters signal every process of an actor at once."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    command = f"{sys.executable} -S {agent}"
+    environment = AgentEnvironment.from_config(AgentConfig(command=command, reward="exact"))
+    stop = asyncio.Event()
+    environment.stop_with(stop)
+    try:
+        await environment.run(TASK, Schemer([]).policy)
+        running = asyncio.create_task(environment.run(TASK, Schemer([f"sleep 30 # {agent}"]).policy))
+        while not (found := processes_of(f"sleep 30 # {agent}")):
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        parents = {one.pid: one.parent for one in below(os.getpid())}
+        program = parents[found[0]]
+        os.kill(program if killed == "the program" else parents[parents[program]], signal.SIGTERM)
+        asyncio.get_running_loop().call_later(0.05, stop.set)  # the actor hears of it a little later
+        with pytest.raises(HandBackError if killed == "the program" else EpisodeError):
+            await running
+    finally:
+        await environment.close()
+
+
 class Talk:
     """An environment of somebody's own: the second agent reads a number of the first."""
 
@@ -224,7 +295,9 @@ class Talk:
         await policy.chat(f"add to {int(first.content)}", "second")
         if first.content == "9":
             raise EpisodeError("the server is away")
-        return Episode(policy.trajectories(1.0), {"mine": 2.0})
+        if first.content == "8":
+            raise RuntimeError("no answer") from ConnectionError("the server is away")
+        return Episode(policy.trajectories(-5.0 if first.content == "5" else 1.0), {"mine": 2.0})
 
 
 def saying(text: str) -> Policy:
@@ -247,9 +320,12 @@ async def test_words_that_make_an_environment_of_ones_own_raise_have_the_lowest_
     assert (scored(episode), episode.metrics["mine"]) == ((1.0, False), 2.0)
     episode = await environment.run(TASK, saying("words"))
     assert (scored(episode), [part.agent for part in episode.trajectories]) == ((-2.0, True), ["first"])
-    for task, text in ((replace(TASK, prompt="away"), "3"), (TASK, "9")):  # nothing was asked; it says itself
-        with pytest.raises(EpisodeError, match="is away"):
-            await environment.run(task, saying(text))
+    await environment.run(TASK, saying("5"))
+    assert scored(await environment.run(TASK, saying("words"))) == (-5.0, True)  # no more than what is wrong
+    away = {"3": "is away", "9": "is away", "8": "no answer"}  # nothing was asked; it says itself; its cause
+    for text, said in away.items():
+        with pytest.raises(EpisodeError, match=said):
+            await environment.run(replace(TASK, prompt="away") if text == "3" else TASK, saying(text))
     out = build(config.model_copy(update={"unfinished_reward": "left_out"}), monkeypatch)
     await out.run(TASK, saying("3"))
     with pytest.raises(EpisodeError, match="raised ValueError"):
@@ -267,8 +343,8 @@ class Duel:
     def act(self, action: str) -> bool:
         if action == "crash":
             raise KeyError(action)
-        if action == "hang":
-            threading.Event().wait(0.4)
+        if action in ("hang", "last"):
+            threading.Event().wait(0.4 if action == "hang" else 0.1)
         self.player = 1 - self.player
         return action == "end"
 
@@ -301,6 +377,21 @@ async def test_move_that_makes_a_game_fail_has_the_lowest_reward_and_the_other_s
     ]
     assert all(fault in str(part.metadata[REWARD_FAULT]) for part in episode.trajectories)
     assert episode.metrics["rollout/reward_fault_fraction"] == 1.0
+
+
+async def test_game_whose_engine_took_its_time_is_no_fault_of_the_policy(monkeypatch):
+    game = PluginGame(type="plugin", start="users_own:duel")
+    environment = build(GameConfig(game=game, game_timeout_s=0.3), monkeypatch)
+    await environment.run(TASK, saying("end"))
+
+    class Slow(ScriptedEngine):
+        async def generate(self, request):
+            await asyncio.sleep(0.25)
+            return await super().generate(request)
+
+    engine = Slow(lambda _: encoded("last<|im_end|>"))
+    with pytest.raises(EpisodeError, match=r"took longer than 0\.3 s"):
+        await environment.run(TASK, Policy(engine, TOKENIZER, Sampling(max_new_tokens=99)))
 
 
 class ShortContext(ScriptedEngine):

@@ -1,11 +1,12 @@
 """A verifier that an answer breaks scores it lowest; one that is broken scores nothing."""
 
+import errno
 import signal
 import threading
 
 import pytest
 
-from actors.episodes.policy_faults import LATEST, LatestUses
+from actors.episodes.policy_faults import LATEST, LatestUses, is_of_host
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
 from actors.rewards.builtin.verifier_processes import VerifierProcesses
@@ -147,6 +148,56 @@ async def test_a_reward_that_fails_once_is_asked_again_and_one_that_says_why_is_
     with pytest.raises(RewardError, match="the database is away"):
         await Scorer("mine", timeout_s=5, reward=away, lowest=-1.0).score(answer("c", "d"))
     assert calls[3:] == ["c"]
+
+
+async def test_a_reward_whose_server_is_away_blames_no_answer_though_it_knows_the_label_by_itself():
+    away = False
+
+    def embeds(answer):
+        if answer.text == answer.label:
+            return 1.0
+        if away or answer.text == "odd":
+            raise ConnectionRefusedError
+        return 0.5
+
+    scorer = Scorer("mine", timeout_s=5, reward=embeds, lowest=0.0)
+    with pytest.raises(RewardError, match="ConnectionRefusedError"):  # nothing says that there is a server
+        await scorer.scored(answer("odd", "right"))
+    assert await scorer.score(answer("nearly", "right")) == 0.5
+    assert (await scorer.scored(answer("odd", "right"))).fault
+    away = True
+    with pytest.raises(RewardError, match="ConnectionRefusedError"):
+        await scorer.scored(answer("as near", "right"))
+
+
+async def test_an_answer_that_cannot_be_scored_is_worth_no_more_than_a_wrong_one():
+    def distance(answer):
+        return -abs(float(answer.text) - 3)
+
+    scorer = Scorer("mine", timeout_s=5, reward=distance, lowest=0.0)
+    assert await scorer.score(answer("30", "3")) == -27.0
+    assert await scorer.score(answer("words", "3")) == -27.0
+
+
+def raised_of(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "of_host"),
+    [
+        (ConnectionResetError(), True),
+        (OSError(errno.ENOSPC, "no space"), True),
+        (raised_of(RuntimeError("no answer"), TimeoutError()), True),
+        (ExceptionGroup("two agents", [ValueError(), ExceptionGroup("one", [MemoryError()])]), True),
+        (FileNotFoundError(), False),
+        (OSError(errno.ENAMETOOLONG, "a name that the policy wrote"), False),
+        (raised_of(RuntimeError("no number"), ValueError()), False),
+    ],
+)
+def test_errors_of_a_server_that_is_away_or_a_host_without_room_are_known(error, of_host):
+    assert is_of_host(error) == of_host
 
 
 @pytest.mark.parametrize(
