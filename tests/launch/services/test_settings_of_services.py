@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import actors.service
+import launch.services.actors
+import launch.services.storage
 import learner.run.service
 import storage.service
 from bus.connection.bus import Bus
@@ -29,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation": {"sets": [{"name": "hard", "prompts": "hard.jsonl"}]},
     "admission": {"max_staleness": 7, "samples_per_prompt": 4},
     "colocation": {"lapse_s": 20.0},
-    "learner": {"batch": {"share_prefixes": True}},
+    "model": {"numerics": "exact"},
     "actors": {
         "environment": {"type": "game", "game": {"type": "nim"}, "opponent": "rival"},
         "evaluation": {"engine": "rollout"},
@@ -65,8 +67,11 @@ def capture(monkeypatch: pytest.MonkeyPatch, service: Any, name: str) -> list[An
 async def test_storage_is_told_what_the_settings_say_and_leaves_them_in_the_run_of_each_policy(
     bus: Bus, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    config = validate({**SETTINGS, **where})
+    shared = {"model": {}, "learner": {"batch": {"share_prefixes": True}}}  # not exact
+    config = validate({**SETTINGS, **where, **shared})
     found = capture(monkeypatch, storage.service, "run_storage")
+    monkeypatch.setattr(launch.services.storage, "model_here", lambda path, directory: tmp_path / "model")
+    monkeypatch.setattr(launch.services.storage, "counts_images", lambda config: True)
     await serve_storage(config, asyncio.Event(), summary=False)
     told = {settings.run.name: settings for _, settings, *_ in found}
     assert {name: settings.measures for name, settings in told.items()} == {
@@ -75,7 +80,8 @@ async def test_storage_is_told_what_the_settings_say_and_leaves_them_in_the_run_
     }
     own = told["test"]
     assert own.evaluation_sets == config.evaluation.sets
-    assert (own.shares_prefixes, own.admission) == (True, config.admission)
+    assert (own.shares_prefixes, own.counts_images, own.admission) == (True, True, config.admission)
+    assert own.model == tmp_path / "model"
     for used, settings, *_ in found:
         assert used.state.revision == revision_of(settings.config_json)
         assert settings.run.config.exists()
@@ -108,14 +114,25 @@ async def test_an_actor_is_told_what_the_settings_say(
 ):
     config = await announce(bus, SETTINGS)
     found = capture(monkeypatch, actors.service, "run_actors")
+    monkeypatch.setattr(launch.services.actors, "gateway_token", lambda config: config.run)
+    monkeypatch.setattr(
+        launch.services.actors, "shares_servers", lambda config, name, engine: name == "rival"
+    )
     await serve_actors(validate({"run": "test", **where}), {}, asyncio.Event())
     [(_, told, *_)] = found
-    assert (told.max_staleness, told.colocation, told.gateway_token) == (7, config.colocation, None)
+    assert (told.max_staleness, told.colocation, told.gateway_token) == (
+        7,
+        config.colocation,
+        "test",
+    )
     assert told.account == tmp_path / "test" / ACTORS
     assert told.calls_rewards
-    assert told.rollout_engine == config.actors.engine
+    assert told.exact
+    assert told.rollout_engine.type == config.actors.engine.type
     further = told.further["rival"]
     assert (further.max_staleness, further.account) == (7, tmp_path / "test__rival" / ACTORS)
+    assert further.shares_servers
+    assert further.exact
 
 
 async def test_an_actor_refuses_a_gateway_that_is_open_to_everybody(
