@@ -2,7 +2,6 @@
 
 import inspect
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -39,7 +38,6 @@ EXAMPLES = {
     "gdpo": {"rewards": {"format": 1.0}},
     "hierarchical": {"within_episode": ("solver",)},
 }
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.model_fields["type"].default)
