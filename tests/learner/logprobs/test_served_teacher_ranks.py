@@ -80,4 +80,4 @@ def test_ranks_that_share_a_model_train_on_what_one_was_answered(worlds, tmp_pat
     held = LearnerConfig(teacher=TeacherConfig(path=Path("a directory"), coef=0.5), batch=batch)
     [(loss, norm, _), _], *_ = stepped(held)
     np.testing.assert_allclose([found[:2] for found in answers], [(loss, norm)] * 2, rtol=2e-5, atol=2e-6)
-    assert [found[2:] for found in answers] == [(f"waiting for the teacher at {server.url}", ""), ("", "")]
+    assert [found[2:] for found in answers] == [(f"the teacher at {server.url}", ""), ("", "")]
