@@ -27,7 +27,7 @@ from actors.policy.policy import Policy
 from actors.rewards.scoring.answer_scoring import AnswerScoring, answer_to
 from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.tool_chat import ToolsConfig
-from actors.tools.base import Arguments, Tool, ToolResult, function_schema, shortened
+from actors.tools.base import Arguments, EndsCalls, Tool, ToolResult, function_schema, shortened
 from actors.tools.build import build_tools
 from actors.tools.prompt_tools import names_of, refused_names
 from bus.codec import Json
@@ -241,6 +241,8 @@ class ToolChat:
         except ToolError:
             raise
         except Exception as error:  # a tool of the user's own may raise anything
+            if clock.expired() and isinstance(tool, EndsCalls) and tool.wall_s < limit:
+                raise ToolError(f"a call of {tool.name!r} waited for {limit:g} s: set its at_once") from error
             said = f"took longer than {limit:g} s" if clock.expired() else f"raised {error!r}"
             raise ToolFailedError(f"the tool {tool.name!r} {said}") from error
         if not (isinstance(result, ToolResult) and isinstance(result.text, str)):

@@ -56,8 +56,9 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     """Length to which a tool's answer is cut, in the middle and with a note."""
 
     tool_timeout_s: float = Field(120.0, gt=0)
-    """Longest time that one call may take before the rollout ends as `tool_error`; above the limits that the
-    tool sets itself, which the model is told of."""
+    """Longest time that one call may take, above the limits that the tool sets itself. The model is told of
+    both; the rollout ends as `tool_error` where none of the tool's latest 100 calls worked, and where a call
+    of `python` waits for so long until it may run."""
 
     timeout_s: float = Field(1800.0, gt=0)
     """Longest time that an episode may take before it ends as `timeout`."""

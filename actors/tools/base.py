@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from actors.episodes.errors import ToolError
 from actors.episodes.task import JSON
 
-__all__ = ["Arguments", "Tool", "ToolError", "ToolResult", "function_schema", "shortened"]
+__all__ = ["Arguments", "EndsCalls", "Tool", "ToolError", "ToolResult", "function_schema", "shortened"]
 
 Arguments = Mapping[str, JSON]
 """Arguments of a call, by name, as its JSON had them."""
@@ -39,6 +39,14 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """Free what the tool holds."""
+
+
+@runtime_checkable
+class EndsCalls(Protocol):
+    """A tool that ends each call by itself. One that takes longer has waited for its turn."""
+
+    wall_s: float
+    """Longest time that it works on a call."""
 
 
 def function_schema(tool: Tool) -> dict[str, JSON]:

@@ -26,7 +26,7 @@ class PythonTool:
     def __init__(self, name: str, sandbox: Sandbox, *, wall_s: float) -> None:
         self.name = name
         self._sandbox = sandbox
-        self._wall_s = wall_s
+        self.wall_s = wall_s
 
     @classmethod
     def from_config(cls, config: PythonToolConfig) -> Self:
@@ -46,7 +46,7 @@ class PythonTool:
         if ran.end == "exited":
             return f"[ended by signal {-ran.status}]" if ran.status < 0 else ""
         return {
-            "time": f"[stopped after {self._wall_s:g} s]",
+            "time": f"[stopped after {self.wall_s:g} s]",
             "cpu": "[stopped: it used up its processor time]",
             "output": "[stopped: it printed too much]",
             "stopped": "[stopped]",

@@ -14,6 +14,7 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment, check_environment
 from actors.environments.tools import ToolChat
+from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError, ToolError, ToolFailedError
 from actors.episodes.task import Task
 from actors.policy.messages import MessagesError
@@ -30,6 +31,7 @@ from actors.tools.calculator import Calculator
 from bus.errors import ConfigError, RequestRefusedError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
+from tests.actors.gateway.served import TOKENIZER, encoded
 
 LONG = Sampling(max_new_tokens=100)
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|unk|>")
@@ -448,3 +450,25 @@ async def test_a_program_is_written_run_and_answered(tokenizer):
     episode, model = await rolled_out(environment, tokenizer, code, "it is 120<|end|>", label="120")
     assert "<result>120</result>" in model.saw[1]
     assert episode.trajectories[0].reward == 1.0
+
+
+async def test_call_that_waits_for_its_turn_is_not_said_to_have_failed_by_its_arguments():
+    tool = {"type": "python", "at_once": 1, "wall_s": 0.2}
+    chat = ToolChat.from_config(ToolsConfig(type="tools", tools=[tool], tool_timeout_s=0.4))
+
+    async def episode(code: str) -> Episode:
+        call = f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
+        answers = iter([call])
+        engine = ScriptedEngine(lambda _: encoded(f"{next(answers, 'done')}<|im_end|>"))
+        task = Task(task_id="t", prompt="x", label="done")
+        return await chat.run(task, Policy(engine, TOKENIZER, Sampling(max_new_tokens=200)))
+
+    try:
+        assert (await episode("print(1)")).trajectories[0].reward == 1.0
+        crowd = [episode("while True: pass") for _ in range(5)]
+        outcomes = await asyncio.gather(*crowd, return_exceptions=True)
+        failed = [one for one in outcomes if not isinstance(one, Episode)]
+        assert len(failed) > 1
+        assert all("waited for 0.4 s" in str(one) for one in failed)
+    finally:
+        await chat.close()
