@@ -148,12 +148,14 @@ async def test_an_actor_refuses_a_gateway_that_is_open_to_everybody(
 async def test_a_learner_is_told_what_the_settings_say_and_notes_them_once_it_is_the_runs(
     bus: Bus, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    config = await announce(bus, SETTINGS)
+    engine = {"type": "sglang", "server": {"context_length": 96}}
+    served = {"model": {}, "policies": {}, "data": {"task": "sort"}, "actors": {"engine": engine}}
+    config = await announce(bus, {**SETTINGS, **served})
     found = capture(monkeypatch, learner.run.service, "run")
     await serve_learner(validate({"run": "test", **where}), {}, asyncio.Event(), is_rank=False)
     [(_, told, _, named)] = found
     assert (told.evaluated_on, told.colocation) == ("rollout", config.colocation)
-    assert told.engine_context == EngineContext(config.actors.engine.context, config.actors.engine.left_free)
+    assert told.engine_context == EngineContext(96, 2)
     assert told.samples_per_prompt == 4
     recorded = tmp_path / "test" / "learner.json"
     assert not recorded.exists()
