@@ -454,7 +454,7 @@ async def test_a_program_is_written_run_and_answered(tokenizer):
 
 async def test_call_that_waits_for_its_turn_is_not_said_to_have_failed_by_its_arguments():
     tool = {"type": "python", "at_once": 1, "wall_s": 0.2}
-    chat = ToolChat.from_config(ToolsConfig(type="tools", tools=[tool], tool_timeout_s=0.4))
+    chat = ToolChat.from_config(ToolsConfig(type="tools", tools=[tool], tool_timeout_s=0.8))
 
     async def episode(code: str) -> Episode:
         call = f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
@@ -465,10 +465,10 @@ async def test_call_that_waits_for_its_turn_is_not_said_to_have_failed_by_its_ar
 
     try:
         assert (await episode("print(1)")).trajectories[0].reward == 1.0
-        crowd = [episode("while True: pass") for _ in range(5)]
+        crowd = [episode("while True: pass") for _ in range(8)]
         outcomes = await asyncio.gather(*crowd, return_exceptions=True)
         failed = [one for one in outcomes if not isinstance(one, Episode)]
         assert len(failed) > 1
-        assert all("waited for 0.4 s" in str(one) for one in failed)
+        assert all("waited for 0.8 s" in str(one) for one in failed)
     finally:
         await chat.close()
