@@ -21,7 +21,8 @@ from storage.prompt_files.rows import files_of
 OF_HOME = (
     ".aws", ".azure", ".bash_history", ".claude/.credentials.json", ".codex/auth.json", ".config/gcloud",
     ".config/gh", ".config/nats", ".docker", ".git-credentials", ".gnupg", ".huggingface", ".kaggle", ".kube",
-    ".local/share/keyrings", ".netrc", ".npmrc", ".pypirc", ".python_history", ".ssh", ".zsh_history",
+    ".local/share/keyrings", ".mlflow", ".netrc", ".npmrc", ".pypirc", ".python_history", ".ssh",
+    ".zsh_history",
 )  # fmt: skip
 """Where programs of a user keep credentials, in the user's home directory."""
 OF_HOST = ("/etc/gshadow", "/etc/krb5.keytab", "/etc/shadow", "/etc/ssh", "/run/secrets")
