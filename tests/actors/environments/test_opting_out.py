@@ -208,6 +208,20 @@ async def test_verifier_that_cannot_judge_nothing_is_refused_before_it_judges(tm
             await run("echo right > answer.txt")
 
 
+def answered_once() -> Schemer:
+    """Return a policy whose engine answers one request, and leaves those that follow waiting."""
+    schemer = Schemer(["true"])
+    answered = schemer.engine.generate
+
+    async def slow(request):
+        if schemer.seen:
+            await asyncio.Event().wait()
+        return await answered(request)
+
+    schemer.engine.generate = slow
+    return schemer
+
+
 async def test_slow_engine_is_no_fault_of_the_policy(tmp_path: Path):
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT)
@@ -217,15 +231,7 @@ async def test_slow_engine_is_no_fault_of_the_policy(tmp_path: Path):
     )
     try:
         await environment.run(TASK, Schemer([]).policy)
-        schemer = Schemer(["true"])
-        answered = schemer.engine.generate
-
-        async def slow(request):
-            if schemer.seen:
-                await asyncio.Event().wait()
-            return await answered(request)
-
-        schemer.engine.generate = slow
+        schemer = answered_once()
         with pytest.raises(EpisodeError, match=r"it ran for 3 s") as failed:
             await environment.run(TASK, schemer.policy)
         assert end_after(failed.value) == "timeout"
@@ -242,15 +248,7 @@ async def test_client_that_gives_up_on_a_slow_engine_is_no_fault_of_the_policy(t
     try:
         await environment.run(TASK, Schemer([]).policy)
         assert scored(await environment.run(TASK, Schemer(["kill -9 $PPID"]).policy)) == (0.0, True)
-        schemer = Schemer(["true"])
-        answered = schemer.engine.generate
-
-        async def slow(request):
-            if schemer.seen:
-                await asyncio.Event().wait()
-            return await answered(request)
-
-        schemer.engine.generate = slow
+        schemer = answered_once()
         with pytest.raises(EpisodeError, match="status 1"):
             await environment.run(TASK, schemer.policy)
     finally:

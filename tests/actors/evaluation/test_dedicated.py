@@ -191,13 +191,21 @@ async def test_servers_that_do_not_tell_what_they_keep_are_refused_but_where_an_
         await run_actors(bus, settings, Recording(), stop)
 
 
+async def announced(bus, directory):
+    """Publish version 4 of the directory's model, with its files, as what the run's policy is."""
+    from transformers import AutoModelForCausalLM
+
+    files = await put_blob(bus, Publisher(bus), encode(bundle(directory)), "model")
+    weights = AutoModelForCausalLM.from_pretrained(directory)
+    manifest = replace(await published(bus, 4, weights), model=files)
+    await bus.put("policy", manifest)
+    return manifest
+
+
 async def test_an_actor_that_only_evaluates_takes_no_prompts_and_ends_with_the_run(
     bus, evaluations, directory, tmp_path
 ):
-    files = await put_blob(bus, Publisher(bus), encode(bundle(directory)), "model")
-    weights = build_model(directory)
-    manifest = replace(await published(bus, 4, weights), model=files)
-    await bus.put("policy", manifest)
+    manifest = await announced(bus, directory)
     only = ActorsConfig(engine=EmbeddedEngineConfig(seed=0), evaluation=evaluating(only=True).evaluation)
     settings = ActorSettings(
         actors=only, sampling=SamplingConfig(max_new_tokens=8), shards=1, max_staleness=4, logs=tmp_path
@@ -224,9 +232,7 @@ class Unscored(Recording):
 async def test_held_out_prompts_whose_reward_always_fails_are_named_and_end_the_actor(
     bus, evaluations, directory, tmp_path, only
 ):
-    files = await put_blob(bus, Publisher(bus), encode(bundle(directory)), "model")
-    manifest = replace(await published(bus, 4, build_model(directory)), model=files)
-    await bus.put("policy", manifest)
+    manifest = await announced(bus, directory)
     actors = ActorsConfig(
         engine=EmbeddedEngineConfig(seed=0), evaluation=evaluating(only=only).evaluation,
         failures=FailureLimitsConfig(at_least=3 * PROMPTS, after_s=0),
@@ -269,9 +275,7 @@ ROLLING_OUT = {
 async def test_all_that_an_actor_runs_beside_its_rollouts_is_started_with_its_settings(
     bus, directory, tmp_path, monkeypatch, only
 ):
-    files = await put_blob(bus, Publisher(bus), encode(bundle(directory)), "model")
-    manifest = replace(await published(bus, 4, build_model(directory)), model=files)
-    await bus.put("policy", manifest)
+    await announced(bus, directory)
     built = []
     monkeypatch.setattr(service, "Worker", lambda *args, **kw: built.append(Worker(*args, **kw)) or built[-1])
     monkeypatch.setattr(
@@ -311,12 +315,6 @@ async def test_all_that_an_actor_runs_beside_its_rollouts_is_started_with_its_se
     assert worker.room.admission is not None
     assert worker.first_calls is not None
     assert worker._leases.account._writer is not None
-
-
-def build_model(directory):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory)
 
 
 @pytest.mark.parametrize(
