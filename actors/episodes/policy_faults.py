@@ -59,4 +59,4 @@ class LatestUses:
         worth more than what is wrong. None where the setting is none."""
         if setting is None:
             return None
-        return min(setting, *(one for one in self._rewards if one is not None and isfinite(one)), setting)
+        return min([setting, *(one for one in self._rewards if one is not None and isfinite(one))])

@@ -9,7 +9,7 @@ from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig
 from actors.settings.debate import DebateConfig
 from actors.settings.engines import EmbeddedEngineConfig, EngineConfig, SglangEngineConfig
-from actors.settings.environment import EnvironmentSettings
+from actors.settings.environment import EnvironmentSettings, OneAnswerSettings
 from actors.settings.evaluation import EvaluationEngine, EvaluatorConfig
 from actors.settings.fleet import FleetConfig
 from actors.settings.games import GameConfig
@@ -63,22 +63,12 @@ class SamplingConfig(Config):
         return self
 
 
-class SingleTurnConfig(EnvironmentSettings, RewardConfig):
+class SingleTurnConfig(OneAnswerSettings, RewardConfig):
     """Environment in which an episode is one prompt, one completion and one reward."""
 
     type: Literal["single_turn"] = "single_turn"
     built_by: ClassVar[str] = "actors.environments.single_turn:SingleTurn.from_config"
     scores_one_answer: ClassVar[bool] = True
-
-    @property
-    def agent_names(self) -> tuple[str, ...]:
-        """Return the name of its one agent."""
-        return ("solver",)
-
-    @property
-    def trajectories_per_rollout(self) -> int:
-        """Return that each rollout is one trajectory."""
-        return 1
 
 
 class PluginEnvironmentConfig(EnvironmentSettings, UnfinishedConfig):

@@ -79,3 +79,17 @@ class EnvironmentSettings(Config):
     def longest_answer(self) -> int:
         """Return the tokens that its longest answer needs; 0 where it takes what `sampling` allows."""
         return 0
+
+
+class OneAnswerSettings(EnvironmentSettings):
+    """Settings of an environment in which a rollout is one answer of one agent."""
+
+    @property
+    def agent_names(self) -> tuple[str, ...]:
+        """Return the name of its one agent."""
+        return ("solver",)
+
+    @property
+    def trajectories_per_rollout(self) -> int:
+        """Return that each rollout is one trajectory."""
+        return 1

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from actors.settings.environment import EnvironmentSettings
+from actors.settings.environment import OneAnswerSettings
 from bus.config import Config
 
 
@@ -56,7 +56,7 @@ class RecordedLengths(Config):
 LengthsConfig = Annotated[LogNormalLengths | RecordedLengths, Field(discriminator="type")]
 
 
-class LengthProfileConfig(EnvironmentSettings):
+class LengthProfileConfig(OneAnswerSettings):
     """Answers of forced length with random rewards, for load tests: weights may be random."""
 
     type: Literal["length_profile"] = "length_profile"
@@ -68,16 +68,6 @@ class LengthProfileConfig(EnvironmentSettings):
 
     seed: int = Field(0, ge=0)
     """Seed of lengths and rewards: a sample of a prompt has the same length and reward in every rollout."""
-
-    @property
-    def agent_names(self) -> tuple[str, ...]:
-        """Return the name of its one agent."""
-        return ("solver",)
-
-    @property
-    def trajectories_per_rollout(self) -> int:
-        """Return that each rollout is one trajectory."""
-        return 1
 
     @property
     def longest_answer(self) -> int:
