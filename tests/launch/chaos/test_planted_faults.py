@@ -150,7 +150,7 @@ async def test_what_was_acked_before_its_write_is_found_when_the_shard_was_kille
         await until(lambda: worker.counts["trajectories"] >= 5 * SAMPLES, seconds=60)
         await until(lambda: len(struck(run)["early_ack"]) >= SAMPLES)
     found = await verified(run, bus=bus)
-    # A message whose trajectories are struck is not yet acked: where the kill comes between, the bus has it still.
+    # What is struck is acked a moment later: where the kill comes between, the bus has the message still.
     on_bus = set(found.found["in_flight"])
     assert set(found.found["lost"]) == struck(run)["early_ack"] - on_bus != set()
     assert found.totals["acknowledged"] == len(found.found["lost"]) + len(on_bus)
