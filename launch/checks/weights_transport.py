@@ -11,7 +11,6 @@ from launch.model_files.model_directory import model_on_disk
 from launch.model_files.weight_files import weight_files
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
-from storage.settings.weights_transport import AutoTransport, BusTransport, HttpTransport, fits_stream
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element by dtype."""
@@ -30,14 +29,14 @@ def transport_remark(config: RunConfig) -> str:
         size = elements(model) * _item_bytes(config)
     except (OSError, ValueError):
         return ""
-    if isinstance(transport, BusTransport) and not fits_stream(size, stream_bytes):
+    if not transport.fits(size, stream_bytes):
         raise ConfigError(
-            f"learner.publication.transport.type=bus: {size >> 20} MiB of weights are more than a fourth of "
-            f"bus.streams.weights_mib={config.bus.streams.weights_mib}, which holds several versions: "
-            + _remedy(config)
+            f"learner.publication.transport.type={transport.type}: {size >> 20} MiB of weights are more than "
+            f"a fourth of bus.streams.weights_mib={config.bus.streams.weights_mib}, which holds several "
+            f"versions: {_remedy(config)}"
         )
-    chosen = transport.chosen(size, stream_bytes) if isinstance(transport, AutoTransport) else transport
-    reached = ", from the learner's host" if isinstance(chosen, HttpTransport) else ""
+    chosen = transport.chosen(size, stream_bytes)
+    reached = ", from the learner's host" if chosen.served_by_learner else ""
     whose = "" if config.trains == DEFAULT_POLICY else f" of policy {config.trains!r}"
     return f"A snapshot of the weights{whose} has {size / 1e6:,.0f} MB and goes by {chosen.type}{reached}."
 

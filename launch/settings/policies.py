@@ -21,7 +21,6 @@ from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.settings.tree import nearest
 from learner.config.parallel import WorldConfig
-from storage.settings.weights_transport import AutoTransport, BusTransport, HttpTransport
 
 if TYPE_CHECKING:
     from launch.settings.run_config import RunConfig
@@ -109,22 +108,25 @@ def refuse_policies(config: "RunConfig") -> None:
 
 
 def with_lasting_transport(config: "RunConfig") -> "RunConfig":
-    """Return the settings of a further policy whose weights outlive its learner: `auto` means the bus."""
-    if not isinstance(config.learner.publication.transport, AutoTransport):
+    """Return the settings of a further policy, with a transport whose weights outlive its learner."""
+    publication = config.learner.publication
+    lasting = publication.transport.lasting
+    if lasting is publication.transport:
         return config
-    publication = config.learner.publication.model_copy(update={"transport": BusTransport()})
+    publication = publication.model_copy(update={"transport": lasting})
     learner = config.learner.model_copy(update={"publication": publication})
     return config.model_copy(update={"learner": learner})
 
 
 def _refuse_transport(config: "RunConfig") -> None:
     """Refuse weights that a learner itself serves: a further policy plays on when its learner is done."""
-    if isinstance(config.learner.publication.transport, HttpTransport):
+    transport = config.learner.publication.transport
+    if transport.served_by_learner:
         raise ConfigError(
-            "learner.publication.transport.type=http: the learner of a further policy ends when it is done, "
-            "perhaps before the run, and actors that start after that could not fetch its weights: set "
-            f"policies.{config.trains}.learner.publication.transport.type=files, with a directory that all "
-            "hosts mount, or bus for weights of up to a fourth of bus.streams.weights_mib"
+            f"learner.publication.transport.type={transport.type}: the learner of a further policy ends when "
+            "it is done, perhaps before the run, and actors that start after that could not fetch its "
+            f"weights: set policies.{config.trains}.learner.publication.transport.type=files, with a "
+            "directory that all hosts mount, or bus for weights of up to a fourth of bus.streams.weights_mib"
         )
 
 

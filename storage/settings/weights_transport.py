@@ -1,23 +1,73 @@
 """Settings of the transport of published weights to the actors. Loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
 
+SHARE = 4
+"""One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
 
-class BusTransport(Config):
+
+class Transport(Config):
+    """Settings of a transport, whose class is its record; the defaults hold for one whose blobs stay where
+    they are when the learner ends."""
+
+    type: str
+
+    opened_by: ClassVar[str]
+    """What returns the store of the learner (`storage.weights.blob_stores.BlobStore`) from the bus, these
+    settings and the run's own directory for served files, as `module:function`."""
+
+    fetched_by: ClassVar[str]
+    """What fetches the bytes behind a reference, from the bus and the reference, as `module:function`."""
+
+    schemes: ClassVar[tuple[str, ...]] = ()
+    """Schemes of the URLs, in references, that it fetches from."""
+
+    relayed: ClassVar[bool] = False
+    """A relay is asked before the origin."""
+
+    served_by_learner: ClassVar[bool] = False
+    """Nobody can fetch any more when the learner has ended."""
+
+    @property
+    def lasting(self) -> "Transport":
+        """Return what the learner of a further policy takes, whose weights are fetched after its end."""
+        return self
+
+    def fits(self, size_bytes: int, stream_bytes: int) -> bool:
+        """Return whether weights of this size can go this way, where the stream WEIGHTS holds `stream_bytes`;
+        0 means any number of bytes."""
+        return True
+
+    def chosen(self, size_bytes: int, stream_bytes: int) -> "Transport":
+        """Return the transport for weights of this size; the bytes are as `fits` takes them."""
+        return self
+
+
+class BusTransport(Transport):
     """Chunks on the run's WEIGHTS stream, which need nothing else, for models up to a fourth of its bytes."""
 
     type: Literal["bus"] = "bus"
+    opened_by: ClassVar[str] = "storage.weights.blob_stores:bus_blobs"
+    fetched_by: ClassVar[str] = "bus.streams.blob_store:get_blob"
+    schemes: ClassVar[tuple[str, ...]] = ("",)
+
+    def fits(self, size_bytes: int, stream_bytes: int) -> bool:
+        """Return whether the stream has room for several of them."""
+        return not 0 < stream_bytes < SHARE * size_bytes
 
 
-class FilesTransport(Config):
+class FilesTransport(Transport):
     """Files in a directory that the learner and all actors mount."""
 
     type: Literal["files"] = "files"
+    opened_by: ClassVar[str] = "storage.weights.blob_stores:file_blobs"
+    fetched_by: ClassVar[str] = "storage.weights.blob_files:fetch_file"
+    schemes: ClassVar[tuple[str, ...]] = ("file",)
 
     directory: Path
     """Directory with the same path on every host; each run uses a subdirectory of it."""
@@ -44,13 +94,18 @@ class LearnerServer(ServerConfig):
     """Directory of the files that the learner serves; without it they are in the run's directory."""
 
 
-class HttpTransport(LearnerServer):
+class HttpTransport(LearnerServer, Transport):
     """The learner serves files, in ranges, to actors that can reach it or a relay."""
 
     type: Literal["http"] = "http"
+    opened_by: ClassVar[str] = "storage.weights.blob_stores:http_blobs"
+    fetched_by: ClassVar[str] = "storage.weights.blob_http:fetch_served"
+    schemes: ClassVar[tuple[str, ...]] = ("http", "https")
+    relayed: ClassVar[bool] = True
+    served_by_learner: ClassVar[bool] = True
 
 
-class AutoTransport(LearnerServer):
+class AutoTransport(LearnerServer, Transport):
     """The bus for a model that leaves room for several versions on the stream WEIGHTS, else HTTP.
 
     The learner chooses by the size of the published weights when it starts. The other settings are those of
@@ -58,27 +113,25 @@ class AutoTransport(LearnerServer):
 
     type: Literal["auto"] = "auto"
 
-    def chosen(self, size_bytes: int, stream_bytes: int) -> BusTransport | HttpTransport:
-        """Return the transport for weights of `size_bytes`, where the stream WEIGHTS holds `stream_bytes`; 0
-        means any number of bytes."""
-        if fits_stream(size_bytes, stream_bytes):
-            return BusTransport()
-        return HttpTransport(**self.model_dump(exclude={"type"}))
+    @property
+    def lasting(self) -> Transport:
+        """Return the bus."""
+        return BusTransport()
+
+    def chosen(self, size_bytes: int, stream_bytes: int) -> Transport:
+        """Return the bus where it has room for the weights, else HTTP."""
+        bus = BusTransport()
+        fits = bus.fits(size_bytes, stream_bytes)
+        return bus if fits else HttpTransport(**self.model_dump(exclude={"type"}))
 
 
-SHARE = 4
-"""One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
-
-
-def fits_stream(size_bytes: int, stream_bytes: int) -> bool:
-    """Return whether the stream WEIGHTS of `stream_bytes` (0: unlimited) has room for blobs of this size."""
-    return not 0 < stream_bytes < SHARE * size_bytes
-
-
-ChosenTransport = BusTransport | HttpTransport | FilesTransport
 TransportConfig = Annotated[
     AutoTransport | BusTransport | HttpTransport | FilesTransport, Field(discriminator="type")
 ]
+TRANSPORTS: dict[str, type[Transport]] = {
+    scheme: kind for kind in get_args(get_args(TransportConfig)[0]) for scheme in kind.schemes
+}
+"""Transports by the scheme of the URL in a reference."""
 
 
 class RelayConfig(ServerConfig):

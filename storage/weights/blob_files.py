@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import xxhash
 
@@ -102,6 +103,11 @@ def file_name(ref: BlobRef) -> str:
     if "/" in ref.subject or ref.subject.startswith("."):
         raise BusError(f"{ref.subject!r} is no name of a blob")
     return ref.subject + SUFFIX
+
+
+async def fetch_file(_bus: object, ref: BlobRef) -> Data:
+    """Read the bytes behind `ref` from the directory that it names. Raises `BusError` as `read_file` does."""
+    return await asyncio.to_thread(read_file, Path(unquote(urlsplit(ref.origin).path)), ref)
 
 
 def read_file(directory: Path, ref: BlobRef) -> memoryview:

@@ -296,6 +296,11 @@ async def ask_access(bus: Bus, origin: str) -> BlobAccess | None:
         await asyncio.sleep(RETRY_S)
 
 
+async def fetch_served(bus: Bus, ref: BlobRef) -> Data:
+    """Fetch the bytes behind `ref` from the server that it names. Raises `BusError` as `download` does."""
+    return await download(ref.origin, ref, await ask_access(bus, ref.origin))
+
+
 async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> Data:
     """Fetch the bytes behind `ref` from the server at `url`, in ranges.
 

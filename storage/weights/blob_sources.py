@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -19,12 +20,11 @@ from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError, DamagedError
 from bus.messages import BlobRef
-from bus.streams.blob_store import get_blob
 from bus.weight_requests import BlobAsked, BlobOffer
 from storage.disk.atomic_files import Data, lock_directory, lock_file
-from storage.settings.weights_transport import RelayConfig
+from storage.settings.weights_transport import TRANSPORTS, RelayConfig
 from storage.weights.blob_files import FileBlobs, read_file
-from storage.weights.blob_http import BlobServer, ask_access, download
+from storage.weights.blob_http import BlobServer, download
 
 log = structlog.get_logger()
 UNREACHABLE_S = 60.0
@@ -55,18 +55,15 @@ class Blobs:
 
     async def get(self, ref: BlobRef) -> Data:
         """Fetch the bytes behind `ref`. Raises `BusError` when they are gone or damaged."""
-        match urlsplit(ref.origin).scheme:
-            case "":
-                return await get_blob(self._bus, ref)
-            case "file":
-                return await asyncio.to_thread(read_file, Path(unquote(urlsplit(ref.origin).path)), ref)
-            case "http" | "https":
-                relayed = await self._relayed(ref) if self._config.via else None
-                if relayed is not None:
-                    return relayed
-                return await download(ref.origin, ref, await ask_access(self._bus, ref.origin))
-            case other:
-                raise BusError(f"{ref.subject} lies at {ref.origin}: this build knows no transport {other!r}")
+        scheme = urlsplit(ref.origin).scheme
+        transport = TRANSPORTS.get(scheme)
+        if transport is None:
+            raise BusError(f"{ref.subject} lies at {ref.origin}: this build knows no transport {scheme!r}")
+        relayed = await self._relayed(ref) if transport.relayed and self._config.via else None
+        if relayed is not None:
+            return relayed
+        found: Data = await resolve_name(transport.fetched_by)(self._bus, ref)
+        return found
 
     async def _relayed(self, ref: BlobRef) -> Data | None:
         """Fetch from a relay; return `None` if none has the right bytes: then the origin serves."""

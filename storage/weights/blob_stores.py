@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol
 
 import nats.errors
@@ -16,14 +17,7 @@ from bus.messages import BlobRef
 from bus.streams.blob_store import delete_blob, put_blob, stream_with
 from bus.streams.publish import Publisher
 from storage.disk.atomic_files import Content, size_of
-from storage.settings.weights_transport import (
-    AutoTransport,
-    ChosenTransport,
-    FilesTransport,
-    HttpTransport,
-    TransportConfig,
-    fits_stream,
-)
+from storage.settings.weights_transport import BusTransport, FilesTransport, HttpTransport, Transport
 from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_http import HttpBlobs
 
@@ -94,7 +88,7 @@ class BusBlobs:
         if size < 64 << 20:
             return
         limit = await _stream_bytes(self._bus)
-        if not fits_stream(size, limit):
+        if not BusTransport().fits(size, limit):
             raise ConfigError(
                 f"{size} bytes of weights are too much for the {limit} bytes of {self._stream}, which keeps "
                 "several versions: set learner.publication.transport.type to auto, http or files"
@@ -114,23 +108,33 @@ async def _stream_bytes(bus: Bus) -> int:
     return await bus.patiently(look, f"looking at {name}")
 
 
-async def chosen_transport(bus: Bus, config: TransportConfig, size_bytes: int) -> ChosenTransport:
-    """Return the transport for weights of `size_bytes`: the configured one, or what `auto` chooses."""
-    if not isinstance(config, AutoTransport):
-        return config
+async def chosen_transport(bus: Bus, config: Transport, size_bytes: int) -> Transport:
+    """Return the transport for weights of `size_bytes`: the configured one, or what that chooses."""
     limit = await _stream_bytes(bus)
     chosen = config.chosen(size_bytes, limit)
     log.info("transport_chosen", type=chosen.type, weights_bytes=size_bytes, stream_bytes=limit)
     return chosen
 
 
-def blob_store(bus: Bus, config: ChosenTransport, directory: Path) -> BlobStore:
+def blob_store(bus: Bus, config: Transport, directory: Path) -> BlobStore:
     """Return the configured store; `directory` is the run's own, for files that the learner serves."""
-    if isinstance(config, FilesTransport):
-        return FileBlobs(config.directory / bus.topology.run)
-    if isinstance(config, HttpTransport):
-        return HttpBlobs(bus, config.serve_from or directory, config)
+    store: BlobStore = resolve_name(config.opened_by)(bus, config, directory)
+    return store
+
+
+def bus_blobs(bus: Bus, _config: BusTransport, _directory: Path) -> BlobStore:
+    """Return a store on the stream WEIGHTS."""
     return BusBlobs(bus)
+
+
+def file_blobs(bus: Bus, config: FilesTransport, _directory: Path) -> BlobStore:
+    """Return a store in the run's subdirectory of what all hosts mount."""
+    return FileBlobs(config.directory / bus.topology.run)
+
+
+def http_blobs(bus: Bus, config: HttpTransport, directory: Path) -> BlobStore:
+    """Return a store that this process serves."""
+    return HttpBlobs(bus, config.serve_from or directory, config)
 
 
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:

@@ -10,11 +10,16 @@ import pytest
 from pydantic import BaseModel
 
 from actors.settings.actors import EnvironmentConfig
+from storage.settings.weights_transport import TransportConfig
 from tests.learner.choices import RECORDS
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENTS = get_args(get_args(EnvironmentConfig)[0])
-KINDS = {"learner": RECORDS, "actors": ENVIRONMENTS}
+ENVIRONMENTS, TRANSPORTS = (get_args(get_args(union)[0]) for union in (EnvironmentConfig, TransportConfig))
+KINDS = {
+    "an algorithm": (RECORDS, ("learner", "launch")),
+    "an environment": (ENVIRONMENTS, ("actors", "launch")),
+    "a transport": (TRANSPORTS, ("storage", "learner", "actors", "launch")),
+}
 
 
 def asked_for(text: str, records: Collection[type[BaseModel]]) -> list[str]:
@@ -35,13 +40,14 @@ def asked_for(text: str, records: Collection[type[BaseModel]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("package", KINDS)
-def test_no_code_asks_for_the_class_or_the_name_of_a_choice(package: str):
-    files = subprocess.check_output(["git", "ls-files", package, "launch"], cwd=ROOT, text=True).split()
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_code_asks_for_the_class_or_the_name_of_a_choice(kind: str):
+    records, packages = KINDS[kind]
+    files = subprocess.check_output(["git", "ls-files", *packages], cwd=ROOT, text=True).split()
     texts = {file: (ROOT / file).read_text() for file in files if file.endswith(".py")}
     asking = {file: text for file, text in texts.items() if ".type" in text or "isinstance" in text}
     assert len(asking) > 50
-    found = {file: where for file, text in asking.items() if (where := asked_for(text, KINDS[package]))}
+    found = {file: where for file, text in asking.items() if (where := asked_for(text, records))}
     assert found == {}
 
 

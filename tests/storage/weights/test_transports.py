@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import aiohttp
 import aiohttp.web
@@ -18,11 +19,13 @@ from bus.messages import BlobRef
 from bus.server.nats_server import free_port
 from bus.topology import MIB
 from storage.settings.weights_transport import (
+    TRANSPORTS,
     AutoTransport,
     BusTransport,
     FilesTransport,
     HttpTransport,
     RelayConfig,
+    Transport,
 )
 from storage.weights import blob_files, blob_http
 from storage.weights.blob_files import FileBlobs, file_name, read_file
@@ -374,6 +377,31 @@ async def test_a_relays_port_that_is_taken_is_named(bus, origin):
     with pytest.raises(ConfigError, match=r"set actors.weights.port"):
         async with blob_source(bus, settings):
             pass
+
+
+class BucketTransport(Transport):
+    """A transport that somebody adds."""
+
+    type: str = "bucket"
+    opened_by: ClassVar[str] = f"{__name__}:bucket"
+    fetched_by: ClassVar[str] = f"{__name__}:from_bucket"
+    schemes: ClassVar[tuple[str, ...]] = ("bucket",)
+
+
+def bucket(bus, config, directory):
+    return FileBlobs(directory, f"{config.type}://{directory}")
+
+
+async def from_bucket(_bus, ref):
+    return read_file(Path(ref.origin.removeprefix("bucket://")), ref)
+
+
+async def test_a_transport_that_is_added_states_all_that_others_go_by(bus, tmp_path, monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "bucket", BucketTransport)
+    store = blob_store(bus, await chosen_transport(bus, BucketTransport(), 1 << 50), tmp_path)
+    await store.start()
+    ref = await store.put([b"some", b"thing"], "policy", 7)
+    assert bytes(await Blobs(bus).get(ref)) == b"something"
 
 
 def test_a_host_is_not_its_own_source():
