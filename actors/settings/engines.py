@@ -8,9 +8,8 @@ from pydantic import Field, model_validator
 
 from bus.config import Config
 from bus.errors import ConfigError
+from storage.model_files.families import families_with, family_named
 
-SEEN_BY_SGLANG = ("qwen3_vl",)
-"""Vision-language models that SGLang gives the tokens and pixels that the learner reads, by `model_type`."""
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 MASK_TOKENS = "sampling_mask_max_tokens"
 """SGLang's setting of the largest set of kept tokens that it tells, which it has where it tells any."""
@@ -197,12 +196,12 @@ class SglangEngineConfig(EngineSettings):
     def unfit_for_images(self, model_type: str) -> tuple[str, ...]:
         """Return what is wrong with these settings for a vision-language model of this `model_type`, each
         with the remedy."""
+        seen = " and ".join(families_with(lambda family: family.sglang_sees))
         problems = (
             (
-                model_type not in SEEN_BY_SGLANG,
+                not family_named(model_type).sglang_sees,
                 f"type=sglang: {model_type} is not known to see at SGLang's servers what the learner sees, "
-                f"which {' and '.join(SEEN_BY_SGLANG)} does: set it to embedded, and leave out "
-                "actors.evaluation.servers and urls",
+                f"which {seen} does: set it to embedded, and leave out actors.evaluation.servers and urls",
             ),
             (
                 self.disaggregation.enabled,

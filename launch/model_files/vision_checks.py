@@ -8,10 +8,7 @@ from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import described, model_on_disk
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
-from storage.model_files.model_reading import VISION_FAMILIES
-
-WITHOUT_ADAPTERS = ("qwen2_5_vl",)
-"""Families whose files have other names than transformers for all layers that could have an adapter."""
+from storage.model_files.families import family_named
 
 
 def refuse_unfit_vision(config: RunConfig) -> None:
@@ -32,7 +29,7 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         problems += SglangEngineConfig().unfit_for_images(model_type)
     if config.model.numerics != "fast":
         problems.append(f"model.numerics={config.model.numerics} is for text models: set it to fast")
-    if model_type in WITHOUT_ADAPTERS and config.learner.lora.exists:
+    if not family_named(model_type).takes_adapters and config.learner.lora.exists:
         problems.append(
             f"learner.lora.rank={config.learner.lora.rank}: files of a {model_type} know its layers by other "
             "names than transformers, by which nobody would find adapters: set it to 0"
@@ -64,4 +61,4 @@ def _vision_model(config: RunConfig) -> tuple[str, str] | None:
         named = "the scratch model with model.scratch.vision.layers"
         return (named, "qwen3_vl") if config.model.scratch.vision.layers else None
     model_type = described(_directory(config, config.model.path)).get("model_type")
-    return (str(config.model.path), model_type) if model_type in VISION_FAMILIES else None
+    return (str(config.model.path), str(model_type)) if family_named(model_type).sees_images else None

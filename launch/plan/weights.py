@@ -36,9 +36,13 @@ def weights_of(hf_config: PretrainedConfig) -> list[Weight]:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from storage.model_files.model_reading import VISION_FAMILIES
+    from storage.model_files.families import family_named
 
-    kind = AutoModelForImageTextToText if hf_config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    kind = (
+        AutoModelForImageTextToText
+        if family_named(hf_config.model_type).sees_images
+        else AutoModelForCausalLM
+    )
     with torch.device("meta"):
         model = kind.from_config(hf_config)
     model.tie_weights()

@@ -14,19 +14,8 @@ from learner.config.backend import BackendName
 from learner.config.batch import BatchConfig
 from learner.config.lora import LoraConfig
 from learner.config.parallel import ParallelConfig
+from storage.model_files.families import families_with, family_named
 
-COUNTED_IN = {
-    "deepseek_v3": "num_nextn_predict_layers",
-    "glm4_moe": "num_nextn_predict_layers",
-    "qwen3_next": "num_nextn_predict_layers",
-    "qwen3_5_text": "mtp_num_hidden_layers",
-    "qwen3_5_moe_text": "mtp_num_hidden_layers",
-}
-"""Fields of the configuration that count a model's heads, by the `model_type` of families that may have
-some."""
-ONE_BY_DEFAULT = ("deepseek_v3", "glm4_moe")
-"""Families of which transformers assumes one head where the field is left out; of the others the names of
-weights tell."""
 OWN_EMBEDDING = "mtp_use_dedicated_embeddings"
 """Field of a configuration that says that its head does not read the model's embedding."""
 _LAYER_OF_HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
@@ -77,10 +66,11 @@ class Heads:
         """Read what a configuration and the `names` of the weights say, which count heads where it does not;
         with None nobody knows the names, and there is one head."""
         kind = str(described.get("model_type"))
-        field = COUNTED_IN.get(kind, "num_nextn_predict_layers")
-        count = described.get(field, 1 if kind in ONE_BY_DEFAULT else None) or 0
+        family = family_named(kind)
+        field = family.heads_counted_in or "num_nextn_predict_layers"
+        count = described.get(field, 1 if family.one_head_by_default else None) or 0
         counted = f"{field}={count}"
-        if kind in COUNTED_IN and kind not in ONE_BY_DEFAULT and described.get(field) is None:
+        if family.heads_counted_in and not family.one_head_by_default and described.get(field) is None:
             names = ("mtp.layers.0.",) if names is None else names
             found = (_LAYER_OF_HEAD.match(name) for name in names)
             count = len({layer[1] for layer in found if layer})
@@ -98,7 +88,7 @@ class Heads:
 def _begins(model_type: str, described: Mapping[str, object]) -> str:
     """Return how the names of a head's weights begin in files: of a layer behind the last, or its own with
     Qwen. Empty, as any name begins, where the configuration does not tell."""
-    if model_type not in ONE_BY_DEFAULT:
+    if not family_named(model_type).one_head_by_default:
         return "mtp."
     layers = described.get("num_hidden_layers")
     return "" if layers is None else f"model.layers.{layers}."
@@ -110,10 +100,10 @@ def refuse_headless(mtp: MtpConfig, heads: Heads) -> None:
     if not mtp.exists:
         return
     where = f"learner.mtp.weight={mtp.weight}: the model, a {heads.model_type}"
-    if heads.model_type not in COUNTED_IN or not heads.is_one:
+    if not family_named(heads.model_type).heads_counted_in or not heads.is_one:
         raise ConfigError(
             f"{where} with {heads.counted}, has no head that can be trained: set the weight to 0, or take a "
-            f"model of {' or '.join(COUNTED_IN)} with one"
+            f"model of {' or '.join(families_with(lambda family: family.heads_counted_in))} with one"
         )
     if heads.own_embedding:
         raise ConfigError(

@@ -47,7 +47,6 @@ from learner.model_directories.lazy_weights import (
     main_dtype,
 )
 from learner.model_directories.model_directory import (
-    ALIASES,
     SHARD_BYTES,
     STORED_DTYPES,
     HFWeights,
@@ -61,6 +60,7 @@ from learner.model_directories.model_directory import (
 )
 from learner.model_directories.quantised_weights import DequantisedWeights, blocks_of
 from storage.disk import checkpoints
+from storage.model_files.families import family_named
 from storage.model_files.model_reading import AGAIN, refusing
 from storage.weights.fp8 import Blocks
 
@@ -72,9 +72,10 @@ def load_published(directory: Path) -> tuple[PretrainedConfig, LazyWeights]:
     raw = raw_config(directory)
     model_type = str(raw.get("model_type"))
     block = _block_of(directory / "config.json", raw.get("quantization_config"))
-    if model_type not in ALIASES and block is None:
+    published_as = family_named(model_type).published_as
+    if not published_as and block is None:
         return load_hf_directory(directory)
-    kind = ALIASES.get(model_type, model_type)
+    kind = published_as or model_type
     left_out = ("auto_map", *(("quantization_config",) if block else ()))
     known = {name: value for name, value in raw.items() if name not in left_out}
     with refusing(f"cannot read {directory / 'config.json'}", AGAIN):

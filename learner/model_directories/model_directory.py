@@ -16,6 +16,7 @@ from bus.errors import ConfigError
 from bus.process.work_progress import tracked
 from learner.model_directories.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from storage.disk.atomic_files import TEMPORARY_PREFIX
+from storage.model_files.families import family_named
 from storage.model_files.model_reading import AGAIN, read_config, read_tokenizer, refusing
 from storage.model_files.output_head import has_other_head
 from storage.model_files.text_model import text_alone
@@ -39,8 +40,6 @@ TOKENIZER_FILES = (
     "video_preprocessor_config.json",
     "vocab.json",
 )
-ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Model types of published configurations that transformers does not know, and whose model is another's."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """torch's dtypes of weights by their names in safetensors files."""
 STORED_DTYPES = DTYPES | {
@@ -108,11 +107,11 @@ def load_whole_config(path: Path) -> PretrainedConfig:
     try:
         config = read_config(path)
     except ConfigError as error:
-        model_type = str(raw_config(path).get("model_type"))
-        if model_type in ALIASES:
+        model_type = raw_config(path).get("model_type")
+        if kind := family_named(model_type).published_as:
             raise ConfigError(
                 f"{path} is a {model_type}, which transformers does not know: make a "
-                f"{ALIASES[model_type]} of it by `launch convert hf-to-megatron {path} TARGET`, and give "
+                f"{kind} of it by `launch convert hf-to-megatron {path} TARGET`, and give "
                 "--model.path TARGET"
             ) from error
         raise

@@ -13,11 +13,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError
 from learner.model_directories.lazy_weights import LazyWeights, RenamedWeights, Spec, part_of
+from storage.model_files.families import family_named
 from storage.model_files.text_model import is_multimodal, own_name
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
-_STACKING = ("qwen3_5_moe_text",)
-"""Text models of whose experts published files have one tensor a layer, and transformers writes one each."""
 
 
 def text_weights(weights: LazyWeights, text: PretrainedConfig) -> LazyWeights:
@@ -26,7 +25,7 @@ def text_weights(weights: LazyWeights, text: PretrainedConfig) -> LazyWeights:
     if text.get_text_config() is text and is_multimodal(weights):
         names = {own: name for name in weights if (own := own_name(name)) is not None}
         weights = RenamedWeights(weights, names)
-    return _EachExpert(weights) if text.model_type in _STACKING else weights
+    return _EachExpert(weights) if family_named(text.model_type).stacks_experts else weights
 
 
 class _EachExpert(LazyWeights):

@@ -19,7 +19,8 @@ from PIL import Image
 from bus.errors import ConfigError
 from bus.images import PlacedImage, image_digest
 from storage.images.encoded import REMEMBERED, ImageError, decoded
-from storage.model_files.model_reading import AGAIN, VISION_FAMILIES, refusing
+from storage.model_files.families import family_named
+from storage.model_files.model_reading import AGAIN, refusing
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -60,7 +61,7 @@ class ImageReader:
             config = json.loads((directory / "config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {directory / 'config.json'}: {error}") from error
-        if not isinstance(config, dict) or config.get("model_type") not in VISION_FAMILIES:
+        if not (isinstance(config, dict) and family_named(config.get("model_type")).sees_images):
             return None
         with refusing(f"cannot read what {directory} says of images", AGAIN):
             return cls(directory, config)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 AGAIN = "download the directory again, or name another by model.path"
-VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")
-"""Vision-language models that can be trained, by `model_type`."""
 LONGEST_REASON = 300
 """Characters of a library's error that a refusal shows."""
 _IMPORTING = Lock()

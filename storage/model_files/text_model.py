@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from storage.model_files.model_reading import VISION_FAMILIES
+from storage.model_files.families import family_named
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,7 +35,7 @@ def text_alone(config: "PretrainedConfig") -> "PretrainedConfig":
     if (
         text is config
         or config.is_encoder_decoder
-        or config.model_type in VISION_FAMILIES
+        or family_named(config.model_type).sees_images
         or architecture is None
     ):
         return config

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from launch.cli import main as cli
 from launch.settings.run_config import RunConfig, validate
+from storage.model_files.families import families_with
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -23,7 +24,6 @@ PAGES = {
 }
 ROOMS = ("bus", "storage", "actors", "learner", "launch", "tests", "docs")
 LONGEST_LINE = 110
-MEGATRON = "learner/backends/megatron"
 LONGEST_ROW = 160
 """Markdown has no line breaks inside a table's row."""
 
@@ -301,7 +301,7 @@ FIRST_CELL = re.compile(r"^\| (`.*?) \|", re.MULTILINE)
         ("environments", "game", lambda: types("actors.environment.game")),
         ("environments", "preset", lambda: {file.stem for file in (ROOT / "launch/presets").glob("*.toml")}),
         ("rewards", "name", lambda: keys("actors/rewards/builtin/registry.py", "REWARDS", "CONFIGURED")),
-        ("models", "`model_type`", lambda: keys(f"{MEGATRON}/conversion/families.py", "FAMILIES")),
+        ("models", "`model_type`", lambda: set(families_with(lambda family: family.megatron))),
     ],
 )
 def test_tables_of_what_is_built_in_are_whole(page: str, head: str, there: Callable[[], set[str]]):

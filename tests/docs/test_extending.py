@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
@@ -37,10 +38,11 @@ from learner.algorithms.hooks import with_processed_rewards
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.tokens import LossTokens
-from learner.backends.megatron.conversion.families import QWEN2
+from learner.backends.megatron.conversion.families import QWEN2, family_of
 from learner.config.loss import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
 from learner.distributed.exact_sums import exact_sums
+from storage.model_files.families import FAMILIES, ModelFamily
 from tests.factories import make_trajectory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -214,10 +216,17 @@ def test_a_declared_stream_is_packed(monkeypatch: pytest.MonkeyPatch):
     assert packed["values"].tolist() == [2.0, 3.0, 0.0, 7.0, 0.0]
 
 
-def test_the_family_is_that_of_qwen2():
-    family = example("learner/backends/megatron/conversion/my_family").MY_FAMILY
-    assert family.layer_rules == QWEN2.layer_rules
-    assert family.qkv_bias
+def test_the_family_is_that_of_qwen2(monkeypatch: pytest.MonkeyPatch):
+    name = "learner.backends.megatron.conversion.my_family"
+    assert '`ModelFamily(megatron=f"{CONVERSION}.my_family:MY_FAMILY")`' in PAGE
+    added, config = example(name.replace(".", "/")), PretrainedConfig(model_type="my_family")
+    with pytest.raises(ConfigError, match="model_type='my_family' is unknown"):
+        family_of(config)
+    monkeypatch.setitem(sys.modules, name, added)
+    monkeypatch.setitem(FAMILIES, "my_family", ModelFamily(megatron=f"{name}:MY_FAMILY"))
+    assert family_of(config) is added.MY_FAMILY
+    assert added.MY_FAMILY.layer_rules == QWEN2.layer_rules
+    assert added.MY_FAMILY.qkv_bias
 
 
 async def test_the_transport_keeps_and_verifies_blobs():

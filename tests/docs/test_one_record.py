@@ -2,7 +2,7 @@
 
 import ast
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -10,9 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from actors.settings.actors import EnvironmentConfig
+from storage.model_files.families import FAMILIES
 from storage.settings.weights_transport import TransportConfig
 from tests.learner.choices import RECORDS
 
+PACKAGES = ("bus", "storage", "actors", "learner", "launch")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS, TRANSPORTS = (get_args(get_args(union)[0]) for union in (EnvironmentConfig, TransportConfig))
 KINDS = {
@@ -49,6 +51,53 @@ def test_no_code_asks_for_the_class_or_the_name_of_a_choice(kind: str):
     assert len(asking) > 50
     found = {file: where for file, text in asking.items() if (where := asked_for(text, records))}
     assert found == {}
+
+
+def looked_up(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what code looks up in a table, tests for membership or compares with a text."""
+    if isinstance(node, ast.Subscript):
+        yield node.slice
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get":
+        yield from node.args[:1]
+    elif isinstance(node, ast.Compare) and (
+        isinstance(node.ops[0], ast.In | ast.NotIn) or isinstance(node.comparators[0], ast.Constant)
+    ):
+        yield node.left
+
+
+def told_by_family(text: str) -> list[int]:
+    """Return the lines where code goes by a `model_type`, or lists names of families."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names = [getattr(one, "attr", getattr(one, "id", "")) for one in looked_up(node)]
+        listed = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        families = [one for one in listed if isinstance(one, ast.Constant) and one.value in FAMILIES]
+        found += [getattr(node, "lineno", 0)] * ("model_type" in names or len(families) > 1)
+    return found
+
+
+def test_no_code_goes_by_the_name_of_a_family():
+    files = subprocess.check_output(["git", "ls-files", *PACKAGES], cwd=ROOT, text=True).split()
+    texts = {file: (ROOT / file).read_text() for file in files if file.endswith(".py")}
+    found = {file: lines for file, text in texts.items() if (lines := told_by_family(text))}
+    calls = {"actors/policy/tool_calls.py", "actors/settings/actors.py"}  # formats of calls, not families
+    foreign = {"storage/model_files/text_model.py"}  # a table of transformers
+    assert found.keys() == {"storage/model_files/families.py"} | calls | foreign
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "if config.model_type in KNOWN: pass",
+        "same = model_type == 'qwen3'",
+        "kind = TABLE.get(config.model_type)",
+        "kind = TABLE[model_type]",
+        "TABLE = {'qwen3': 1, 'llama': 2}",
+        "KNOWN = frozenset({'qwen3', 'llama'})",
+    ],
+)
+def test_code_that_goes_by_the_name_of_a_family_is_found(planted: str):
+    assert set(told_by_family(planted)) == {1}
 
 
 def test_code_that_asks_for_a_choice_is_found():

@@ -23,17 +23,9 @@ from bus.trajectory import FinishReason
 from storage.exact_arithmetic.exact_model import ExactFunctions, make_exact
 from storage.exact_arithmetic.softmax import log_softmax
 from storage.images.reader import ImageReader
+from storage.model_files.families import families_with, family_named
 from storage.settings.exact_arithmetic import MOST_TOKENS
 
-WITH_STATES = {
-    "lfm2": "conv",
-    "lfm2_moe": "conv",
-    "olmo_hybrid": "linear_attention",
-    "qwen3_5_moe_text": "linear_attention",
-    "qwen3_5_text": "linear_attention",
-    "qwen3_next": "linear_attention",
-}
-"""What layers that keep a state are called in `layer_types`, by `model_type` of the models that have some."""
 Finished = list[tuple[GenerationRequest, Generation]]
 Prompt = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]
 """Tokens, and the digests and places of the images among them."""
@@ -367,12 +359,13 @@ def _layer_kinds(config: PretrainedConfig, cache_argument: str) -> list[str]:
 
     Raises `EngineError` for what is not served."""
     kinds = list(getattr(config, "layer_types", None) or [FULL_ATTENTION] * config.num_hidden_layers)
-    states = WITH_STATES.get(config.model_type, FULL_ATTENTION)
+    recurrent = family_named(config.model_type).recurrent
+    states = recurrent.kind if recurrent is not None else FULL_ATTENTION
     if not {FULL_ATTENTION, SLIDING, states}.issuperset(kinds):
         found = ", ".join(sorted(set(kinds)))
         raise EngineError(
             "the embedded engine serves full attention, sliding windows, and linear attention of "
-            f"{', '.join(WITH_STATES)}; this model has {found}: use sglang"
+            f"{', '.join(families_with(lambda family: family.recurrent))}; this model has {found}: use sglang"
         )
     if states in set(kinds) - {FULL_ATTENTION} and cache_argument != "cache":
         raise EngineError(

@@ -18,6 +18,7 @@ from actors.engines.sglang.client.server_facts import drafts, own_draft
 from actors.engines.sglang.client.tensor_files import State, bytes_of, raw
 from actors.engines.sglang.in_server.sluice_changes import APPLY, CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
 from actors.engines.sglang.server.gpu_count import replicas
+from storage.model_files.families import family_named
 from storage.weights.deltas import Moved, Positions, changed_positions
 from storage.weights.tensors import WORD, Words, spare_threads
 
@@ -25,9 +26,6 @@ Found = tuple[Words, Words]
 """Gaps between the changed elements of a tensor (uint16 [N], see `sluice_changes.GAPS`), and their words [N].
 
 Numpy computes them: torch releases the interpreter in every step and then waits for a busy event loop."""
-COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl")
-"""Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
-EXPERTS = ("mixtral", "qwen3_moe")
 GAP = np.dtype(np.uint16)
 FARTHEST = GAP_BITS + 1
 """Largest step from one element of a file to the next: a gap holds no larger one."""
@@ -125,7 +123,10 @@ def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions
     moves_draft = drafts(server) and not own_draft(server)  # it would write them into both, by the same names
     other = any(server.get(name) for name in ("quantization", "cpu_offload_gb"))
     plain = not (replicas(server) > 1 or moves_draft or other)
-    copied = model_type in COPYING and (update_sessions or model_type not in EXPERTS)
+    copied = family_named(model_type).sglang_copies in (
+        "always",
+        *(("in_sessions",) if update_sessions else ()),
+    )
     return plain and copied and APPLY in (server.get("custom_weight_loader") or ())
 
 

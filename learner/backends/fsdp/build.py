@@ -16,10 +16,10 @@ from transformers.initialization import no_init_weights
 
 from bus.errors import ConfigError, in_short
 from learner.backends.fsdp.attention import PACKED
-from learner.backends.fsdp.recurrent_layers import RECURRENT, begin_anew
+from learner.backends.fsdp.recurrent_layers import begin_anew
 from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES
 from learner.backends.shared.rope_scaling import rope_types
-from storage.model_files.model_reading import VISION_FAMILIES
+from storage.model_files.families import families_with, family_named
 
 UNBUILDABLE = (
     ValueError, KeyError, ImportError, TypeError, AttributeError, RuntimeError, IndexError, AssertionError,
@@ -66,7 +66,7 @@ def _kind(hf_config: PretrainedConfig) -> Any:
 
 def is_vision_model(hf_config: PretrainedConfig) -> bool:
     """Tell whether the model is of a vision-language family that can be trained."""
-    return hf_config.model_type in VISION_FAMILIES
+    return family_named(hf_config.model_type).sees_images
 
 
 def attention_of(hf_config: PretrainedConfig) -> str | dict[str, str]:
@@ -109,7 +109,7 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
         yield (
             f"model_type={hf_config.model_type!r}: it has more than a text model, and transformers has no "
             f"model of its text, a {text.model_type}, alone; give a text model, or one that is trained as a "
-            f"whole: {', '.join(VISION_FAMILIES)}"
+            f"whole: {', '.join(families_with(lambda family: family.sees_images))}"
         )
     if hf_config.is_encoder_decoder:
         yield "is_encoder_decoder=True: only decoders are supported"
@@ -118,7 +118,7 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
         yield f"quantization_config: load the unquantized model; {remedy}"
     if getattr(text, "output_router_logits", False):
         yield "output_router_logits=True adds a load-balancing loss, which is not trained on: set it to false"
-    recurrent = RECURRENT.get(hf_config.model_type)
+    recurrent = family_named(hf_config.model_type).recurrent
     known = LAYER_KINDS | ({recurrent.kind} if recurrent else set())
     if kinds := sorted(set(getattr(text, "layer_types", None) or ()) - known):
         yield f"layer_types: {', '.join(kinds)} would mix the sequences of a pack"
@@ -129,7 +129,7 @@ def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
 def _unsupported_model(model: PreTrainedModel) -> Iterator[str]:
     name = type(model).__name__
     # Those with linear attention take other attention as all models do, but do not say so.
-    if not model._supports_attention_backend and model.config.model_type not in RECURRENT:
+    if not model._supports_attention_backend and family_named(model.config.model_type).recurrent is None:
         yield f"{name} computes attention in a way of its own, in which the sequences of a pack would mix"
     output = model.get_output_embeddings()
     if output is None or getattr(output, "bias", None) is not None:

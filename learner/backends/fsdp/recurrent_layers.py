@@ -10,38 +10,19 @@ Transformers takes kernels of the packages `fla` and `causal_conv1d` where they 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.backends.fsdp.attention import PackedSequences
 from learner.backends.shared.packed_attention import within_sequences
-
-
-class Recurrent(NamedTuple):
-    """What a model's layers of this kind are called."""
-
-    kind: str
-    """In `layer_types` of its configuration."""
-    module: str
-    """The class of the part that mixes tokens, which is causal and whose first argument is all it mixes."""
-
-
-RECURRENT = {
-    "lfm2": Recurrent("conv", "Lfm2ShortConv"),
-    "lfm2_moe": Recurrent("conv", "Lfm2MoeShortConv"),
-    "olmo_hybrid": Recurrent("linear_attention", "OlmoHybridGatedDeltaNet"),
-    "qwen3_5_moe_text": Recurrent("linear_attention", "Qwen3_5MoeGatedDeltaNet"),
-    "qwen3_5_text": Recurrent("linear_attention", "Qwen3_5GatedDeltaNet"),
-    "qwen3_next": Recurrent("linear_attention", "Qwen3NextGatedDeltaNet"),
-}
-"""The models that have such layers, by `model_type`."""
+from storage.model_files.families import family_named
 
 
 def begin_anew(model: PreTrainedModel) -> None:
     """Have the recurrent layers of a model begin anew at each sequence of a pack."""
-    layers = RECURRENT.get(model.config.model_type)
+    layers = family_named(model.config.model_type).recurrent
     for module in model.modules():
         if layers is not None and type(module).__name__ == layers.module:
             module.forward = partial(_mixed, module.forward)

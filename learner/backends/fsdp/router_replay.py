@@ -6,7 +6,8 @@ of other experts follow from the logits, in one of three ways that families have
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,20 @@ from bus.errors import ConfigError
 from learner.backends.fsdp.attention import PackedSequences
 from learner.backends.shared.given_experts import GivenExperts, refuse_other_experts
 from learner.data.packing import OWN_CHOICE, MicroBatch
+from storage.model_files.families import families_with, family_named
 
 Weigh = Callable[[torch.nn.Module, Tensor, Tensor], Tensor]
 """Returns the weights [T, k] of experts, given the router, its logits [T, E] and the experts [T, k]."""
 
 
-def _by_softmax(router: torch.nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+def by_softmax(router: torch.nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """Weigh by the softmax over all experts."""
     weights = logits.float().softmax(-1).gather(1, experts)
     return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
 
 
-def _by_sigmoids(router: Any, logits: Tensor, experts: Tensor, *, smallest_sum: float = 1e-20) -> Tensor:
+def by_sigmoids(router: Any, logits: Tensor, experts: Tensor, *, smallest_sum: float = 1e-20) -> Tensor:
+    """Weigh by the sigmoid of each expert, over their sum."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + smallest_sum)
@@ -34,38 +38,21 @@ def _by_sigmoids(router: Any, logits: Tensor, experts: Tensor, *, smallest_sum: 
     return scaled
 
 
-def _by_softmax_of_chosen(_: torch.nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+by_sigmoids_of_lfm2 = partial(by_sigmoids, smallest_sum=1e-6)
+
+
+def by_softmax_of_chosen(_: torch.nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """Weigh by the softmax over the experts that are given."""
     return logits.gather(1, experts).softmax(-1)
-
-
-class Router(NamedTuple):
-    """The routers of a family."""
-
-    module: str
-    """Their class in transformers."""
-    weigh: Weigh
-
-
-ROUTERS = {
-    "deepseek_v3": Router("DeepseekV3TopkRouter", _by_sigmoids),
-    "glm4_moe": Router("Glm4MoeTopkRouter", _by_sigmoids),
-    "gpt_oss": Router("GptOssTopKRouter", _by_softmax_of_chosen),
-    "lfm2_moe": Router("Lfm2MoeTopKRouter", partial(_by_sigmoids, smallest_sum=1e-6)),
-    "mixtral": Router("MixtralTopKRouter", _by_softmax),
-    "qwen2_moe": Router("Qwen2MoeTopKRouter", _by_softmax),
-    "qwen3_5_moe_text": Router("Qwen3_5MoeTopKRouter", _by_softmax),
-    "qwen3_moe": Router("Qwen3MoeTopKRouter", _by_softmax),
-    "qwen3_next": Router("Qwen3NextTopKRouter", _by_softmax),
-}
-"""By `model_type`."""
 
 
 def refuse_unknown_routers(setting: str, hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` for `learner.router_replay=<setting>` of a model whose routers are unknown here."""
-    if hf_config.model_type not in ROUTERS:
+    if family_named(hf_config.model_type).router is None:
+        known = ", ".join(families_with(lambda family: family.router))
         raise ConfigError(
             f"learner.router_replay={setting}: the model, a {hf_config.model_type}, has no routers that "
-            f"learner.backend=fsdp knows; it knows those of {', '.join(ROUTERS)}: set it to none"
+            f"learner.backend=fsdp knows; it knows those of {known}: set it to none"
         )
 
 
@@ -80,12 +67,12 @@ class RouterReplay:
         self._per_token: int = getattr(config, "num_experts_per_tok", 0)
         self.given: dict[int, GivenExperts] = {}
         """By the number of the layer."""
-        known = ROUTERS.get(config.model_type)
-        for number, layer in enumerate(model.get_decoder().layers if known else ()):
+        router = family_named(config.model_type).router
+        for number, layer in enumerate(model.get_decoder().layers if router else ()):
             for module in layer.modules():
-                if known and type(module).__name__ == known.module:
+                if router and type(module).__name__ == router.module:
                     given = self.given[number] = GivenExperts()
-                    module.register_forward_hook(partial(_send, given, known.weigh))
+                    module.register_forward_hook(partial(_send, given, resolve_name(router.weigh)))
                     layer.forward = partial(_layer_pass, layer.forward, given, number)
 
     def refuse_others(self, batch: MicroBatch) -> None:

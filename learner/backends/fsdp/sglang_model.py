@@ -25,9 +25,7 @@ from learner.backends.shared.packed_attention import (
 )
 from learner.data.packing import MicroBatch
 from storage.exact_arithmetic.functions import with_gradient
-
-FAMILIES = ("qwen3",)
-"""Families for which SGLang has that arithmetic, dense and without images."""
+from storage.model_files.families import families_with, family_named
 
 
 class SglangArithmetic:
@@ -120,8 +118,9 @@ def attention(
 def refuse_other_models(config: PretrainedConfig) -> None:
     """Raise `ConfigError` for models of which SGLang does not compute what is computed here."""
     problems = []
-    if config.model_type not in FAMILIES:
-        problems.append(f"model_type={config.model_type!r} is not {' or '.join(FAMILIES)}")
+    if not family_named(config.model_type).sglang_numerics:
+        known = " or ".join(families_with(lambda family: family.sglang_numerics))
+        problems.append(f"model_type={config.model_type!r} is not {known}")
     else:
         if (kind := config.rope_parameters.get("rope_type", "default")) != "default":
             problems.append(f"rope_type={kind!r} is not default")

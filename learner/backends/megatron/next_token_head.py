@@ -36,13 +36,14 @@ from learner.backends.megatron.weights.frozen_weights import refuse_idle_ranks
 from learner.backends.megatron.weights.rank_weights import global_name, load_hf_weights
 from learner.backends.output.head_output import head_loss
 from learner.backends.output.policy_output import chunk_rows
-from learner.config.mtp import COUNTED_IN, OWN_EMBEDDING, Heads, MtpConfig, refuse_headless
+from learner.config.mtp import OWN_EMBEDDING, Heads, MtpConfig, refuse_headless
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch
 from learner.data.streams import STREAMS
 from learner.distributed.process_group import device
 from learner.model_directories.lazy_weights import SomeWeights, State
+from storage.model_files.families import family_named
 
 FOLLOWING = "following_tokens"
 OF_ONE_STAGE = {
@@ -60,7 +61,8 @@ def head_rules(config: MtpConfig, hf_config: PretrainedConfig, names: Collection
     Raises `ConfigError` for a model without a head that could be trained."""
     if not config.exists:
         return []
-    fields = ("model_type", "num_hidden_layers", OWN_EMBEDDING, *COUNTED_IN.values())
+    counted_in = family_named(hf_config.model_type).heads_counted_in
+    fields = ("model_type", "num_hidden_layers", OWN_EMBEDDING, counted_in or "num_nextn_predict_layers")
     described = {field: getattr(hf_config, field) for field in fields if hasattr(hf_config, field)}
     refuse_headless(config, Heads.of(described, names))
     return list(family_of(hf_config).head(shape_of(hf_config)))

@@ -10,7 +10,7 @@ import structlog
 from actors.settings.engines import MASK_TOKENS, SglangEngineConfig, tells_kept
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError
-from storage.model_files.model_reading import VISION_FAMILIES
+from storage.model_files.families import family_named
 
 log = structlog.get_logger()
 SEES_BYTES = (0, 5, 23)
@@ -24,10 +24,6 @@ STORAGES = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 FLUSHES_BELOW_WAITING = (0, 5, 21)
 """First version that drops its prefixes while retracted requests wait. By its source an earlier one ends
 with "Cache flush failed after updating weights" (SGLang's issue 33783); 0.5.19 ended so on a GPU."""
-TIED_ALWAYS = frozenset({
-    "cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_bigcode", "persimmon"
-})  # fmt: skip
-"""Types whose output layer it never loads: it computes with the embedding, or with what memory held."""
 KEEP_ROUTERS = (0, 5, 10), (0, 5, 19)
 """First version that chooses the experts of GLM-4.5 by the weights of its first pass for ever, and the first
 later one that does not."""
@@ -87,25 +83,27 @@ class ServerFacts:
         """Raise `ConfigError` where the server at `url` would compute a model with this config.json by other
         weights: show images as its vision tower saw them before an update, among other tokens than the
         prompt's, route tokens of GLM-4.5 as before, or never load its output layer."""
-        model_type = str(config.get("model_type", ""))
-        if model_type in VISION_FAMILIES and self._numbers < SEES_BYTES:
+        family = family_named(config.get("model_type"))
+        if family.sees_images and self._numbers < SEES_BYTES:
             raise ConfigError(
                 f"the model sees images, and the server at {url} is SGLang {self.version}, which keeps what "
                 "its vision tower made of one over updates of weights, and turns prompts with images into "
                 "text and into tokens again: use 0.5.23 or later"
             )
         first, end = KEEP_ROUTERS
-        if model_type == "glm4_moe" and first <= self._numbers < end:
+        if family.sglang_kept_routers and first <= self._numbers < end:
             raise ConfigError(
                 f"the server at {url} is SGLang {self.version}, which goes on choosing experts of GLM-4.5 "
-                "(glm4_moe) by the weights of its first pass after updates: use 0.5.19 or later"
+                f"({config['model_type']}) by the weights of its first pass after updates: use 0.5.19 or "
+                "later"
             )
         text = config.get("text_config") or {}
         tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
-        if model_type in TIED_ALWAYS and not tied:
+        if not (family.sglang_loads_output or tied):
             raise ConfigError(
-                f"the {model_type} has an output layer of its own (tie_word_embeddings=false), which "
-                f"the server at {url} does not load, as SGLang's code is: use actors.engine.type=embedded"
+                f"the {config['model_type']} has an output layer of its own (tie_word_embeddings=false), "
+                f"which the server at {url} does not load, as SGLang's code is: use "
+                "actors.engine.type=embedded"
             )
 
     def refuse_stored_prefixes(self, pause: str, url: str) -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
 
 import torch
 from transformers import PretrainedConfig
@@ -13,16 +14,7 @@ from learner.backends.megatron.conversion.base import (
     Rule,
     Shape,
 )
-from learner.backends.megatron.conversion.deepseek_v3 import deepseek_v3
-from learner.backends.megatron.conversion.gemma3 import gemma3
-from learner.backends.megatron.conversion.glm4 import glm4
-from learner.backends.megatron.conversion.glm4_moe import glm4_moe
-from learner.backends.megatron.conversion.gpt_oss import gpt_oss
-from learner.backends.megatron.conversion.minimax_m2 import minimax_m2
-from learner.backends.megatron.conversion.mixtral import MIXTRAL
-from learner.backends.megatron.conversion.qwen2_moe import QWEN2_MOE
-from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
-from learner.backends.megatron.conversion.qwen3_next import qwen3_5, qwen3_5_moe, qwen3_next
+from storage.model_files.families import families_with, family_named
 
 LLAMA = Family(layer_rules=SHARED_LAYER)
 MISTRAL = Family(layer_rules=SHARED_LAYER)
@@ -30,36 +22,21 @@ QWEN2 = Family(layer_rules=(*SHARED_LAYER, QKV_BIAS), qkv_bias=True)
 QWEN3 = Family(layer_rules=(*SHARED_LAYER, *QK_NORM), qk_norm=True)
 
 
-FAMILIES: dict[str, Family | Callable[[PretrainedConfig], Family]] = {
-    "deepseek_v3": deepseek_v3,
-    "gemma3_text": gemma3,
-    "glm4": glm4,
-    "glm4_moe": glm4_moe,
-    "glm4_moe_lite": deepseek_v3,
-    "gpt_oss": gpt_oss,
-    "llama": LLAMA,
-    "minimax_m2": minimax_m2,
-    "mistral": MISTRAL,
-    "mixtral": MIXTRAL,
-    "qwen2": QWEN2,
-    "qwen2_moe": QWEN2_MOE,
-    "qwen3": QWEN3,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_moe": QWEN3_MOE,
-    "qwen3_next": qwen3_next,
-}
-"""Families by `model_type` of the transformers configuration; some depend on more of it."""
-
-
 def family_of(hf_config: PretrainedConfig) -> Family:
     """Find a model's family. Raises `ConfigError` with those known for one that is not among them."""
-    if hf_config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"
-        )
-    found = FAMILIES[hf_config.model_type]
+    if problem := unknown(hf_config):
+        raise ConfigError(problem)
+    found: Family | Callable[[PretrainedConfig], Family]
+    found = resolve_name(family_named(hf_config.model_type).megatron)
     return found if isinstance(found, Family) else found(hf_config)
+
+
+def unknown(hf_config: PretrainedConfig) -> str:
+    """Return that a model is of no family that is trained on Megatron; empty for one of these."""
+    if family_named(hf_config.model_type).megatron:
+        return ""
+    known = ", ".join(families_with(lambda family: family.megatron))
+    return f"model_type={hf_config.model_type!r} is unknown; known are {known}"
 
 
 def shape_of(hf_config: PretrainedConfig) -> Shape:

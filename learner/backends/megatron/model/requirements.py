@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import SILU, Requirement
-from learner.backends.megatron.conversion.families import FAMILIES, family_of, shape_of
+from learner.backends.megatron.conversion.families import family_of, shape_of, unknown
 from learner.backends.megatron.model.attention.rope import SCALED, rotated_parts
 from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES
 from learner.backends.shared.rope_scaling import rope_types
@@ -13,8 +13,8 @@ from learner.backends.shared.rope_scaling import rope_types
 
 def unsupported(hf_config: PretrainedConfig) -> list[str]:
     """List, for people, every hyperparameter that the learner would get wrong."""
-    if hf_config.model_type not in FAMILIES:
-        return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
+    if problem := unknown(hf_config):
+        return [problem]
     requirements = (*REQUIREMENTS, *family_of(hf_config).requirements)
     return [
         f"{name}={value!r}: {reason}"

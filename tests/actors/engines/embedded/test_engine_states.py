@@ -14,7 +14,6 @@ from actors.engines.embedded import decoder as decoding
 from actors.engines.embedded.decoder import BatchedDecoder
 from actors.engines.embedded.prepared_weights import prepare_weights
 from bus.errors import EngineError
-from learner.backends.fsdp.recurrent_layers import RECURRENT
 from tests.actors.tiny import recomputed, request
 from tests.learner.backends.fsdp.families import RECURRENT_FAMILIES, family_model
 from tests.learner.backends.router_reference import chosen_experts
@@ -135,10 +134,6 @@ def test_states_of_requests_in_flight_stay_as_the_old_weights_made_them():
             expected.append(logits.log_softmax(-1)[sampled].item())
             tokens = [sampled]
         np.testing.assert_allclose(generation.logprobs, expected, **CLOSE)
-
-
-def test_the_engine_serves_the_families_that_the_learner_trains():
-    assert {name: layers.kind for name, layers in RECURRENT.items()} == decoding.WITH_STATES
 
 
 def test_other_states_and_an_older_transformers_are_refused(monkeypatch):

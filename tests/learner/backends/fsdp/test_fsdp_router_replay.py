@@ -10,7 +10,6 @@ import torch.distributed as dist
 from bus.errors import ConfigError, TrainingError
 from learner.algorithms.losses.objective import Objective
 from learner.backends.factory import refuse_router_replay
-from learner.backends.fsdp import router_replay
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.config.correction import TokenTIS
@@ -19,6 +18,7 @@ from learner.config.loss import ReinforceLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import OWN_CHOICE, pack
+from storage.model_files import families
 from tests.learner.backends.fsdp.families import FAMILIES, family_config, family_model
 from tests.learner.backends.router_reference import chosen_experts, given, sent_to
 from tests.learner.division import divide_world
@@ -148,8 +148,9 @@ def test_routers_that_are_unknown_and_models_without_are_refused_by_name():
 
 def test_routers_that_weigh_otherwise_than_replay_are_refused_at_the_start(monkeypatch):
     model = tiny_model("qwen3_moe")
-    other = router_replay.ROUTERS["qwen3_moe"]._replace(weigh=router_replay.ROUTERS["gpt_oss"].weigh)
-    monkeypatch.setitem(router_replay.ROUTERS, "qwen3_moe", other)
+    known = families.FAMILIES["qwen3_moe"]
+    other = known.router._replace(weigh="learner.backends.fsdp.router_replay:by_softmax_of_chosen")
+    monkeypatch.setitem(families.FAMILIES, "qwen3_moe", replace(known, router=other))
     FsdpTrainer(model.config, hf_state(model), OPTIMIZER)  # normalised, they are the same
     model.config.norm_topk_prob = False
     with pytest.raises(ConfigError, match="its routers weigh experts otherwise than router replay"):

@@ -1,0 +1,155 @@
+"""What is known of the families of models, in one table, so that nobody asks which family a model is of.
+
+Loads without torch: code is named as `module:name`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+BY_SOFTMAX = "learner.backends.fsdp.router_replay:by_softmax"
+BY_SIGMOIDS = "learner.backends.fsdp.router_replay:by_sigmoids"
+CONVERSION = "learner.backends.megatron.conversion"
+
+
+class Router(NamedTuple):
+    """The routers of a family with experts, in transformers."""
+
+    module: str
+    """Their class."""
+    weigh: str
+    """What returns the weights of given experts (`learner.backends.fsdp.router_replay.Weigh`)."""
+
+
+class Recurrent(NamedTuple):
+    """The layers of a family that take a state from token to token."""
+
+    kind: str
+    """What they are called in `layer_types` of the configuration."""
+    module: str
+    """Class, in transformers, of the part that mixes tokens, which is causal and whose first argument is all
+    it mixes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFamily:
+    """What others go by about models of one `model_type`. The defaults hold for a family that only
+    transformers knows."""
+
+    megatron: str = ""
+    """Its tables of names and layers on Megatron, or what returns these for a configuration; empty where
+    Megatron does not train it."""
+    router: Router | None = None
+    """Its routers, if it has experts whose choice can be given to them."""
+    recurrent: Recurrent | None = None
+    """Its layers with a state, if it has some."""
+    heads_counted_in: str = ""
+    """Field of the configuration that counts its heads for further tokens; empty where it has none."""
+    one_head_by_default: bool = False
+    """Transformers assumes one head where that field is left out, whose weights are those of a layer behind
+    the last. Of other families the names of weights tell, which begin with `mtp`."""
+    published_as: str = ""
+    """The family whose model it is, where transformers does not know the `model_type`."""
+    sees_images: bool = False
+    """It is a vision-language family that can be trained."""
+    takes_adapters: bool = True
+    """Its files know layers that could have an adapter by transformers' names."""
+    stacks_experts: bool = False
+    """Published files have one tensor a layer of its experts, of which transformers writes one each."""
+    sglang_sees: bool = False
+    """SGLang gives it the tokens and pixels that the learner reads."""
+    sglang_copies: Literal["no", "in_sessions", "always"] = "no"
+    """Whether SGLang copies what it loads, by its source: of others it might compute something. With experts
+    it does between the beginning and the end of an update alone."""
+    sglang_loads_output: bool = True
+    """SGLang loads an output layer; else it computes with the embedding, or with what memory held."""
+    sglang_kept_routers: bool = False
+    """Some versions of SGLang choose its experts by the weights of their first pass for ever."""
+    sglang_numerics: bool = False
+    """SGLang has the arithmetic of `model.numerics=sglang` for it."""
+
+
+FAMILIES = {
+    **dict.fromkeys(
+        ("cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3", "gpt_bigcode", "persimmon"),
+        ModelFamily(sglang_loads_output=False),
+    ),
+    "deepseek_v3": ModelFamily(
+        megatron=f"{CONVERSION}.deepseek_v3:deepseek_v3",
+        router=Router("DeepseekV3TopkRouter", BY_SIGMOIDS),
+        heads_counted_in="num_nextn_predict_layers",
+        one_head_by_default=True,
+    ),
+    "gemma3_text": ModelFamily(megatron=f"{CONVERSION}.gemma3:gemma3", sglang_loads_output=False),
+    "glm4": ModelFamily(megatron=f"{CONVERSION}.glm4:glm4"),
+    "glm4_moe": ModelFamily(
+        megatron=f"{CONVERSION}.glm4_moe:glm4_moe",
+        router=Router("Glm4MoeTopkRouter", BY_SIGMOIDS),
+        heads_counted_in="num_nextn_predict_layers",
+        one_head_by_default=True,
+        sglang_kept_routers=True,
+    ),
+    "glm4_moe_lite": ModelFamily(megatron=f"{CONVERSION}.deepseek_v3:deepseek_v3"),
+    "gpt_oss": ModelFamily(
+        megatron=f"{CONVERSION}.gpt_oss:gpt_oss",
+        router=Router("GptOssTopKRouter", "learner.backends.fsdp.router_replay:by_softmax_of_chosen"),
+    ),
+    "kimi_k2": ModelFamily(published_as="deepseek_v3"),
+    "lfm2": ModelFamily(recurrent=Recurrent("conv", "Lfm2ShortConv")),
+    "lfm2_moe": ModelFamily(
+        router=Router("Lfm2MoeTopKRouter", "learner.backends.fsdp.router_replay:by_sigmoids_of_lfm2"),
+        recurrent=Recurrent("conv", "Lfm2MoeShortConv"),
+    ),
+    "llama": ModelFamily(megatron=f"{CONVERSION}.families:LLAMA", sglang_copies="always"),
+    "minimax_m2": ModelFamily(megatron=f"{CONVERSION}.minimax_m2:minimax_m2"),
+    "mistral": ModelFamily(megatron=f"{CONVERSION}.families:MISTRAL"),
+    "mixtral": ModelFamily(
+        megatron=f"{CONVERSION}.mixtral:MIXTRAL",
+        router=Router("MixtralTopKRouter", BY_SOFTMAX),
+        sglang_copies="in_sessions",
+    ),
+    "olmo_hybrid": ModelFamily(recurrent=Recurrent("linear_attention", "OlmoHybridGatedDeltaNet")),
+    "qwen2": ModelFamily(megatron=f"{CONVERSION}.families:QWEN2", sglang_copies="always"),
+    "qwen2_5_vl": ModelFamily(sees_images=True, takes_adapters=False),
+    "qwen2_moe": ModelFamily(
+        megatron=f"{CONVERSION}.qwen2_moe:QWEN2_MOE", router=Router("Qwen2MoeTopKRouter", BY_SOFTMAX)
+    ),
+    "qwen3": ModelFamily(
+        megatron=f"{CONVERSION}.families:QWEN3", sglang_copies="always", sglang_numerics=True
+    ),
+    "qwen3_5_moe_text": ModelFamily(
+        megatron=f"{CONVERSION}.qwen3_next:qwen3_5_moe",
+        router=Router("Qwen3_5MoeTopKRouter", BY_SOFTMAX),
+        recurrent=Recurrent("linear_attention", "Qwen3_5MoeGatedDeltaNet"),
+        heads_counted_in="mtp_num_hidden_layers",
+        stacks_experts=True,
+    ),
+    "qwen3_5_text": ModelFamily(
+        megatron=f"{CONVERSION}.qwen3_next:qwen3_5",
+        recurrent=Recurrent("linear_attention", "Qwen3_5GatedDeltaNet"),
+        heads_counted_in="mtp_num_hidden_layers",
+    ),
+    "qwen3_moe": ModelFamily(
+        megatron=f"{CONVERSION}.qwen3_moe:QWEN3_MOE",
+        router=Router("Qwen3MoeTopKRouter", BY_SOFTMAX),
+        sglang_copies="in_sessions",
+    ),
+    "qwen3_next": ModelFamily(
+        megatron=f"{CONVERSION}.qwen3_next:qwen3_next",
+        router=Router("Qwen3NextTopKRouter", BY_SOFTMAX),
+        recurrent=Recurrent("linear_attention", "Qwen3NextGatedDeltaNet"),
+        heads_counted_in="num_nextn_predict_layers",
+    ),
+    "qwen3_vl": ModelFamily(sees_images=True, sglang_sees=True, sglang_copies="always"),
+}
+"""Families by `model_type` of the transformers configuration."""
+_OTHER = ModelFamily()
+
+
+def family_named(model_type: object) -> ModelFamily:
+    """Return what is known of a `model_type`, which may be whatever a file says; the defaults for another."""
+    return FAMILIES.get(str(model_type), _OTHER)
+
+
+def families_with(has: Callable[[ModelFamily], object]) -> list[str]:
+    """Return the names of the families of which `has` is true, for a message."""
+    return [name for name, family in FAMILIES.items() if has(family)]
