@@ -21,12 +21,13 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/,\s]+(?=@)")
 
 
 class Config(BaseModel):
-    """Base of a section: frozen, refusing unknown keys, each field described by the docstring under it."""
+    """Base of a section: frozen, refusing unknown keys, each field described by the docstring under it.
+
+    `launch.settings.tree.describe` reads those docstrings. Pydantic would do so in every process that
+    starts, for which it parses the source of each section."""
 
     # infinite bounds are "Infinity" in a run's config.json, since JSON has no number for them
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="strings"
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class StreamsConfig(Config):

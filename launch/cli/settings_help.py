@@ -17,7 +17,7 @@ from rich.text import Text
 from bus.errors import ConfigError
 from launch.settings.environment_variables import variable_of
 from launch.settings.run_config import RunConfig
-from launch.settings.tree import Model, members, nearest, settings_at, tag_of
+from launch.settings.tree import Model, describe, members, nearest, settings_at, tag_of
 
 COMMON: Mapping[str, tuple[str, ...]] = {
     "The run": ("run", "directory", "seed"),
@@ -41,6 +41,7 @@ Rows = Iterable[tuple[str, RenderableType]]
 
 def show_summary(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
     """Print the panel of a command's settings in short; cyclopts calls it as the formatter of that group."""
+    describe(RunConfig)
     there = {name for entry in panel.entries for name in entry.positive_names}
     for heading, keys in COMMON.items():
         rows = [(flag(key), _brief(key)) for key in keys if flag(key) in there]
@@ -62,6 +63,7 @@ def show_topic(console: Console, root: Model, topic: str) -> None:
     """Print the settings below `topic`, such as learner.loss, that a process with the settings `root` has.
 
     Raises `ConfigError` with the nearest name for a topic that is none."""
+    describe(root)
     if topic == EVERYTHING:
         for name, field in root.model_fields.items():
             if members(field.annotation):
@@ -92,7 +94,8 @@ def show_topic(console: Console, root: Model, topic: str) -> None:
 
 
 def setting_at(key: str) -> FieldInfo:
-    """Return the setting of that name, such as learner.steps."""
+    """Return the setting of that name, such as learner.steps, with its description."""
+    describe(RunConfig)
     *above, name = key.split(".")
     return settings_at(RunConfig, above)[name]
 

@@ -1,14 +1,49 @@
 """The settings as a tree of pydantic models: which there are at a place, and what may stand there."""
 
+import ast
 import difflib
+import inspect
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from bus.config import Config
+
 Model = type[BaseModel]
+
+
+@cache
+def describe(table: Model) -> None:
+    """Make the docstring under each setting of a table, and of the tables below it, its description."""
+    for parent in reversed([parent for parent in table.__mro__ if issubclass(parent, Config)]):
+        for name, text in _docstrings(parent.__module__).get(parent.__qualname__, {}).items():
+            if name in table.model_fields:
+                table.model_fields[name].description = text
+    for field in table.model_fields.values():
+        for below in members(field.annotation):
+            describe(below)
+
+
+@cache
+def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the docstring under each attribute of the classes in a module, by class and attribute."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {
+        found.name: {
+            field.target.id: inspect.cleandoc(text.value.value)
+            for field, text in pairwise(found.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        }
+        for found in tree.body if isinstance(found, ast.ClassDef)
+    }  # fmt: skip
 
 
 def settings_at(root: Model, location: Iterable[str]) -> Mapping[str, FieldInfo]:

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Generic
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from benchmarks.whole_runs.cells import AnyCell
 from bus.config import Config
@@ -22,6 +22,9 @@ OWN_SETTINGS = ("run", "seed", "bus")
 
 class Extent(Config):
     """Flags that all benchmarks of whole runs have."""
+
+    # Cyclopts prints these flags itself.
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     seeds: str = "0,1,2"
     """Seeds with commas."""
