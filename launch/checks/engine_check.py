@@ -2,7 +2,6 @@
 
 import subprocess
 
-from actors.engines.sglang.server.settings import interpreter, server_environment
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.settings.run_config import RunConfig
@@ -29,6 +28,8 @@ def refuse_no_sglang(config: RunConfig) -> None:
 
 def sglang_version(engine: SglangEngineConfig) -> str:
     """Return the version of SGLang that a server finds, and where. Raises `ConfigError` for none."""
+    from actors.engines.sglang.server.settings import interpreter, server_environment  # loads torch
+
     python = interpreter(engine)
     environment = dict(server_environment(engine, {}, python))
     try:

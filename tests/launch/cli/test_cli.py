@@ -17,14 +17,18 @@ MODULES = 900
 HELP_OF_EACH = """
 import sys
 from launch.cli import main as cli
+def report(what):
+    names = {name.partition(".")[0] for name in sys.modules}
+    print(what, len(sys.modules), *names, sep="\\t", file=sys.stderr)
 for command in sys.argv[1:]:
     print(f"\\0{command}\\0", end="")
     try:
         cli.main([*command.split(), "--help"])
     except SystemExit as ended:
         assert not ended.code, command
-    names = {name.partition(".")[0] for name in sys.modules}
-    print(command, len(sys.modules), *names, sep="\\t", file=sys.stderr)
+    report(command)
+import launch.local.local
+report("supervisor")
 """
 FLAGS = {
     "local": ("--preset", "--config", "--prompts", "--reward", "--bus", "--learner.steps", "--seed"),
@@ -83,8 +87,14 @@ def helps(helped: subprocess.CompletedProcess) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+def test_the_supervisor_of_a_local_run_loads_no_torch(helped: subprocess.CompletedProcess):
+    what, _, *names = helped.stderr.splitlines()[-1].split("\t")
+    assert (what, {"torch", "transformers", "megatron"} & {*names}) == ("supervisor", set())
+    assert "nats" in names
+
+
 def test_help_of_no_command_loads_anything_heavy(helped: subprocess.CompletedProcess):
-    lines = [line.split("\t") for line in helped.stderr.splitlines()]
+    lines = [line.split("\t") for line in helped.stderr.splitlines()[:-1]]
     assert [(command, modules) for command, modules, *_ in lines if int(modules) > MODULES] == []
     loaded = {command: set(names) for command, _, *names in lines}
     assert list(loaded) == list(FLAGS)
