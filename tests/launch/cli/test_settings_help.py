@@ -6,12 +6,49 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
+from bus.config import Config
 from launch.cli import main as cli
 from launch.cli.app import app
 from launch.cli.settings_help import COMMON, setting_at
+from launch.settings.tree import describe
 
 TWO_SCREENS = 80
 """Lines of two screens of 40."""
+
+
+class Below(Config):
+    deep: int = 0
+    """Deep down."""
+
+
+class Parent(Config):
+    inherited: int = 0
+    """What the parent says."""
+
+    changed: int = 0
+    """What the parent says."""
+
+
+class Child(Parent):
+    changed: int = 1
+    """What the child says,
+    in two lines."""
+
+    tables: tuple[Below, ...] = ()
+    silent: int = 0
+
+
+def test_settings_are_described_by_the_docstrings_under_them_and_only_when_asked():
+    fields = {**Child.model_fields, **Below.model_fields}
+    assert [field.description for field in fields.values()] == [None] * 5  # no start parses their source
+    describe(Child)
+    assert {name: field.description for name, field in fields.items()} == {
+        "inherited": "What the parent says.",
+        "changed": "What the child says,\nin two lines.",
+        "tables": None,
+        "silent": None,
+        "deep": "Deep down.",
+    }
 
 
 @pytest.fixture
