@@ -37,7 +37,8 @@ DROPPED = ".dropped"
 FORMAT = 1
 SUFFIX = ".records"
 INCOMPLETE = ".incomplete"
-"""Suffix of an empty file named after a writer, some of whose records were removed or dropped."""
+"""Suffix of a file that holds the name of a writer some of whose records were removed or dropped. In older
+builds it is empty and its own name says that."""
 FILE_BYTES = 64 << 20
 """Size at which a file is followed by the next: about 900,000 records."""
 DIRECTORY_BYTES = 1 << 30
@@ -277,13 +278,15 @@ def _remove_oldest(directory: Path) -> None:
     for path, stat in sized:
         if total + FILE_BYTES <= DIRECTORY_BYTES:
             return
-        _mark_incomplete(directory, _writer_of(path))
+        with path.open("rb") as file:
+            owner = _owner(file.readline())
+        _mark_incomplete(directory, owner.writer if owner is not None else _writer_of(path))
         path.unlink(missing_ok=True)
         total -= stat.st_size
 
 
 def _mark_incomplete(directory: Path, writer: str) -> None:
-    (directory / f"{_file_name(writer)}{INCOMPLETE}").touch()
+    (directory / f"{_file_name(writer)}{INCOMPLETE}").write_text(writer)
 
 
 def _writer_of(path: Path) -> str:
@@ -298,4 +301,5 @@ def _file_name(writer: str) -> str:
 
 def incomplete_writers(directory: Path) -> set[str]:
     """Return the writers some of whose records in this directory, or below it, are known to be gone."""
-    return {unquote(path.name.removesuffix(INCOMPLETE)) for path in directory.rglob(f"*{INCOMPLETE}")}
+    marks = directory.rglob(f"*{INCOMPLETE}")
+    return {path.read_text() or unquote(path.name.removesuffix(INCOMPLETE)) for path in marks}

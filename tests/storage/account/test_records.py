@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 
+import pytest
 from structlog.testing import capture_logs
 
 from storage.account import records
@@ -103,16 +104,17 @@ def test_memory_for_refused_records_is_bounded(tmp_path, monkeypatch):
     assert [one.copy.lease_id for one in read(tmp_path)] == [*range(40, 51)]
 
 
-def test_files_are_bounded_and_so_is_their_directory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["actor", "rewards/" + "x" * 300])
+def test_files_are_bounded_and_so_is_their_directory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(records, "FILE_BYTES", 20 * RECORD_BYTES)
     monkeypatch.setattr(records, "DIRECTORY_BYTES", 100 * RECORD_BYTES)
-    writer = AccountWriter(tmp_path, "actor")
+    writer = AccountWriter(tmp_path, name)
     for n in range(400):
         writer.add([record(n)])
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 105 * RECORD_BYTES
     found = [one.copy.lease_id for one in read(tmp_path)]
     assert found == list(range(found[0], 400))
-    assert records.incomplete_writers(tmp_path) == {"actor"}
+    assert records.incomplete_writers(tmp_path) == {name}
     assert len(found) > 50
 
 
