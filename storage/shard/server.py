@@ -71,6 +71,8 @@ class Shard:
         self._hear_of = hear_of
         self._linger_s = linger_s
         self._quarantine = quarantine
+        self.serving = asyncio.Event()
+        """Set once it hears requests."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Store what arrives and answer reads until `stop`."""
@@ -89,6 +91,7 @@ class Shard:
                 self._bus.subject("rpc", "full_groups", self._number), FullGroupsRequest, self._on_full
             ),
         ]
+        self.serving.set()
         parts = Parts(self._bus, on_unreadable=self._on_unreadable)
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}", parts)
         rewards = Inbox(self._bus, "OUTCOMES", f"rewards-{self._number}")

@@ -105,6 +105,7 @@ async def run_shards(bus: Bus, settings: ShardsSettings, stop: asyncio.Event) ->
                 for one in held:
                     shard = await _remote(bus, one, settings.replay, stop)
                     parts.create_task(run_shard(bus, one, shard, retention, stop))
+                    await shard.serving.wait()
                 serving.set()
                 log.info("shards_ready", shards=list(settings.numbers), run=settings.run.name)
         finally:

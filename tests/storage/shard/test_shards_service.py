@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status
-from bus.requests import Located, LocateRequest
+from bus.requests import FullGroups, FullGroupsRequest, Located, LocateRequest
 from bus.trajectory import Trajectory
 from storage.client.reader import ReplayReader
 from storage.disk.run_directory import RunDirectory
@@ -101,6 +102,23 @@ async def test_shards_of_two_hosts_make_one_run(bus, tmp_path, connect):
         "shards-1": 4,
     }
     assert heard[-1].doing.startswith("keeping shards ")
+
+
+async def test_shards_are_ready_once_they_answer(bus, tmp_path, monkeypatch):
+    serve = bus.serve
+
+    async def slowly(*given):
+        await asyncio.sleep(0.01)
+        return await serve(*given)
+
+    async with dispatching(bus, tmp_path):
+        monkeypatch.setattr(bus, "serve", slowly)
+        with capture_logs() as said:
+            async with keeping(bus, tmp_path, 0, 1):
+                await until(lambda: any(line["event"] == "shards_ready" for line in said))
+                for shard in (0, 1):
+                    asked, subject = FullGroupsRequest(lease_ids=()), bus.subject("rpc", "full_groups", shard)
+                    await bus.request(subject, asked, FullGroups, timeout_s=1)
 
 
 async def test_no_lease_is_issued_before_every_shard_said_what_it_holds(bus, tmp_path):
