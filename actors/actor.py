@@ -114,6 +114,8 @@ class Actor:
             except* ConfigError as group:
                 reason = str(next(leaves(group)))
                 await report_end(self._bus, source=actor_name(), look=self._counters, reason=reason)
+                for further in self._further.values():
+                    await further.report_end(reason)
                 raise
             finally:
                 finished.set()

@@ -41,6 +41,10 @@ class ConfigError(SluiceError, ValueError):
     """A setting or file of the user cannot work: report it without a traceback and exit with status 2."""
 
 
+class NoActorsError(ConfigError):
+    """The actors of a run have ended by what no restart mends, and no other comes: end, too."""
+
+
 class PolicyMismatchError(ConfigError):
     """Engines go on sampling from another policy than the learner has: mend their settings, then resume."""
 

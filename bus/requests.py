@@ -126,6 +126,8 @@ class Waiting(Message, tag="waiting"):
     """The batch is not there yet; a human reads `reason` in the terminal view."""
 
     reason: str
+    alarm: str = ""
+    """Why it may never be there; empty while nothing is known to be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

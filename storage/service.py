@@ -20,13 +20,13 @@ from bus.connection.reporting_rate import tell_pace
 from bus.connection.roles import guarded, hold_role
 from bus.connection.status import Activity, report_status
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord, Wait
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord, Status, Wait
 from bus.streams.blob_store import get_blob
 from bus.streams.lost_data import OwnRecords, keep_streams
 from bus.topology import ensure
 from bus.waiting import RETRY_S, set_within
 from storage.disk.run_directory import RunDirectory
-from storage.dispatch.absent_actors import REMEDY, AbsentActors
+from storage.dispatch.absent_actors import REMEDY
 from storage.dispatch.dispatcher import Counting, Dispatcher
 from storage.ledger.ledger import Ledger
 from storage.metrics.recorder import Sink, record_metrics
@@ -195,7 +195,6 @@ class _Service:
         self._ledger = ledger
         self._held = held
         self._queues: dict[str, Json] = {}
-        self._absent_actors = AbsentActors()
         curriculum, solved_at = settings.data.curriculum, settings.data.solved_at
         self._success = SourceSuccess(ledger, data, curriculum, solved_at=solved_at)
         self._dispatcher = Dispatcher(
@@ -203,11 +202,13 @@ class _Service:
             shards=settings.replay.shards, seed=settings.seed, success=self._success,
             counting=Counting(settings.shares_prefixes, settings.counts_images),
         )  # fmt: skip
+        self._absent_actors = self._dispatcher.absent_actors
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
         self._quarantine = Quarantine(self._dispatcher.facts)
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         finished = asyncio.Event()
+        await self._bus.listen(self._bus.subject("status", "actor"), Status, self._absent_actors.hear)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 report_status(

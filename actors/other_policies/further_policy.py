@@ -18,7 +18,7 @@ from actors.engines.fleet.member import Build
 from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.served_adapters import ServedAdapters, served_adapters
 from actors.engines.sglang.server.kernel_versions import learners_kernels
-from actors.metrics.counters import report_metrics
+from actors.metrics.counters import report_end, report_metrics
 from actors.metrics.engine_report import EngineReport
 from actors.other_policies.opponents import refuse_other_tokenizer
 from actors.rollouts.account import ActorAccount
@@ -112,6 +112,10 @@ class FurtherPolicy:
                 report_status(self._bus, source=source, role="actor", look=self._look, stop=finished)
             )
             tasks.create_task(report_metrics(self._bus, source=source, look=self._counters, stop=finished))
+
+    async def report_end(self, reason: str) -> None:
+        """Say to the run that trains the policy why this process ends."""
+        await report_end(self._bus, source=actor_name(), look=self._counters, reason=reason)
 
     def _look(self) -> Activity:
         values = {**self._report.state(), "alarm": self.alarm, **self.leases.counts}

@@ -14,7 +14,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bus.codec import OTHER_BUILD, M, Message, decode, encode
-from bus.errors import BusError, FencedError, SchemaError, SluiceError, UnreadableGroupsError
+from bus.errors import (
+    BusError,
+    FencedError,
+    NoActorsError,
+    SchemaError,
+    SluiceError,
+    UnreadableGroupsError,
+)
 from bus.waiting import GarbledAnswerError
 
 log = structlog.get_logger()
@@ -136,9 +143,9 @@ class Refused(Message, tag="refused"):
     """The request cannot be served, now or later."""
 
     reason: str
-    code: Literal["", "fenced", "unreadable", "garbled"] = ""
-    """The asker raises `FencedError`, `UnreadableGroupsError`, or `BusError` for the others; one that passes
-    when it asks again for `garbled`."""
+    code: Literal["", "fenced", "unreadable", "garbled", "no_actors"] = ""
+    """The asker raises `FencedError`, `UnreadableGroupsError`, `NoActorsError`, or `BusError` for the others;
+    one that passes when it asks again for `garbled`."""
     lease_ids: tuple[int, ...] = ()
     """Leases of the groups that are `unreadable`."""
 
@@ -149,6 +156,8 @@ class Refused(Message, tag="refused"):
             return cls(reason=str(error), code="fenced")
         if isinstance(error, UnreadableGroupsError):
             return cls(reason=str(error), code="unreadable", lease_ids=error.lease_ids)
+        if isinstance(error, NoActorsError):
+            return cls(reason=str(error), code="no_actors")
         return cls(reason=str(error), code="garbled" if isinstance(error, GarbledRequestError) else "")
 
     def error(self, subject: str) -> SluiceError:
@@ -158,6 +167,8 @@ class Refused(Message, tag="refused"):
             return FencedError(reason)
         if self.code == "unreadable":
             return UnreadableGroupsError(reason, self.lease_ids)
+        if self.code == "no_actors":
+            return NoActorsError(self.reason)
         refusal = BusError(reason)
         if self.code == "garbled":
             refusal.__cause__ = GarbledAnswerError(self.reason)

@@ -9,7 +9,7 @@ from functools import partial
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.status import Activity, report_status
-from bus.errors import ConfigError
+from bus.errors import ConfigError, NoActorsError
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Probe
 from bus.process.work_progress import tracked
@@ -197,7 +197,12 @@ class Learner:
         progress = self.progress
         started = time.monotonic()
         self._activity = Activity("waiting for the batch", wait="batch")
-        lease = await self._next_batch.take(progress.step + 1, self._stop)
+        try:
+            lease = await self._next_batch.take(progress.step + 1, self._stop)
+        except NoActorsError:  # what is trained stays: who mends the cause goes on from here
+            await self._checkpoints.begin()
+            await self._checkpoints.finish()
+            raise
         if lease is None:
             return False
         waited = time.monotonic() - started

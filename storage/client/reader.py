@@ -62,11 +62,12 @@ class ReplayReader:
         """Lease the groups that `step` trains on. Asking again gives the same groups; nothing is fetched yet.
 
         Raises `BusAwayError` when storage is silent for `Bus.patience_s`, `BusError` when it refuses for
-        `REFUSAL_LIMIT_S`, and `FencedError` when another learner took over.
+        `REFUSAL_LIMIT_S`, `FencedError` when another learner took over, and `NoActorsError` when the actors
+        have ended by what no restart mends.
         """
         request = BatchRequest(step=step, policy_version=policy_version, incarnation=self._incarnation)
         subject = self._bus.subject("rpc", "batch")
-        heard = time.monotonic()
+        heard, alarm = time.monotonic(), ""
         while True:
             try:
                 answer: Message = await self._bus.request(
@@ -75,7 +76,10 @@ class ReplayReader:
                 if isinstance(answer, BatchLease):
                     return answer
                 if isinstance(answer, Waiting):
-                    on_wait(answer.reason)
+                    on_wait(answer.alarm or answer.reason)
+                    if answer.alarm and answer.alarm != alarm:
+                        log.error("groups_do_not_come", step=step, reason=answer.alarm)
+                    alarm = answer.alarm
                 heard = time.monotonic()
             except BusError as error:
                 self._raise_if_late(error, heard)

@@ -8,7 +8,7 @@ import structlog
 
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError, ConfigError, FencedError, LostDataError
+from bus.errors import BusError, ConfigError, FencedError, LostDataError, NoActorsError
 from bus.images import ImageCount
 from bus.messages import GroupRejected, PolicyManifest, RoleHolder
 from bus.requests import (
@@ -32,6 +32,7 @@ from bus.requests import (
 from bus.streams.consume import Inbox, consume_batches
 from bus.topology import by_shard, shard_of
 from bus.waiting import set_within
+from storage.dispatch.absent_actors import AbsentActors
 from storage.dispatch.admission import Admission
 from storage.dispatch.lease_publication import LeasePublication
 from storage.dispatch.lease_recovery import LostLeases
@@ -95,6 +96,8 @@ class Dispatcher:
         """Shards all of whose groups the ledger has seen."""
         self.silent_shards: set[int] = set()
         """Shards that did not answer when they were asked last."""
+        self.absent_actors = AbsentActors(ledger)
+        """Knows whether actors are there, and why the last ones ended."""
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
@@ -306,7 +309,9 @@ class Dispatcher:
         if self.ledger.account().rejected > rejected:
             self._changed.set()
         if isinstance(groups, str):
-            return Waiting(reason=groups)
+            if failure := self.absent_actors.failure:
+                raise NoActorsError(failure)
+            return Waiting(reason=groups, alarm=self.absent_actors.alarm)
         await asyncio.to_thread(self.ledger.flush)  # also if another request chose them a moment ago
         refs = self._refs(groups)
         return BatchLease(step=request.step, groups=refs, given_to=request.incarnation)
@@ -360,6 +365,7 @@ class Dispatcher:
     async def _on_resumed(self, request: LearnerResumed) -> list[Message]:
         await self._refuse_usurper(request.incarnation)
         await self.look_at_policy()  # the last version of the learner before: tokens of it are still to come
+        self.absent_actors.give_time()
         groups = self._admission.resume(request.step, request.incarnation)
         await asyncio.to_thread(self.ledger.flush)
         log.info("learner_resumed", step=request.step, groups_rolled_back=groups)

@@ -11,9 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 from transformers import Qwen3Config
 
+from actors.metrics.counters import report_end
 from bus.codec import Json, decode, encode
 from bus.connection import Bus
-from bus.errors import ConfigError, SluiceError, leaves
+from bus.errors import ConfigError, NoActorsError, SluiceError, leaves
 from bus.evaluation_messages import PromptSet
 from bus.messages import (
     BlobRef,
@@ -33,7 +34,9 @@ from bus.streams.publish import Publisher
 from bus.topology import remove
 from launch.process.runtime import for_user
 from learner.initial.scratch_model import character_tokenizer
+from storage.client.reader import ReplayReader
 from storage.disk.run_directory import RunDirectory
+from storage.dispatch import absent_actors
 from storage.ledger.ledger import Ledger
 from storage.model_files.packed_files import bundle, unbundle
 from storage.prompts import heldout_blobs
@@ -371,6 +374,38 @@ async def test_leases_that_nobody_takes_are_said_until_an_actor_comes(
         await until(lambda: bool(heard) and heard[-1].doing.startswith("no actors for 0 min: start `launch"))
         assert await Inbox(bus, "TASKS", "rollout").take(1, 5.0)
         await until(lambda: not heard[-1].doing.startswith("no actors"))
+
+
+async def test_a_learner_is_told_of_actors_that_ended_and_that_none_comes(
+    bus, tmp_path, model_files, monkeypatch
+):
+    monkeypatch.setattr("storage.dispatch.dispatcher.LONG_POLL_S", 0.05)
+    waits: list[str] = []
+    reader = ReplayReader(bus, "a")
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    reason = "of the latest 64 rollouts failed 64 by their reward"
+
+    async def ended() -> None:
+        lease = asyncio.create_task(reader.lease(1, 0, on_wait=waits.append))
+        await until(lambda: bool(waits) and waits[-1].startswith(f"actor-1 ended: {reason}"))
+        with monkeypatch.context() as patch:
+            patch.setattr(absent_actors, "ENDS_AFTER_S", 0.1)
+            with pytest.raises(NoActorsError, match=f"(?s)start .*: {reason}"):
+                await lease
+
+    with capture_logs() as logs:
+        async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+            await has(bus, "TASKS", 4)
+            await report_end(bus, source="actor-1", look=lambda: (1, {}), reason=reason)
+            await ended()
+        waits.clear()
+        async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+            await ended()
+            await send_groups(bus, [0, 1])
+            lease = await reader.lease(1, 0, on_wait=waits.append)
+            assert [group.lease_id for group in lease.groups] == [0, 1]  # what is there is trained on
+    said = [line["reason"] for line in logs if line["event"] == "groups_do_not_come"]
+    assert [one.partition("; ")[0] for one in said] == [f"actor-1 ended: {reason}"] * 2
 
 
 async def test_status_accounts_for_every_group(bus, tmp_path, model_files):

@@ -1,18 +1,22 @@
 """The end of a run: what is saved as done has been exported."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 
 from bus.config import ColocationConfig
+from bus.errors import NoActorsError
 from bus.messages import PolicyManifest
 from learner.checkpoint.commit import read_extra
 from learner.run import service
 from learner.run.colocation import Device
 from learner.world import rank
+from storage.dispatch import absent_actors
 from tests.learner.mini_run import mini_run
+from tests.storage.serving import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
 
@@ -47,6 +51,28 @@ async def test_an_export_that_the_disk_refuses_costs_no_training(bus, tmp_path, 
         before = run.steps()
         progress = await run.train()
         assert run.steps() == before  # none was trained again
+    assert (progress.stage, progress.step) == ("done", 4)
+
+
+async def test_a_learner_whose_actors_ended_for_good_saves_what_it_has_and_says_why(
+    bus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(absent_actors, "ENDS_AFTER_S", 0.5)
+    async with mini_run(bus, tmp_path) as run:
+        run.hold(after_step=3)  # no multiple of those after which a checkpoint is due
+        learner = asyncio.create_task(run.train())
+        await until(lambda: 3 in run.steps(), seconds=60)
+        ended = {"source": "actor-1", "time_s": 1.0, "ended": "of the latest 64 rollouts failed 64"}
+        run.storage.dispatcher.absent_actors.write(ended)
+        with pytest.raises(ExceptionGroup) as raised:
+            await learner
+        assert raised.group_contains(NoActorsError, match="actor-1: of the latest 64 rollouts failed 64")
+        assert json.loads((tmp_path / "progress.json").read_text())["step"] == 3
+        before = run.steps()
+        run.release()
+        run.storage.dispatcher.absent_actors.write({"source": "a", "time_s": 2.0, "engine/busy_s": 1.0})
+        progress = await run.train()
+        assert {step: run.steps()[step] for step in before} == before  # none was trained again
     assert (progress.stage, progress.step) == ("done", 4)
 
 
