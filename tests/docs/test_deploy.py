@@ -12,7 +12,6 @@ from copy import deepcopy
 from pathlib import Path
 from tomllib import loads
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -68,6 +67,8 @@ def test_the_images_install_what_the_package_has():
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
 def test_manifests_fit_their_schemas(manifest: dict):
+    import kubernetes_validate  # takes a fifth of a second to import
+
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
@@ -96,6 +97,8 @@ def test_the_chart_makes_by_default_what_the_manifests_have():
 
 
 def test_values_reach_the_objects_which_still_fit_their_schemas():
+    import kubernetes_validate
+
     values = {
         "name": "second",
         "run": "other",

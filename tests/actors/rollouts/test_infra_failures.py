@@ -8,7 +8,6 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.plugin import PluginEnvironment
@@ -99,6 +98,8 @@ async def trained(bus, engine, share, retries):
 
 def p_of_mean(rewards: list[float], everything: list[float]) -> float:
     """Two-sided p of a mean of rewards, if they were a random part of everything (finite population)."""
+    from scipy import stats
+
     n, total = len(rewards), len(everything)
     spread = np.std(everything, ddof=1) * sqrt((1 - min(n, total - 1) / total) / n)
     return float(2 * stats.norm.sf(abs(np.mean(rewards) - np.mean(everything)) / spread))
@@ -114,6 +115,8 @@ ONCE_EACH = RetriesConfig(**dict.fromkeys(RetriesConfig.model_fields, 1))
 async def test_failures_of_a_tenth_of_the_episodes_bias_neither_rewards_nor_advantages(
     bus, engine, monkeypatch, retries, expected
 ):
+    from scipy import stats  # takes a quarter of a second to import, and only this needs it
+
     monkeypatch.setattr("actors.rollouts.worker.FAILED_LOG_PERIOD_S", 3600.0)
     groups, worker, advantages = await trained(bus, engine, 0.1, retries)
     everything = [t for group in groups for t in group]

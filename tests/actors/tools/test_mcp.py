@@ -12,7 +12,6 @@ import pytest
 
 from actors.episodes.errors import ToolError
 from actors.settings.tools import McpConfig
-from actors.tools import mcp
 from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
 from bus.errors import ConfigError
@@ -47,6 +46,8 @@ async def test_a_servers_tools_are_called_over_stdio(monkeypatch):
 
 @pytest.mark.slow
 async def test_a_call_cancelled_while_it_connects_again_leaves_the_connection_to_the_next(monkeypatch):
+    from actors.tools import mcp  # takes half a second to import, and only this needs it
+
     transport, entered, let_in = mcp._transport, threading.Event(), threading.Event()
 
     @asynccontextmanager

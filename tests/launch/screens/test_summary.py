@@ -6,7 +6,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from bus.codec import Json
@@ -254,6 +253,8 @@ def test_curves_are_one_picture_of_known_size(tmp_path: Path, steps: int):
 
 
 def test_the_level_before_warm_up_names_the_versions_that_answered():
+    from matplotlib.figure import Figure  # takes a quarter of a second to import
+
     first = evaluation_record(evaluation(0, 0.02, drawn_by=(0, 1), failed=2), step=0, time_s=0.0)
     history = History([*map(metrics_record, map(metrics, (1, 2))), first])
     axes = Figure().subplots()

@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from scipy.stats import ks_2samp
 
 from bus.messages import Prompt
 from bus.requests import LeaseRequest, LeaseState
@@ -151,6 +150,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 @pytest.mark.parametrize("seed", range(4))
 async def test_killed_actors_quarantine_no_sound_prompt_and_bias_no_length(ledger, tmp_path, seed):
     """An actor lives for six median rollouts. Each kill cuts eight short, the long ones most often."""
+    from scipy.stats import ks_2samp  # takes a quarter of a second to import, and only this needs it
+
     fleet = Fleet(tmp_path, ledger, seed=seed, lifetime=6.0, poison=-1)
     await fleet.run(actors=4, leases_each=8)
     assert sum(fleet.deaths.values()) > 30

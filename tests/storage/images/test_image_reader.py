@@ -111,24 +111,24 @@ def test_of_a_cameras_file_of_several_pictures_the_first_is_shown(model):
     ("data", "complaint"),
     [
         (
-            encoded(Image.fromarray(np.full((16, 16), 999, np.uint16))),
+            lambda: encoded(Image.fromarray(np.full((16, 16), 999, np.uint16))),
             r"more than 8 bits a channel \(mode I;16\)",
         ),
         (
-            encoded(Image.new("L", (8, 8)), save_all=True, append_images=[Image.new("L", (8, 8), 9)]),
+            lambda: encoded(Image.new("L", (8, 8)), save_all=True, append_images=[Image.new("L", (8, 8), 9)]),
             "is animated, of 2 pictures: save one of them",
         ),
         (
-            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",
+            lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",
             "an image is EPS: save it as PNG or JPEG",
         ),
-        (encoded(Image.new("1", (20000, 9000))), r"is too large .*: save a smaller one"),
+        (lambda: encoded(Image.new("1", (20000, 9000))), r"is too large .*: save a smaller one"),
     ],
     ids=["deep", "animated", "program", "huge"],
 )
 def test_what_would_not_be_seen_as_it_is_is_refused(model, data, complaint):
     with pytest.raises(ImageError, match=complaint):
-        ImageReader.of(model).read(data)
+        ImageReader.of(model).read(data())
 
 
 def test_an_image_that_another_processor_divided_is_refused(model):
