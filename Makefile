@@ -26,12 +26,12 @@ files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 demo: install
 	$(BIN)/launch local --preset sort
 
-# One worker more than there are processors, since a test waits for its servers a good part of its time.
+# More workers than there are processors, since a test waits for its servers half of its time.
 test: install
-	$(BIN)/pytest $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 1))
+	$(BIN)/pytest $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 3))
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 1)) $(call files_of,slow)
+	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 2)) $(call files_of,slow)
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly $(call files_of,nightly)

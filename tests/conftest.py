@@ -40,11 +40,15 @@ RUN = "test"
 SUITES = ("slow", "nightly", "sglang")
 """Markers that have a target of the Makefile each, which collects no other files."""
 LONGEST = {
-    "test_agent.py", "test_code_tests.py", "test_consume.py", "test_damaged_share.py",
-    "test_dashboard_page.py", "test_enemies.py", "test_exact_logprobs.py", "test_learner_group.py",
-    "test_long_lived_agent.py", "test_lora_of_experts.py", "test_objectives.py", "test_parallelisms.py",
-    "test_payment.py", "test_permissions.py", "test_reader.py", "test_redelivery.py", "test_resume.py",
-    "test_supervisor.py", "test_tail.py", "test_torchrun.py", "test_trainer.py",
+    "test_admission.py", "test_agent.py", "test_bus_requests.py", "test_cluster.py", "test_code_tests.py",
+    "test_consume.py", "test_damaged_share.py", "test_dashboard_page.py", "test_docs.py",
+    "test_enemies.py", "test_exact_logprobs.py", "test_fsdp_trainer.py", "test_gpu_requirements.py",
+    "test_learner_group.py", "test_long_lived_agent.py", "test_lora_backends.py",
+    "test_lora_of_experts.py", "test_mtp_checkpoint.py", "test_objectives.py", "test_offload.py",
+    "test_opting_out.py", "test_parallelisms.py", "test_payment.py", "test_permissions.py",
+    "test_price_agent.py", "test_quantisation_aware.py", "test_reader.py", "test_redelivery.py",
+    "test_resume.py", "test_sandbox.py", "test_service.py", "test_supervisor.py", "test_tail.py",
+    "test_torchrun.py", "test_trainer.py",
 }  # fmt: skip
 """Files that take the longest beside whole runs."""
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
