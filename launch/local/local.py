@@ -4,8 +4,8 @@ import asyncio
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,8 @@ from rich.console import Console
 from bus.config import URL_VARIABLE
 from bus.connection.bus import Bus
 from bus.connection.status import peak_rss_bytes
+from bus.errors import SchemaError
+from bus.messages import RunRecord
 from bus.process.child_process import module_command
 from bus.server.nats_server import free_port
 from bus.waiting import RETRY_S, set_within
@@ -112,7 +114,7 @@ async def _supervise(
     started = time.monotonic()
     monitor = RunMonitor(RunSettings.of_run(config))
     supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
-    async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
+    async with _parts(config, run, supervisor, monitor, console, stop, own_bus=own_bus):
         await supervisor.watch(stop)
         if stop.is_set():
             await asyncio.to_thread(console.print, STOPPING, soft_wrap=True)
@@ -121,8 +123,8 @@ async def _supervise(
 
 @asynccontextmanager
 async def _parts(
-    config: RunConfig, run: RunDirectory, supervisor: Supervisor, monitor: RunMonitor, console: Console, *,
-    own_bus: bool,
+    config: RunConfig, run: RunDirectory, supervisor: Supervisor, monitor: RunMonitor, console: Console,
+    stop: asyncio.Event, *, own_bus: bool,
 ) -> AsyncIterator[None]:  # fmt: skip
     """Run every process of the run, and the screen; leaving stops them, the bus last."""
     try:
@@ -131,12 +133,14 @@ async def _parts(
             await supervisor.start(
                 _with_variables(config, _bus_part(config, run, port)), ready=partial(_listens, port)
             )
-        async with Bus.connect(config.bus, config.run, name="supervisor") as bus:
-            if own_bus:  # on another, the record may be that of a run of this name that goes on
-                await bus.create_keys()
-                await bus.delete("run")  # by an earlier launch: all parts wait until storage announces this
-                await _withdraw_policies(config)
-            gone = asyncio.Event()
+        async with AsyncExitStack() as opened:
+            each = (config, *(policy_config(config, name) for name in config.policies))
+            runs = [
+                await opened.enter_async_context(Bus.connect(one.bus, one.run, name="supervisor"))
+                for one in each
+            ]
+            announced = await _announced_anew(runs, stop, own_bus=own_bus)
+            bus, gone = runs[0], asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
                 screens = [
                     tasks.create_task(watch(bus, monitor, gone, run=run)),
@@ -144,7 +148,9 @@ async def _parts(
                     tasks.create_task(_watch_host(supervisor, monitor, run, gone)),
                 ]
                 try:
-                    for part in _run_parts(config, run):
+                    storage, *others = _run_parts(config, run)
+                    await supervisor.start(storage, ready=announced)
+                    for part in others:
                         await supervisor.start(part)
                     yield
                 finally:
@@ -155,13 +161,34 @@ async def _parts(
         await supervisor.end()
 
 
-async def _withdraw_policies(config: RunConfig) -> None:
-    """Do for the runs of further policies what was done for the run."""
-    for name in config.policies:
-        own = policy_config(config, name)
-        async with Bus.connect(own.bus, own.run, name="supervisor") as bus:
+async def _announced_anew(
+    runs: Sequence[Bus], stop: asyncio.Event, *, own_bus: bool
+) -> Callable[[], Awaitable[bool]] | None:
+    """Keep parts from joining by what an earlier launch has announced of the run and of its further policies.
+
+    On a bus of the launch's own it is removed: all parts wait until storage announces the runs. On another
+    bus it may be that of a run of this name which goes on, and by which storage is refused. Return what tells
+    whether storage has announced all that was there before, or `stop` came; None where nothing was."""
+    if own_bus:
+        for bus in runs:
             await bus.create_keys()
             await bus.delete("run")
+        return None
+    earlier = [(bus, revision) for bus in runs if (revision := await _definition(bus))]
+
+    async def is_announced() -> bool:
+        return stop.is_set() or all([await _definition(bus) not in (0, before) for bus, before in earlier])
+
+    return is_announced if earlier else None
+
+
+async def _definition(bus: Bus) -> int:
+    """Return the revision of the run's definition on its bus; 0 where there is none of this build."""
+    try:
+        found = await bus.get("run", RunRecord)
+    except SchemaError:
+        return 0
+    return 0 if found is None else found[1]
 
 
 def _bus_part(config: RunConfig, run: RunDirectory, port: int) -> Part:

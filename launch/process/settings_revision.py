@@ -1,8 +1,8 @@
 """Which settings of a run a process works by, and which the run has by now.
 
-Storage that is started again with other settings is refused while a learner or an actor reads them and goes
-on. What was not seen then is named: a process keeps the settings that it joined with, names those that are
-others now in its log and its status, and takes them when it is started again."""
+Storage that is started again with other settings is refused while a learner, an actor or `launch shards`
+reads them and goes on. What was not seen then is named: a process keeps the settings that it joined with,
+names those that are others now in its log and its status, and takes them when it is started again."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ READ_BY = {
     "shards": ("replay",),
 }  # fmt: skip
 """Sections of a run's settings that a process of each role reads."""
-READERS = {"learner": "learner", "actor": "actors"}
+READERS = {"learner": "learner", "actor": "actors", "shards": "shards"}
 """Roles of statuses that storage hears, and whose settings those processes read."""
 
 
@@ -46,8 +46,9 @@ def revision_of(config_json: str) -> str:
 
 
 async def refuse_unapplied(bus: Bus, config: RunConfig) -> None:
-    """Raise `ConfigError` for settings that differ from those of the run's record and that a learner or actor
-    reads which is alive: it would go on by the others. One whose own flags set them is refused, too."""
+    """Raise `ConfigError` for settings that differ from those of the run's record and that a living learner,
+    actor or `launch shards` reads: it would go on by the others. It is so where its own flags set them, too.
+    """
     try:
         found = await bus.get("run", RunRecord)
         before = config if found is None else resolve(json.loads(found[0].config_json), {}, {})

@@ -110,7 +110,18 @@ async def test_storage_is_refused_with_settings_by_which_a_living_process_would_
         assert not (tmp_path / "test" / "config.json").exists()
         stop.set()
         await reporting
-    await refuse_unapplied(bus, learners)
+        await refuse_unapplied(bus, learners)
+        for role, refused in (
+            ("learner", {"learner": {"optimizer": {"lr": 5e-4}}}), ("shards", {"replay": {"linger_s": 9.0}})
+        ):  # fmt: skip
+            stop = asyncio.Event()
+            reporting = asyncio.create_task(
+                report_status(own, source=role, role=role, look=lambda: Activity("works"), stop=stop)
+            )
+            with pytest.raises(ConfigError, match=f"^{role} is alive and would go on by other settings"):
+                await refuse_unapplied(bus, validate({**run, **refused}))
+            stop.set()
+            await reporting
 
 
 def test_a_process_is_told_of_what_it_reads_alone():
