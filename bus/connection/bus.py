@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import nats.errors
@@ -90,9 +91,11 @@ class Bus:
     @asynccontextmanager
     async def connect(
         cls, config: BusConfig, run: str, *, name: str, stop: asyncio.Event | None = None,
-        state: ProcessState | None = None,
+        state: ProcessState | None = None, seen: Path | None = None,
     ) -> AsyncIterator[Self]:  # fmt: skip
         """Connect as `name`. Leaving the context sends what is still buffered.
+
+        On a secured bus the file `seen` keeps which versions of signed records were taken, over a restart.
 
         Once `stop` is set, what waits for a bus that is away soon ends. Raises `BusAwayError` when nobody
         answers within `connect_timeout_s`, and `ConfigError` when the server refuses or the credentials are
@@ -108,7 +111,7 @@ class Bus:
         if credentials is not None and config.creds is not None:
             from bus.security.signatures import Signatures
 
-            signatures = Signatures(credentials, config.creds)
+            signatures = Signatures(credentials, config.creds, seen)
         newest_seed = signatures.renewed_seed if signatures is not None else None
         client = await connected(config, name, credentials, newest_seed)
         try:

@@ -186,11 +186,14 @@ class KeyBucket:
             yield
         finally:
             await cancelled(following)
+            await asyncio.to_thread(self._signatures.seen.save)
 
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             await self._try_to_look(LOOK_S)
+            assert self._signatures is not None
+            await asyncio.to_thread(self._signatures.seen.save)
 
     async def _try_to_look(self, timeout_s: float) -> None:
         assert self._signatures is not None

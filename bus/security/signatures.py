@@ -21,8 +21,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from bus.codec import Message, decode, encode
 from bus.errors import ConfigError, SchemaError, UnknownKeyError, UnsignedError
 from bus.security.credentials import Credentials, load_credentials
-from bus.security.record_rules import ROLE_KEYS, RecordRule, rule_of
+from bus.security.record_rules import ROLE_KEYS, rule_of
 from bus.security.role_keys import RoleKeys, public_key, raw_key
+from bus.security.seen_records import Seen, SeenRecords
 
 log = structlog.get_logger()
 DAY_NS = 86_400 * 10**9
@@ -48,20 +49,13 @@ class SignedRecord(Message, tag="signed"):
     """Ed25519 over run, name, sequence and content."""
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The newest version of a record that was taken."""
-
-    sequence: int
-    digest: bytes
-    key: str
-
-
 class Signatures:
     """Signs records by the key of this process's role, and verifies those of others."""
 
-    def __init__(self, credentials: Credentials, path: Path) -> None:
-        """Use `credentials`, which were read from `path`, where newer ones may come to lie."""
+    def __init__(self, credentials: Credentials, path: Path, seen: Path | None = None) -> None:
+        """Use `credentials`, which were read from `path`, where newer ones may come to lie.
+
+        The file `seen` keeps which versions were taken."""
         self.role = credentials.role
         self.set_aside: Counter[str] = Counter()
         """Records that were not acted on, by name."""
@@ -74,7 +68,7 @@ class Signatures:
         self._seed = credentials.seed
         self._pair = nkeys.from_seed(bytearray(credentials.seed.encode()))
         self._key = public_key(credentials.seed)
-        self._seen: dict[str, _Seen] = {}
+        self.seen = SeenRecords(seen)
         self._ahead_ns = 0
         """How far the clock of another signer of this role's records is ahead of this host's, at least."""
         self._last = 0
@@ -84,6 +78,8 @@ class Signatures:
         self._keys = RoleKeys(revision=0)
         if not self.adopt(base64.b64decode(credentials.role_keys)):
             raise ConfigError(f"the keys in {path} are not signed by run {self._run!r}: copy the file again")
+        for record, newest in self.seen.newest.items():
+            self._follow(record, newest.sequence)
 
     # --- keys ---
 
@@ -107,7 +103,7 @@ class Signatures:
         if found.revision != record.sequence or found.revision < self._keys.revision:
             return False
         self._keys, self.signed_keys = found, data
-        self._seen = {name: seen for name, seen in self._seen.items() if found.role_of(seen.key)}
+        self.seen.forget(found.role_of)
         return True
 
     def renewed_seed(self) -> str:
@@ -156,11 +152,17 @@ class Signatures:
         if role not in (*rule.writers, "operator"):
             raise UnsignedError(f"{record} is signed by {role}, which may not write it")
         self._verify(record, found)
-        self._refuse_order(record, rule, found)
-        if self.role in (*rule.writers, "operator"):  # what this process writes later is to be newer
-            self._ahead_ns = max(self._ahead_ns, found.sequence - time.time_ns())
-            self._last = max(self._last, found.sequence)
+        self._refuse_ahead(record, found)
+        digest = blake2b(found.content, digest_size=16).hexdigest()
+        self.seen.take(record, rule.order, Seen(found.sequence, digest, found.key))
+        self._follow(record, found.sequence)
         return found.content
+
+    def _follow(self, record: str, sequence: int) -> None:
+        """Sign with later sequences than a version of a record that this process may write."""
+        if self.role in (*rule_of(record).writers, "operator"):
+            self._ahead_ns = max(self._ahead_ns, sequence - time.time_ns())
+            self._last = max(self._last, sequence)
 
     def note(self, record: str, reason: str) -> None:
         """Count a record that was set aside, and log it now and then."""
@@ -186,22 +188,12 @@ class Signatures:
                 f"the signature of {record} is not of this record of run {self._run!r}"
             ) from None
 
-    def _refuse_order(self, record: str, rule: RecordRule, found: SignedRecord) -> None:
-        """Raise `UnsignedError` for a record that is older than one that was taken, and remember this one."""
+    def _refuse_ahead(self, record: str, found: SignedRecord) -> None:
         ahead_ns = found.sequence - time.time_ns()
         if ahead_ns > MOST_AHEAD_NS:
             raise UnsignedError(
                 f"{record} is signed for {ahead_ns / DAY_NS:.1f} days ahead: set the clocks of the hosts"
             )
-        if rule.order == "any":
-            return
-        digest = blake2b(found.content, digest_size=16).digest()
-        seen = self._seen.get(record)
-        if seen is not None and found.sequence <= seen.sequence:
-            if rule.order == "newest" and digest == seen.digest:
-                return
-            raise UnsignedError(f"{record} is older than one that was seen before")
-        self._seen[record] = _Seen(found.sequence, digest, found.key)
 
 
 def sign_keys(seed: str, run: str, keys: RoleKeys) -> bytes:

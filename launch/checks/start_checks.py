@@ -30,6 +30,7 @@ from launch.model_files.model_directory import (
     refuse_other_angles,
 )
 from launch.model_files.vision_checks import refuse_unfit_vision
+from launch.process.record_trust import unsigned_remark
 from launch.run_view.recorded_runs import going_on
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, of_policy
@@ -161,13 +162,13 @@ async def rehearse_local(
 
 
 def start_remarks(config: RunConfig) -> list[str]:
-    """Say for each policy how its weights travel, as `transport_remark` does, what its chats are like, as
-    `chat_remark` does, and what of its objective is set otherwise than in the papers that its parts are from.
-    """
+    """Say where records are not signed, and for each policy how its weights travel, as `transport_remark`
+    does, what its chats are like, as `chat_remark` does, and what of its objective is set otherwise than in
+    the papers that its parts are from."""
     policies = list(_of_each_policy(config))
     different = [_of_policy(one, said) for one in policies for said in one.learner.differences_from_papers]
     said = (remark(one) for remark in (transport_remark, chat_remark) for one in policies)
-    return [*filter(None, said), *different]
+    return [*filter(None, [unsigned_remark(config.bus), *said]), *different]
 
 
 def _of_policy(config: RunConfig, sentence: str) -> str:

@@ -5,9 +5,10 @@ reaches it can write that record."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from actors.settings.engines import SglangEngineConfig
-from bus.config import without_credentials
+from bus.config import BusConfig, without_credentials
 from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
@@ -61,6 +62,16 @@ def _refuse_of_record(engine: SglangEngineConfig, own: object, names: tuple[str,
                 f"{'--engine-python PATH' if name == 'python' else f'--actors.engine.{name}'} on this host, "
                 "use a bus with credentials, or give --insecure on a network of your own"
             )
+
+
+def unsigned_remark(bus: BusConfig) -> str:
+    """Return what a password in the bus's URL does not protect from; empty where there is none."""
+    if bus.creds is not None or not urlsplit(bus.url).username:
+        return ""
+    return (
+        "Records are not signed on a bus with a password: whoever has it may write what the run's definition "
+        "names, and so run programs on the hosts of learner and actors. `launch bus --secure` has roles sign."
+    )
 
 
 def _trusted(bus: Bus, config: RunConfig) -> bool:

@@ -4,7 +4,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+
+import structlog
 
 from bus.config import without_credentials
 from bus.connection.bus import Bus
@@ -13,9 +16,11 @@ from bus.messages import RunRecord
 from bus.waiting import cancelled, ended_before
 from launch.process.health_server import monitored
 from launch.process.ranks import serves_probes
-from launch.process.record_trust import restrict_to_own
+from launch.process.record_trust import restrict_to_own, unsigned_remark
 from launch.process.settings_revision import follow_settings, revision_of
 from launch.settings.run_config import MonitoringConfig, ProcessConfig, RunConfig, resolve
+
+log = structlog.get_logger()
 
 
 @asynccontextmanager
@@ -30,14 +35,23 @@ async def connected(
     monitoring = where.monitoring if serves_probes() else MonitoringConfig()
     async with (
         monitored(monitoring, state),
-        Bus.connect(where.bus, where.run, name=name or role, stop=stop, state=state) as bus,
+        Bus.connect(
+            where.bus, where.run, name=name or role, stop=stop, state=state, seen=seen_records(where, role)
+        ) as bus,
     ):
+        if remark := unsigned_remark(where.bus):
+            log.warning("records_not_signed", reason=remark)
         state.wait_for(_FIRST_WAIT.get(role, "the run's storage: is `launch storage` running?"))
         try:
             yield bus
         finally:
             if state.following is not None:
                 await cancelled(state.following)
+
+
+def seen_records(where: ProcessConfig, role: str) -> Path:
+    """Return where processes of a role on this host remember which signed records they have taken."""
+    return where.directory / where.run / f"seen-{role}.json"
 
 
 _FIRST_WAIT = {"storage": "its prompts, ledger and shards to be opened"}

@@ -10,7 +10,7 @@ import structlog
 from bus.connection.bus import Bus
 from bus.process.process_tuning import no_collections
 from launch.process.record_trust import with_own_engine
-from launch.process.run_connection import connected, joined
+from launch.process.run_connection import connected, joined, seen_records
 from launch.process.runtime import SUPERVISOR
 from launch.services.gateway_access import gateway_token, refuse_open_gateway
 from launch.services.hidden_files import hidden_files
@@ -73,7 +73,8 @@ async def _further_policies(
     found = {}
     for name, policy in config.policies.items():
         own = with_own_engine(bus, policy_config(config, name), overrides)
-        connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop)
+        seen = seen_records(own, "actors")
+        connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop, seen=seen)
         connection = await opened.enter_async_context(connecting)
         found[name] = FurtherSettings(
             connection, told_by(engine_of(own), config.sampling), policy.agents,

@@ -30,9 +30,9 @@ def directory(tmp_path: Path) -> SecureDirectory:
 
 @pytest.fixture
 def by(directory: SecureDirectory) -> By:
-    def signing(role: str, run: str = "mine") -> Signatures:
+    def signing(role: str, run: str = "mine", seen: Path | None = None) -> Signatures:
         path = directory.files(run).creds(role)
-        return Signatures(load_credentials(path), path)
+        return Signatures(load_credentials(path), path, seen)
 
     return signing
 
@@ -78,6 +78,65 @@ def test_request_is_acted_on_once(by: By):
     serving.opened("rpc.resumed", asked)
     with pytest.raises(UnsignedError, match="older"):
         serving.opened("rpc.resumed", asked)
+
+
+def test_what_is_put_back_is_not_acted_on_after_a_restart_either(by: By, tmp_path: Path):
+    learner, seen = by("learner"), tmp_path / "seen.json"
+    old, new = (learner.sealed("policy", content) for content in (b"version 1", b"version 2"))
+    asked, other = learner.sealed("rpc.resumed", b"from step 3"), learner.sealed("rpc.batch", b"step 4")
+    first, beside = by("storage", seen=seen), by("storage", seen=seen)
+    for name, data in (("policy", old), ("policy", new), ("rpc.resumed", asked)):
+        first.opened(name, data)
+    for name, data in (("policy", old), ("rpc.batch", other)):
+        beside.opened(name, data)
+    first.seen.save()
+    beside.seen.save()  # which has seen less of one record, and more of another
+    again = by("storage", seen=seen)
+    for name, data in (("policy", old), ("rpc.resumed", asked), ("rpc.batch", other)):
+        with pytest.raises(UnsignedError, match=r"older than one that was seen before \(.*seen.json"):
+            again.opened(name, data)
+    assert again.opened("policy", new) == b"version 2"
+    assert again.opened("policy", learner.sealed("policy", b"version 3")) == b"version 3"
+    assert again.opened("rpc.resumed", learner.sealed("rpc.resumed", b"from step 3")) == b"from step 3"
+
+
+def test_a_file_of_what_was_seen_that_is_garbled_or_has_no_directory_ends_nothing(by: By, tmp_path: Path):
+    seen, sealed = tmp_path / "run" / "seen.json", by("learner").sealed("policy", b"version 1")
+    reading = by("actor", seen=seen)
+    assert reading.opened("policy", sealed) == b"version 1"
+    reading.seen.save()
+    assert not seen.parent.exists()  # it would look like a run that has been started here
+    seen.parent.mkdir()
+    for garbled in ("", "[]", '{"policy": 1}', '{"policy": {"sequence": 1}}'):
+        seen.write_text(garbled)
+        assert by("actor", seen=seen).opened("policy", sealed) == b"version 1"
+    reading.seen.save()
+    assert by("actor", seen=seen).seen.newest == reading.seen.newest
+
+
+def test_what_a_revoked_key_signed_is_forgotten_by_the_file_too(
+    by: By, directory: SecureDirectory, tmp_path: Path
+):
+    seen, thief = tmp_path / "seen.json", by("learner")
+    reading = by("actor", seen=seen)
+    reading.opened("policy", thief.sealed("policy", b"of the thief"))
+    reading.seen.save()
+    directory.files("mine").revoke("learner")
+    assert by("actor", seen=seen).seen.newest == {}
+
+
+def test_a_signer_that_starts_again_with_its_clock_set_back_writes_newer_records(
+    by: By, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    now, reading, seen = time.time_ns(), by("actor"), tmp_path / "seen.json"
+    first = by("learner", seen=seen)
+    sealed = first.sealed("policy", b"version 1")
+    for one in (first, reading):
+        one.opened("policy", sealed)
+    first.seen.save()
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: now - 3600 * 10**9)
+    again = by("learner", seen=seen).sealed("policy", b"version 2")
+    assert reading.opened("policy", again) == b"version 2"
 
 
 def test_successor_on_a_host_whose_clock_is_behind_writes_newer_records(
