@@ -132,7 +132,7 @@ def connect(server: NatsServer) -> Connect:
 
 
 @pytest.fixture
-async def bus(connect: Connect) -> AsyncIterator[Bus]:
+async def bus(connect: Connect, quick: None) -> AsyncIterator[Bus]:
     """A connection for run "test" with its streams, the consumers of two shards and its keys."""
     async with connect("test") as connected:
         await ensure(connected.js, connected.topology, shards=2)

@@ -113,7 +113,7 @@ async def test_patience_for_a_bus_that_is_away_ends(server: NatsServer, monkeypa
         Bus.connect(BusConfig(url=server.url), "test", name="stopping", stop=stop) as stopping,
     ):
         await server.kill()
-        with pytest.raises(BusAwayError, match=r"reading 'k': the bus was away for 0 s"):
+        with pytest.raises(BusAwayError, match=r"reading 'k': the bus was away for \d+ s"):
             await bus.get("k", Done)
         stop.set()
         monkeypatch.setattr(waiting, "STOPPING_S", 0.1)
