@@ -16,7 +16,7 @@ from actors.engine_start import started
 from actors.engines.base import Engine, Sampling
 from actors.engines.fleet.build import engine_builds, refuse_unfit_model
 from actors.engines.fleet.colocation import DeviceSharing, able_to_release
-from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, config_of_joining
+from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.gpu_plan import gpu_plan
@@ -235,7 +235,7 @@ def _actor(
     evaluator = None  # also on demand, where no client waits for held-out prompts
     if settings.actors.evaluates_on != "none" and not isinstance(environment, RunsOnDemand):
         evaluator = _evaluator(bus, settings, engines, answering, model, environment, further, images)
-    joining = told_by(config_of_joining(settings.engine), settings.sampling)
+    joining = told_by(settings.engine.servers, settings.sampling)
     admin = EngineAdmin(
         bus, engine, joining, model, engines.claims, actor=actor_name(),
         colocated=settings.colocation.enabled, shared=engines.shared, exact=settings.exact,

@@ -49,25 +49,26 @@ part of a prompt."""
 
 def tells_unscaled_logprobs(engine: EngineConfig) -> bool:
     """Return whether log-probs are those at temperature 1, whatever temperature tokens are drawn at."""
-    return isinstance(engine, SglangEngineConfig) and engine.environment.get(UNSCALED) == "1"
+    return engine.servers.environment.get(UNSCALED) == "1"
 
 
 def unlike_learner(engine: EngineConfig) -> Iterator[str]:
     """Yield why an engine would not compute as the learner does with model.numerics=sglang."""
-    if not isinstance(engine, SglangEngineConfig):
+    if engine.in_process:
         yield f"actors.engine.type={engine.type}: set it to sglang"
         return
+    servers = engine.servers
     if engine.attached:
         yield (
             f"actors.engine.url={engine.attached[0]}: a running server has settings of its own; leave it "
             "out, so that servers start with the right ones"
         )
-    if engine.disaggregation.enabled:
+    if servers.disaggregation.enabled:
         yield "actors.engine.disaggregation.enabled=true: was never compared; set it to false"
     for name, wanted in ENVIRONMENT.items():
-        if (value := engine.environment.get(name, wanted)) != wanted:
+        if (value := servers.environment.get(name, wanted)) != wanted:
             yield f"actors.engine.environment.{name}={value!r}: set {wanted!r}, or leave it out"
-    yield from _other_results(engine.settings)
+    yield from _other_results(servers.settings)
 
 
 def _other_results(settings: Mapping[str, SglangSetting]) -> Iterator[str]:
@@ -89,6 +90,8 @@ def on_policy(engine: EngineConfig) -> SglangEngineConfig:
     if problems := list(unlike_learner(engine)):
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"this actor's settings do not go with the run's model.numerics=sglang:\n{listed}")
-    assert isinstance(engine, SglangEngineConfig), "all others are refused"
-    server = {**engine.settings, **SERVER}
-    return engine.model_copy(update={"server": server, "environment": {**engine.environment, **ENVIRONMENT}})
+    servers = engine.servers
+    update = {
+        "server": {**servers.settings, **SERVER}, "environment": {**servers.environment, **ENVIRONMENT}
+    }  # fmt: skip
+    return servers.model_copy(update=update)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
-from actors.settings.engines import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig
 from bus.errors import ConfigError
 from bus.messages import AdaptedBase
 
@@ -99,7 +99,7 @@ def served_adapters(
 
     `adapted` is what the policy's announcements say of its adapters. Raises `ConfigError` for a policy
     without any, and for adapters that SGLang does not serve."""
-    if not isinstance(config, SglangEngineConfig) or config.adapter == "merged":
+    if not config.adds_adapters:
         return None
     if adapted is None:
         raise ConfigError(WHOLE_WEIGHTS)

@@ -25,10 +25,10 @@ def exact_engine(engine: EngineConfig) -> EngineConfig:
     """Return the settings with which an engine takes the weights of whichever version it is given.
 
     It is not in the learner's group, in which the newest version alone is sent, and takes whole weights."""
-    if not isinstance(engine, SglangEngineConfig):
+    if engine.in_process:
         return engine
-    merging = engine.model_copy(update={"adapter": "merged"})
-    if engine.update != "group":
+    merging = engine.servers.model_copy(update={"adapter": "merged"})
+    if merging.update != "group":
         return merging
     return merging.model_copy(update={"update": "tensor" if engine.attached else "disk"})
 
@@ -37,7 +37,7 @@ def own_servers(actors: ActorsConfig) -> SglangEngineConfig:
     """Return the settings of the servers that `evaluation.servers` or `evaluation.urls` ask for.
 
     Running servers get tensors in requests, unless those of the rollouts read them from files."""
-    rolling = actors.engine if isinstance(actors.engine, SglangEngineConfig) else SglangEngineConfig()
+    rolling = actors.engine.servers
     own = rolling.model_copy(
         update={"routed_experts": False, "url": None, "urls": (), "update": "disk", "adapter": "merged"}
     )

@@ -13,7 +13,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.gpu_plan import gpu_plan
 from actors.other_policies.opponent_weights import PublishedWeights, state_of_files
 from actors.settings.actors import ActorsConfig
-from actors.settings.engines import EmbeddedEngineConfig, EngineConfig
+from actors.settings.engines import EngineConfig
 from actors.settings.opponents import OpponentConfig
 from bus.errors import ConfigError
 from bus.messages import PolicyManifest
@@ -30,16 +30,18 @@ PATH_VERSION = 0
 
 def opponent_engine(name: str, opponent: OpponentConfig, engine: EngineConfig) -> EngineConfig:
     """Return the settings of an opponent's engine. Raises `ConfigError` for servers that are another's."""
-    if opponent.engine == "embedded" or isinstance(engine, EmbeddedEngineConfig):
-        return engine if isinstance(engine, EmbeddedEngineConfig) else EmbeddedEngineConfig()
+    if opponent.engine == "embedded":
+        return engine.embedded
+    if engine.in_process:
+        return engine
     if engine.attached and opponent.url is None:
         raise ConfigError(
             f"actors.engine attaches to {', '.join(engine.attached)}, which have the policy's weights: name "
             f"another server as actors.opponents.{name}.url, or set actors.opponents.{name}.engine=embedded"
         )
-    own = engine
+    own = engine.servers
     if opponent.url is not None:  # without settings of a server, since nobody asks it what sampling kept
-        own = engine.attached_to(opponent.url).model_copy(update={"server": {}})
+        own = own.attached_to(opponent.url).model_copy(update={"server": {}})
     update = own.update if own.update != "group" else ("tensor" if own.attached else "disk")
     return own.model_copy(update={"update": update, "routed_experts": False, "adapter": "merged"})
 
@@ -74,7 +76,7 @@ class Opponents:
                 directory = opponent.path
             settings = opponent_engine(name, opponent, actors.engine)
             refuse_other_angles(settings, directory)
-            if isinstance(settings, EmbeddedEngineConfig) and opponent.path is not None:
+            if settings.in_process and opponent.path is not None:
                 refuse_quantised_directory(f"actors.opponents.{name}.path", opponent.path)
             log_file = logs / f"opponent-{name}-{actor}.log"
             build = partial(build_engine, settings, directory, log_file, first_gpu=gpus[name])

@@ -4,7 +4,7 @@ nobody does. Loads nothing but settings."""
 from math import log as ln
 
 from actors.settings.actors import SamplingConfig
-from actors.settings.engines import MASK_TOKENS, EngineConfig, SglangEngineConfig, tells_kept
+from actors.settings.engines import MASK_TOKENS, EngineConfig, tells_kept
 from bus.config import MOST_KEPT
 from bus.errors import ConfigError
 
@@ -39,19 +39,20 @@ def warn_of_cut_off_sampling(sampling: SamplingConfig) -> None:
 
 def refuse_untold_masks(sampling: SamplingConfig, engine: EngineConfig) -> None:
     """Raise `ConfigError` where kept tokens are to be recorded, and the engine does not tell them."""
-    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig):
+    if not sampling.keep_masks or engine.in_process:
         return
-    if engine.disaggregation.enabled:
+    servers = engine.servers
+    if servers.disaggregation.enabled:
         raise ConfigError(
             "sampling.keep_masks=true with actors.engine.disaggregation: a pair was not tried with it: leave "
             "out one of them; without keep_masks see the warning sampling_is_off_policy"
         )
-    if int(str(most := engine.settings.get(MASK_TOKENS, LARGEST_TOLD))) < MOST_KEPT:
+    if int(str(most := servers.settings.get(MASK_TOKENS, LARGEST_TOLD))) < MOST_KEPT:
         raise ConfigError(
             f"sampling.keep_masks=true with actors.engine.server.{MASK_TOKENS}={most}: SGLang ends requests "
             f"of which it keeps more tokens, and {MOST_KEPT} may be kept: leave it out"
         )
-    drafts = str(engine.settings.get("speculative_algorithm") or "")
+    drafts = str(servers.settings.get("speculative_algorithm") or "")
     if not tells_kept(drafts):
         raise ConfigError(
             f"sampling.keep_masks=true with actors.engine.server.speculative_algorithm={drafts!r}: SGLang "
@@ -63,6 +64,6 @@ def told_by(engine: EngineConfig, sampling: SamplingConfig) -> EngineConfig:
     """Return the settings of engines that can tell what `sampling` keeps: with them a server whose SGLang
     cannot does not start, and one that runs already is refused. Raises as `refuse_untold_masks` does."""
     refuse_untold_masks(sampling, engine)
-    if not sampling.keep_masks or not isinstance(engine, SglangEngineConfig):
+    if not sampling.keep_masks or engine.in_process:
         return engine
-    return engine.model_copy(update={"server": {MASK_TOKENS: LARGEST_TOLD, **engine.server}})
+    return engine.model_copy(update={"server": {MASK_TOKENS: LARGEST_TOLD, **engine.servers.server}})

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 from actors.settings.agents import AgentConfig
 from actors.settings.clients import ClientsConfig
 from actors.settings.debate import DebateConfig
-from actors.settings.engines import EmbeddedEngineConfig, EngineConfig, SglangEngineConfig
+from actors.settings.engines import EmbeddedEngineConfig, EngineConfig
 from actors.settings.environment import EnvironmentSettings, OneAnswerSettings
 from actors.settings.evaluation import EvaluationEngine, EvaluatorConfig
 from actors.settings.fleet import FleetConfig
@@ -239,10 +239,10 @@ class ActorsConfig(Config):
     @model_validator(mode="after")
     def _an_engine_speaks_before_the_fleet_gives_it_up(self) -> Self:
         """Refuse limits of the fleet below those of the engine, whose error says what took too long."""
-        if isinstance(self.engine, SglangEngineConfig):
+        if not self.engine.in_process:
             for limit in ("start_timeout_s", "update_timeout_s"):
                 own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)
-                twice = limit == "update_timeout_s" and self.engine.update == "group"
+                twice = limit == "update_timeout_s" and self.engine.servers.update == "group"
                 needed = (2 if twice else 1) * own + REST_S
                 times = ", once to get weights ready and once to take them," if twice else ""
                 if needed > fleets:

@@ -30,11 +30,42 @@ class EngineSettings(Config):
 
     type: str
 
+    routed_experts: bool = False
+    """Whether trajectories record to which experts a mixture of experts sent each token, in every layer."""
+
+    built_by: ClassVar[str]
+    """What builds an engine from these settings, the model's directory and an `EnginePlace`, as
+    `module:function`. The name is text, because settings load quickly."""
+
     in_process: ClassVar[bool] = True
     """It computes in the actor's process; else it is one or several servers of SGLang."""
 
     left_free: ClassVar[int] = 0
     """Tokens of a context that no trajectory takes up."""
+
+    @property
+    def servers(self) -> "SglangEngineConfig":
+        """Return the settings of SGLang's servers that join it or evaluate beside it; its own, if it is
+        some."""
+        return SglangEngineConfig(routed_experts=self.routed_experts)
+
+    @property
+    def embedded(self) -> "EmbeddedEngineConfig":
+        """Return the settings of an engine of transformers beside it; its own, if it is one."""
+        return EmbeddedEngineConfig()
+
+    @property
+    def inexact(self) -> str:
+        """Return why it cannot compute in exact arithmetic (model.numerics); empty if it can."""
+        return (
+            f"actors.engine.type={self.type}: it adds up in another way; set it to embedded (or "
+            "model.numerics to sglang, with which the learner computes by SGLang's kernels)"
+        )
+
+    @property
+    def starts_servers(self) -> bool:
+        """Tell whether the actor starts servers of SGLang."""
+        return not (self.in_process or self.attached)
 
     @property
     def attached(self) -> tuple[str, ...]:
@@ -61,6 +92,7 @@ class EmbeddedEngineConfig(EngineSettings):
     """Engine of transformers in the actor's process, for laptops, tests and small models."""
 
     type: Literal["embedded"] = "embedded"
+    built_by: ClassVar[str] = "actors.engines.fleet.build:embedded_engine"
 
     slots: int = Field(256, ge=1)
     """Most generations that are decoded at once; further ones wait."""
@@ -81,15 +113,28 @@ class EmbeddedEngineConfig(EngineSettings):
     seed: int | None = None
     """Seed of the sampler, for tests; without it every engine draws differently."""
 
-    routed_experts: bool = False
-    """Whether trajectories record to which experts a mixture of experts sent each token, in every layer."""
-
     close_timeout_s: float = Field(30.0, gt=0)
     """Longest time that closing waits for the present decode step."""
 
     kv_tokens: int | None = Field(None, ge=1)
     """Tokens of contexts that the engine is to hold at once, by which leases are taken
     (`fleet.soft_kv_share`). `None` bounds them by their number alone."""
+
+    @property
+    def embedded(self) -> "EmbeddedEngineConfig":
+        """Return these settings."""
+        return self
+
+    @property
+    def inexact(self) -> str:
+        """Return which of its settings exact arithmetic does not have."""
+        if self.dtype != "float32":
+            return f"actors.engine.dtype={self.dtype}: set it to float32"
+        if self.attention != "sdpa":
+            return (
+                f"actors.engine.attention={self.attention}: exact attention is one of its own; leave it out"
+            )
+        return ""
 
 
 class DisaggregationConfig(Config):
@@ -116,6 +161,7 @@ class SglangEngineConfig(EngineSettings):
     """Engine of an SGLang server: one that the actor starts, or one that runs already."""
 
     type: Literal["sglang"] = "sglang"
+    built_by: ClassVar[str] = "actors.engines.fleet.build:sglang_engine"
     in_process: ClassVar[bool] = False
     left_free: ClassVar[int] = 2  # SGLang ends a generation before
 
@@ -173,15 +219,17 @@ class SglangEngineConfig(EngineSettings):
     """Tokens after which a server hands out the part of a generation that it has sampled: a server that dies
     loses at most so many of each. With 0 it hands them out at the end only."""
 
-    routed_experts: bool = False
-    """Whether trajectories record to which experts a mixture of experts sent each token, in every layer."""
-
     health_every_s: float = Field(10.0, gt=0)
     """Time from one check that the server still generates to the next."""
 
     health_timeout_s: float = Field(30.0, gt=0)
     """Longest answer time of a check. A server that exceeds it twice counts as dead, and the fleet builds
     another engine."""
+
+    @property
+    def servers(self) -> "SglangEngineConfig":
+        """Return these settings."""
+        return self
 
     @property
     def settings(self) -> dict[str, SglangSetting]:
@@ -378,21 +426,7 @@ def refuse_running(url: str, which: str, *, setting: str) -> None:
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
 
 
-def inexact(engine: EngineConfig) -> str:
-    """Return why an engine cannot compute in exact arithmetic (model.numerics); empty if it can."""
-    if not isinstance(engine, EmbeddedEngineConfig):
-        return (
-            f"actors.engine.type={engine.type}: it adds up in another way; set it to embedded (or "
-            "model.numerics to sglang, with which the learner computes by SGLang's kernels)"
-        )
-    if engine.dtype != "float32":
-        return f"actors.engine.dtype={engine.dtype}: set it to float32"
-    if engine.attention != "sdpa":
-        return f"actors.engine.attention={engine.attention}: exact attention is one of its own; leave it out"
-    return ""
-
-
-def refuse_inexact(engine: EngineConfig, *, exact: bool) -> None:
+def refuse_inexact(engine: EngineSettings, *, exact: bool) -> None:
     """Raise `ConfigError` for an actor's engine that cannot compute as an `exact` run's learner does."""
-    if exact and (problem := inexact(engine)):
+    if exact and (problem := engine.inexact):
         raise ConfigError(f"this actor's settings do not go with the run's model.numerics=exact: {problem}")

@@ -13,8 +13,8 @@ ASKED = "import importlib.metadata as m; print(m.version('sglang'))"
 
 def own_servers(config: RunConfig) -> SglangEngineConfig | None:
     """Return the settings of the run's servers on this host; None where it starts none."""
-    engine = config.actors.engine
-    if not isinstance(engine, SglangEngineConfig) or engine.attached:
+    engine = config.actors.engine.servers
+    if not config.actors.engine.starts_servers:
         return None
     own = config.allow.engine_python
     return engine if own is None else engine.model_copy(update={"python": own})

@@ -23,7 +23,6 @@ from actors.episodes.task import Task
 from actors.policy.chat_format import Tokenizer
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
-from actors.settings.engines import EmbeddedEngineConfig
 from bus.codec import Json
 from bus.errors import ConfigError
 from launch.checks.start_checks import check_start, start_remarks
@@ -165,8 +164,7 @@ async def try_model(config: RunConfig, stop: asyncio.Event, *, count: int, say: 
     for remark in start_remarks(config):
         say(remark)
     model = model_directory(pinned(config.model.path, RunDirectory(config.directory, config.run)))
-    settings = config.actors.engine
-    embedded = settings if isinstance(settings, EmbeddedEngineConfig) else EmbeddedEngineConfig()
+    embedded = config.actors.engine.embedded
     disable_progress_bar()
     engine = await asyncio.to_thread(EmbeddedEngine.from_directory, model, embedded, policy_version=0)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import described, model_on_disk
@@ -23,10 +22,8 @@ def refuse_unfit_vision(config: RunConfig) -> None:
         problems.append(
             f'learner.backend={config.learner.backend} trains text models alone: set it to "fsdp"'
         )
-    if config.actors.engine.type == "sglang":
-        problems += config.actors.engine.unfit_for_images(model_type)
-    elif config.actors.evaluation.has_own_servers:
-        problems += SglangEngineConfig().unfit_for_images(model_type)
+    if not config.actors.engine.in_process or config.actors.evaluation.has_own_servers:
+        problems += config.actors.engine.servers.unfit_for_images(model_type)
     if config.model.numerics != "fast":
         problems.append(f"model.numerics={config.model.numerics} is for text models: set it to fast")
     if not family_named(model_type).takes_adapters and config.learner.lora.exists:

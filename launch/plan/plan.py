@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from actors.engines.sglang.server.gpu_count import gpus_of_engine
-from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
@@ -184,12 +183,12 @@ class _Engines:
 def _engines(config: RunConfig, model: Model, asked: Question, gpus: int, longest: int) -> _Engines:
     """Return the engines on the GPUs that the learner leaves. An embedded engine computes on a CPU."""
     engine = config.actors.engine
-    if not isinstance(engine, SglangEngineConfig):
+    if engine.in_process:
         return _Engines(0, 1, 0, 0)
     each = max(1, gpus_of_engine(engine))
     if gpus < each:
         return _Engines(0, each, 0, 0)
-    share = float(str(engine.settings.get("mem_fraction_static", MEM_FRACTION)))
+    share = float(str(engine.servers.settings.get("mem_fraction_static", MEM_FRACTION)))
     free = each * asked.gpu.memory_gib * GIB * share - model.parameters * 2
     kv_tokens = max(0, int(free / kv_bytes(model.hf_config)))
     number = gpus // each

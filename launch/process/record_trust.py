@@ -40,8 +40,8 @@ def with_own_engine(bus: Bus, config: RunConfig, overrides: Mapping[str, Any]) -
     """Return the configuration with the interpreter that this host names for engines.
 
     Raises `ConfigError` when the run's record decides what they run and must not."""
-    engine, python = config.actors.engine, config.allow.engine_python
-    if not isinstance(engine, SglangEngineConfig) or engine.attached:
+    engine, python = config.actors.engine.servers, config.allow.engine_python
+    if not config.actors.engine.starts_servers:
         return config
     own = validate(overrides).actors.engine
     if python is not None:

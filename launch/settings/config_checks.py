@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from actors.policy.cut_off_sampling import refuse_untold_masks
-from actors.settings.engines import SglangEngineConfig, refuse_quantised, refuse_running
+from actors.settings.engines import refuse_quantised, refuse_running
 from bus.errors import ConfigError
 from launch.settings.evaluation_checks import check_evaluations
 from launch.settings.numerics_checks import check_numerics
@@ -162,17 +162,17 @@ def _check_quantisation(config: "RunConfig") -> None:
         )
     for url in evaluation.urls:
         refuse_running(url, where, setting="actors.evaluation.urls")
-    if not isinstance(engine, SglangEngineConfig):
+    if engine.in_process:
         return
     for name, opponent in config.actors.opponents.items():
         if opponent.url is not None and opponent.path is None and opponent.engine == "same":
             refuse_running(opponent.url, where, setting=f"actors.opponents.{name}.url")
-    if engine.update == "group":
+    if engine.servers.update == "group":
         raise ConfigError(
             f"{where} with actors.engine.update=group: the learner broadcasts weights that are not quantised "
             "only; set actors.engine.update=disk"
         )
-    refuse_quantised(engine)
+    refuse_quantised(engine.servers)
 
 
 def _check_sampling(config: "RunConfig") -> None:
@@ -247,13 +247,14 @@ def _check_colocation(config: "RunConfig") -> None:
     if not config.colocation.enabled:
         return
     engine, fleet = config.actors.engine, config.actors.fleet
-    if isinstance(engine, SglangEngineConfig) and engine.attached:
+    servers = engine.servers
+    if engine.attached:
         raise ConfigError(
-            f"colocation.enabled with actors.engine.{'urls' if engine.urls else 'url'}="
+            f"colocation.enabled with actors.engine.{'urls' if servers.urls else 'url'}="
             f"{', '.join(engine.attached)}: only an engine that the actor starts frees its memory for the "
             "learner: leave out one of them, or start that actor with --colocation.no-enabled"
         )
-    if getattr(engine, "update", "") == "group":
+    if servers.update == "group":
         raise ConfigError(
             'colocation.enabled with actors.engine.update="group": an engine takes its device back with '
             "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
@@ -264,13 +265,12 @@ def _check_colocation(config: "RunConfig") -> None:
             'colocation.enabled with actors.engine.adapter="loaded": an engine that takes its device back '
             "has lost its adapters: set adapter=merged, or leave out colocation.enabled"
         )
-    if isinstance(engine, SglangEngineConfig) and engine.disaggregation.enabled:
+    if servers.disaggregation.enabled:
         raise ConfigError(
             "colocation.enabled with actors.engine.disaggregation.enabled: the two servers of a pair do not "
             "free their devices for the learner: leave out one of them"
         )
-    settings = engine.settings if isinstance(engine, SglangEngineConfig) else {}
-    if str(settings.get("enable_memory_saver", True)).lower() == "false":
+    if str(servers.settings.get("enable_memory_saver", True)).lower() == "false":
         raise ConfigError(
             "colocation.enabled needs SGLang's memory saver, and actors.engine.server.enable_memory_saver is "
             "false: leave it out, it is set where it is needed"

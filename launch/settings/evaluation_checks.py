@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +25,8 @@ def check_evaluations(config: "RunConfig") -> None:
                 f"it, as actors.opponents.{one.answered_by}.path=DIRECTORY or as "
                 f"actors.evaluation.endpoints.{one.answered_by}.url=URL with its model"
             )
-    engine = config.actors.engine
-    pair = engine.disaggregation if isinstance(engine, SglangEngineConfig) else None
-    if config.actors.evaluation.servers and pair is not None and pair.prefill_url is not None:
+    pair = config.actors.engine.servers.disaggregation
+    if config.actors.evaluation.servers and pair.prefill_url is not None:
         raise ConfigError(
             "actors.evaluation.servers with actors.engine.disaggregation.prefill_url: the servers beside a "
             "pair that runs already would be halves of it: name servers as actors.evaluation.urls"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from actors.engines.on_policy import on_policy, unlike_learner
-from actors.settings.engines import EngineConfig, inexact
+from actors.settings.engines import EngineConfig
 from bus.errors import ConfigError
 from storage.settings.exact_arithmetic import MOST_TOKENS
 
@@ -33,7 +33,7 @@ def engine_of(config: "RunConfig") -> EngineConfig:
 def _inexact(config: "RunConfig") -> Iterator[str]:
     if config.model.dtype == "bfloat16":
         yield f"model.dtype={config.model.dtype}: set it to float32"
-    if problem := inexact(config.actors.engine):
+    if problem := config.actors.engine.inexact:
         yield problem
     if config.sampling.max_new_tokens >= MOST_TOKENS:
         yield (

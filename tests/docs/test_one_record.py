@@ -10,16 +10,19 @@ import pytest
 from pydantic import BaseModel
 
 from actors.settings.actors import EnvironmentConfig
+from actors.settings.engines import EngineConfig
 from storage.model_files.families import FAMILIES
 from storage.settings.weights_transport import TransportConfig
 from tests.learner.choices import RECORDS
 
 PACKAGES = ("bus", "storage", "actors", "learner", "launch")
 ROOT = Path(__file__).parents[2]
-ENVIRONMENTS, TRANSPORTS = (get_args(get_args(union)[0]) for union in (EnvironmentConfig, TransportConfig))
+UNIONS = (EnvironmentConfig, EngineConfig, TransportConfig)
+ENVIRONMENTS, ENGINES, TRANSPORTS = (get_args(get_args(union)[0]) for union in UNIONS)
 KINDS = {
     "an algorithm": (RECORDS, ("learner", "launch")),
     "an environment": (ENVIRONMENTS, ("actors", "launch")),
+    "an engine": (ENGINES, ("storage", "learner", "actors", "launch")),
     "a transport": (TRANSPORTS, ("storage", "learner", "actors", "launch")),
 }
 

@@ -5,17 +5,27 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, NamedTuple
 
 from actors.engines.base import Engine
 from actors.engines.dynamic_angles import refuse_dynamic_angles
 from actors.engines.served_adapters import ServedAdapters
-from actors.settings.engines import EmbeddedEngineConfig, EngineConfig
+from actors.settings.engines import EmbeddedEngineConfig, EngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
 from storage.images.reader import ImageReader
 
 if TYPE_CHECKING:
     from actors.engines.fleet.member import Build
+
+
+class EnginePlace(NamedTuple):
+    """What an actor gives an engine beside its settings and the model, as `build_engine` takes it."""
+
+    log_file: Path
+    first_gpu: int = 0
+    served: ServedAdapters | None = None
+    exact: bool = False
 
 
 def build_engine(
@@ -33,14 +43,24 @@ def build_engine(
         exact: whether an embedded engine computes in exact arithmetic (model.numerics).
 
     Raises `ConfigError` for a model that a server would compute otherwise than the learner."""
-    if isinstance(config, EmbeddedEngineConfig):
-        from actors.engines.embedded.engine import EmbeddedEngine
+    place = EnginePlace(log_file, first_gpu, served, exact)
+    engine: Engine = resolve_name(config.built_by)(config, model, place)
+    return engine
 
-        return EmbeddedEngine.from_directory(model, config, exact=exact)
-    refuse_other_angles(config, model)
+
+def embedded_engine(config: EmbeddedEngineConfig, model: Path, place: EnginePlace) -> Engine:
+    """Return an engine of transformers in this process."""
+    from actors.engines.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine.from_directory(model, config, exact=place.exact)
+
+
+def sglang_engine(config: SglangEngineConfig, model: Path, place: EnginePlace) -> Engine:
+    """Return an engine of SGLang. Raises `ConfigError` as `refuse_other_angles` does."""
     from actors.engines.sglang.engine import SglangEngine
 
-    return SglangEngine(model, config, log_file, first_gpu=first_gpu, served=served)
+    refuse_other_angles(config, model)
+    return SglangEngine(model, config, place.log_file, first_gpu=place.first_gpu, served=place.served)
 
 
 def refuse_other_angles(config: EngineConfig, model: Path) -> None:
@@ -52,11 +72,11 @@ def refuse_other_angles(config: EngineConfig, model: Path) -> None:
 def refuse_unfit_model(config: EngineConfig, model: Path) -> None:
     """Raise `ConfigError` for a model that SGLang computes otherwise than transformers, and for a
     vision-language model on an engine whose settings do not fit one."""
-    if isinstance(config, EmbeddedEngineConfig):
+    if config.in_process:
         return
     refuse_other_angles(config, model)
     reader = ImageReader.of(model)
-    if reader is not None and (problems := config.unfit_for_images(reader.model_type)):
+    if reader is not None and (problems := config.servers.unfit_for_images(reader.model_type)):
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ConfigError(f"{model} is a vision-language model (docs/vision.md):\n{listed}")
 
@@ -91,5 +111,4 @@ def evaluation_engine(config: EngineConfig, model: Path) -> Engine:
     """Return an engine in this process for held-out prompts, which keeps one version while others go on."""
     from actors.engines.embedded.engine import EmbeddedEngine
 
-    own = config if isinstance(config, EmbeddedEngineConfig) else EmbeddedEngineConfig()
-    return EmbeddedEngine.from_directory(model, own)
+    return EmbeddedEngine.from_directory(model, config.embedded)

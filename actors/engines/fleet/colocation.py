@@ -9,7 +9,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from actors.settings.engines import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig
 from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.device_messages import BEAT_S, HOLD_KEY, Beats, DeviceHold, DeviceUser, user_key
@@ -38,11 +38,11 @@ class SharingEngines(Protocol):
 
 def able_to_release(engine: EngineConfig) -> EngineConfig:
     """Return the engine's settings, with what lets it free its memory on CUDA."""
-    if not isinstance(engine, SglangEngineConfig):
+    settings = engine.servers.settings
+    device = settings.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    if engine.in_process or device != "cuda":
         return engine
-    if engine.settings.get("device", "cuda" if torch.cuda.is_available() else "cpu") != "cuda":
-        return engine
-    return engine.model_copy(update={"server": {**engine.settings, "enable_memory_saver": True}})
+    return engine.model_copy(update={"server": {**settings, "enable_memory_saver": True}})
 
 
 class DeviceSharing:

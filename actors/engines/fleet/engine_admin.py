@@ -31,16 +31,8 @@ def attached_builds(
 ) -> Mapping[str, Build]:
     """Return what builds an engine for each server that the settings attach to, by its URL; empty for
     none."""
-    if not isinstance(config, SglangEngineConfig):
-        return {}
-    return {url.rstrip("/"): _build(config.attached_to(url), model, served) for url in config.attached}
-
-
-def config_of_joining(config: EngineConfig) -> SglangEngineConfig:
-    """Return the settings of servers that join engines with these."""
-    if isinstance(config, SglangEngineConfig):
-        return config
-    return SglangEngineConfig(routed_experts=config.routed_experts)
+    servers = config.servers
+    return {url.rstrip("/"): _build(servers.attached_to(url), model, served) for url in config.attached}
 
 
 def subject_of(bus: Bus, actor: str) -> str:
@@ -71,7 +63,7 @@ class EngineAdmin:
         """Why no engine may join or leave; empty where it may."""
         self._bus = bus
         self._fleet = fleet
-        self._config = config_of_joining(config)
+        self._config = config.servers
         self._model = model
         self._claims = claims
         self._actor = actor

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus_of_engine
 from actors.settings.actors import ActorsConfig
-from actors.settings.engines import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ def gpu_plan(actors: ActorsConfig, policies: Mapping[str, EngineConfig] | None =
 
 def gpus_used(engine: EngineConfig, first_gpus: tuple[int, ...]) -> set[int]:
     """Return all GPUs of engines that are planned for these first ones."""
-    if not isinstance(engine, SglangEngineConfig) or engine.settings.get("device") == "cpu":
+    settings = engine.servers.settings
+    if engine.in_process or settings.get("device") == "cpu":
         return set()
-    firsts = [base_gpu_id(engine.settings, first) for first in first_gpus]
+    firsts = [base_gpu_id(settings, first) for first in first_gpus]
     return {gpu for first in firsts for gpu in range(first, first + gpus_of_engine(engine))}
 
 
@@ -55,12 +56,11 @@ class _Count:
 
     def take(self, engine: EngineConfig | None, engines: int) -> tuple[int, ...]:
         """Return the first GPU of each of several engines; those in this process or at a URL take none."""
-        each = gpus_of_engine(engine) if isinstance(engine, SglangEngineConfig) else 0
+        each = gpus_of_engine(engine) if engine is not None else 0
         first, self._taken = self._taken, self._taken + each * engines
         return tuple(first + each * number for number in range(engines))
 
 
 def _evaluating(actors: ActorsConfig) -> EngineConfig:
     """Return the settings of a server for held-out prompts: it is started, though the others run already."""
-    rolling = actors.engine if isinstance(actors.engine, SglangEngineConfig) else SglangEngineConfig()
-    return rolling.model_copy(update={"url": None, "urls": ()})
+    return actors.engine.servers.model_copy(update={"url": None, "urls": ()})

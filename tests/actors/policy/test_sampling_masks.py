@@ -2,7 +2,6 @@
 
 import pytest
 
-from actors.engines.fleet.engine_admin import config_of_joining
 from actors.evaluation.dedicated import own_servers
 from actors.other_policies.opponents import opponent_engine
 from actors.policy.cut_off_sampling import refuse_untold_masks, told_by
@@ -29,7 +28,7 @@ def test_a_server_that_runs_already_is_to_have_that_setting_wherever_it_is():
     for url in ("http://a:1", "http://c:3"):
         assert running.attached_to(url).settings == {"sampling_mask_max_tokens": 4096}
     own = told_by(SglangEngineConfig(server={"dtype": "bfloat16"}), CUT)
-    embedded = told_by(config_of_joining(EmbeddedEngineConfig()), CUT)
+    embedded = told_by(EmbeddedEngineConfig().servers, CUT)
     for config in (own, embedded):
         assert config.attached_to("http://c:3").settings == {"sampling_mask_max_tokens": 4096}
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from actors.settings.engines import SglangEngineConfig, SglangSetting, by_name
+from actors.settings.engines import EngineSettings, SglangSetting, by_name
 from bus.errors import ConfigError
 
 Settings = Mapping[str, SglangSetting]
@@ -27,13 +27,14 @@ def gpus(given: Settings) -> int:
     return found
 
 
-def gpus_of_engine(config: SglangEngineConfig) -> int:
-    """Return how many an engine uses in all, which may be a pair of servers; none where it runs already.
+def gpus_of_engine(engine: EngineSettings) -> int:
+    """Return how many an engine uses in all, which may be a pair of servers; none where the actor starts no
+    server.
 
     Raises `ConfigError` for a size that is no number."""
-    if config.attached:
+    if not engine.starts_servers:
         return 0
-    common, pair = config.settings, config.disaggregation
+    common, pair = engine.servers.settings, engine.servers.disaggregation
     if not pair.enabled:
         return gpus(common)
     return sum(gpus(common | by_name(own)) for own in (pair.prefill, pair.decode))

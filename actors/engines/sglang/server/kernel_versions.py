@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.sglang.server.settings import interpreter, server_environment
-from actors.settings.engines import EngineConfig, SglangEngineConfig
+from actors.settings.engines import EngineConfig
 from bus.errors import ConfigError
 from bus.process import kernel_versions
 from bus.process.kernel_versions import differences
@@ -25,10 +25,10 @@ async def learners_kernels(engine: EngineConfig, learner: Mapping[str, str]) -> 
     """Return the versions of packages that a server with these settings has; none for other arithmetic.
 
     `learner` has those of the learner, by the name of the package. Raises `ConfigError` where they differ."""
-    if not (isinstance(engine, SglangEngineConfig) and tells_unscaled_logprobs(engine)):
+    if not tells_unscaled_logprobs(engine):
         return {}
-    python = interpreter(engine)
-    versions = await _versions(python, server_environment(engine, {}, python))
+    python = interpreter(engine.servers)
+    versions = await _versions(python, server_environment(engine.servers, {}, python))
     if other := differences(versions, learner):
         raise ConfigError(f"{python}: {other}. {REMEDY}, or set model.numerics=fast")
     return versions
