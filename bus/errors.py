@@ -76,7 +76,13 @@ class HandBackError(SluiceError):
 
 
 class BusError(SluiceError):
-    """The bus refused, is missing, or did not answer in time."""
+    """The bus refused, is missing, or did not answer in time.
+
+    `refusal` is what the process that was asked says where it refuses; empty for all other errors."""
+
+    def __init__(self, *args: object, refusal: str = "") -> None:
+        super().__init__(*args)
+        self.refusal = refusal
 
 
 class BusAwayError(BusError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import overload
+from typing import NamedTuple, overload
 
 import structlog
 
@@ -62,15 +62,24 @@ GroupFilter = Callable[[AgentRewards], str | None]
 group, or None to keep it. Reasons are counted, so there are to be few."""
 
 
+class DropReason(NamedTuple):
+    """Why a group is dropped."""
+
+    name: str
+    """By which reasons are counted."""
+    detail: str = ""
+
+
 def reason_to_drop(
     keep: GroupFilter, rewards: Iterable[AgentReward], sizes: Sizes | None = None
-) -> str | None:
+) -> DropReason | None:
     """Return why a group is to be dropped: the filter keeps no agent's rewards, fails, or there are none.
 
-    A filter that raises, or returns neither None nor a reason, drops the group as `filter_failed: <why>`."""
+    A filter that raises, or returns neither None nor a reason, drops the group as `filter_failed`. What a
+    filter returns may have a detail after its name and a colon."""
     by_agent = episode_rewards(rewards)
     if not by_agent:
-        return "nothing_to_train"
+        return DropReason("nothing_to_train")
     reasons = []
     for (policy, agent), episodes in by_agent.items():
         found = [(sizes or {}).get((policy, agent, rollout)) for rollout in episodes]
@@ -78,11 +87,15 @@ def reason_to_drop(
             reason = keep(AgentRewards(list(episodes.values()), found))
         except Exception as error:
             log.exception("filter_failed")
-            return f"filter_failed: it raised {error!r}"
+            return DropReason("filter_failed", f"it raised {error!r}")
         if not (reason is None or (isinstance(reason, str) and reason)):
-            return f"filter_failed: it returned {reason!r}: return a reason, or None to keep the group"
+            detail = f"it returned {reason!r}: return a reason, or None to keep the group"
+            return DropReason("filter_failed", detail)
         reasons.append(reason)
-    return None if None in reasons else reasons[0]
+    if None in reasons:
+        return None
+    name, _, detail = str(reasons[0]).partition(": ")
+    return DropReason(name, detail)
 
 
 def keep_all(rewards: AgentRewards) -> str | None:

@@ -18,7 +18,7 @@ from actors.episodes.task import Task
 from actors.metrics.episode_counts import EpisodeEnds, sampled_counts
 from actors.metrics.episode_metrics import EpisodeMetrics
 from actors.policy.policy import Policy
-from actors.rewards.group_filters import GroupFilter, reason_to_drop
+from actors.rewards.group_filters import DropReason, GroupFilter, reason_to_drop
 from actors.rollouts.account import ActorAccount
 from actors.rollouts.further_leases import FurtherLeases, held_leases
 from actors.rollouts.group import Group
@@ -193,14 +193,13 @@ class Worker:
         elif group.failures and not group.is_usable:
             await leases.reject(lease_id, "rollout_failed", group.failures[min(group.failures)].reason)
         elif reason := self._reason_to_drop(group):
-            name, _, detail = reason.partition(": ")
             rewards = tuple(reward.reward for reward in group.rewards)
-            await leases.reject(lease_id, name, detail, rewards)
+            await leases.reject(lease_id, reason.name, reason.detail, rewards)
         else:
             await leases.publish(group)
             leases.counts["groups"] += 1
 
-    def _reason_to_drop(self, group: Group) -> str | None:
+    def _reason_to_drop(self, group: Group) -> DropReason | None:
         """Return what the filter says; it judges rewards, so a group that lacks one is kept, and counted."""
         if group.rewards_due:
             self.counts["groups_with_rewards_due"] += 1

@@ -169,7 +169,7 @@ class Refused(Message, tag="refused"):
             return UnreadableGroupsError(reason, self.lease_ids)
         if self.code == "no_actors":
             return NoActorsError(self.reason)
-        refusal = BusError(reason)
+        refusal = BusError(reason, refusal=self.reason)
         if self.code == "garbled":
             refusal.__cause__ = GarbledAnswerError(self.reason)
         return refusal

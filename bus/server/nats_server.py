@@ -245,15 +245,21 @@ def is_loopback(host: str) -> bool:
 
 def refuse_taken_port(host: str, port: int) -> None:
     """Raise `ConfigError` if a process listens there already."""
+    if reason := port_problem(host, port):
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({reason}): stop what uses it, or choose another --port"
+        )
+
+
+def port_problem(host: str, port: int) -> str:
+    """Return why no process can begin to listen there; empty where one can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, "
-                "or choose another --port"
-            ) from error
+            return error.strerror or str(error)
+    return ""
 
 
 def _tail(log_file: Path, lines: int = 3) -> str:

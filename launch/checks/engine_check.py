@@ -37,12 +37,13 @@ def sglang_version(engine: SglangEngineConfig) -> str:
             [str(python), "-c", ASKED],
             capture_output=True, text=True, timeout=ANSWER_S, check=False, env=environment,
         )  # fmt: skip
-        said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        found, problem = done.returncode == 0, done.stderr.strip() or f"status {done.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    if not said[:1].isdecimal():
+        found, problem = False, str(error)
+    if not found:
         raise ConfigError(
-            f"{python} has no SGLang ({said}): install it in an environment of its own (docs/engines.md), "
-            "name its interpreter with --engine-python, or use --actors.engine.type embedded"
+            f"{python} has no SGLang ({problem.splitlines()[-1]}): install it in an environment of its own "
+            "(docs/engines.md), name its interpreter with --engine-python, or use "
+            "--actors.engine.type embedded"
         )
-    return f"{said} in {python}"
+    return f"{done.stdout.strip()} in {python}"

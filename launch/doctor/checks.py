@@ -6,7 +6,7 @@ from functools import partial
 
 from bus.errors import BusError, ConfigError
 from launch.doctor.bus import check_bus
-from launch.doctor.findings import Finding, worst
+from launch.doctor.findings import Finding, refused, worst
 from launch.doctor.host import (
     check_disk,
     check_gpu,
@@ -56,8 +56,7 @@ async def _start(config: RunConfig, named_bus: bool, stop: asyncio.Event) -> Fin
     try:
         said = await rehearse_local(config, stop, own_bus=not named_bus, models=False)
     except (ConfigError, BusError) as error:
-        found, _, remedy = str(error).rpartition(": ")
-        return Finding("start", "error", found or remedy, remedy if found else "change this setting")
+        return refused("start", error, "change this setting")
     return Finding("start", "ok", said.splitlines()[0])
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from bus.codec import Json
+from bus.errors import BusError, ConfigError
 
 FindingLevel = Literal["ok", "warning", "error"]
 WIDTH = 100
@@ -39,6 +40,12 @@ class Finding:
     def to_json(self) -> dict[str, Json]:
         """Return it as one object."""
         return asdict(self)
+
+
+def refused(check: str, error: ConfigError | BusError, remedy: str) -> Finding:
+    """Return a refusal as a finding. Its text ends with a remedy; `remedy` is for one without."""
+    found, _, own = str(error).rpartition(": ")
+    return Finding(check, "error", found or own, own if found else remedy)
 
 
 def brief(error: Exception) -> str:

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bus.errors import ConfigError
-from bus.server.nats_server import free_port, refuse_taken_port
+from bus.server.nats_server import free_port, port_problem
 from launch.doctor.findings import Finding, FindingLevel, brief
 from launch.settings.environment_variables import KNOWN_VARIABLES
 from launch.settings.run_config import PARTS, RunConfig
@@ -116,11 +115,8 @@ def check_ports(config: RunConfig) -> Iterator[Finding]:
     wanted = dict(_ports(config))
     taken = []
     for what, (host, port) in wanted.items():
-        try:
-            refuse_taken_port(host, port)
-        except ConfigError as error:
+        if reason := port_problem(host, port):
             taken.append(what)
-            reason = str(error).partition("(")[2].partition(")")[0]
             yield Finding(
                 "ports",
                 "error",

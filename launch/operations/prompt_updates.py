@@ -38,7 +38,7 @@ async def add_data(where: RunConfig, path: Path, keep_old: bool, stop: asyncio.E
                 bus.subject("rpc", "data"), request, DataAccepted, timeout_s=ANSWER_TIMEOUT_S
             )
         except BusError as error:
-            reason = str(error).removeprefix(f"{bus.subject('rpc', 'data')}: ")
+            reason = error.refusal or error
             raise ConfigError(f"{path}: run {where.run!r} goes on with its prompts: {reason}") from error
         finally:
             await delete_blob(bus, blob)

@@ -117,10 +117,12 @@ async def _has_room(directory: Path, state: ProcessState, stop: asyncio.Event) -
     """Wait until the disk of a directory has room; return False when `stop` came first.
 
     Until then the server stays as it is: it stores nothing, but carries what processes say of themselves."""
+    waits = False
     while full := lack_of_room(directory):
-        if state.doing != full:
+        if not waits:
             log.error("bus_waits_for_room", reason=full)
-            state.wait_for(full)
+        waits = True
+        state.wait_for(full)
         if await set_within(stop, PERIOD_S):
             return False
     return True

@@ -35,10 +35,11 @@ def rewards_of(solver, critic):
 
 def test_a_group_is_dropped_when_no_agents_rewards_differ():
     keep = FILTERS["zero_variance"]
-    assert reason_to_drop(keep, rewards_of(solver=[1.0, 1.0], critic=[10.0, 10.0])) == "zero_variance"
+    assert reason_to_drop(keep, rewards_of(solver=[1.0, 1.0], critic=[10.0, 10.0])) == ("zero_variance", "")
     assert reason_to_drop(keep, rewards_of(solver=[0.0, 1.0], critic=[10.0, 10.0])) is None
     assert reason_to_drop(keep, rewards_of(solver=[1.0, 1.0], critic=[9.0, 10.0])) is None
-    assert reason_to_drop(FILTERS["none"], []) == "nothing_to_train"
+    assert reason_to_drop(FILTERS["none"], []) == ("nothing_to_train", "")
+    assert reason_to_drop(lambda _: "dull: all say a: b", rewards_of([1.0], [])) == ("dull", "all say a: b")
 
 
 def test_none_keeps_everything():

@@ -135,7 +135,7 @@ def test_a_port_that_is_taken_is_named():
 
 def test_each_part_of_a_monitored_run_needs_its_port(monkeypatch: pytest.MonkeyPatch):
     tried: list[int] = []
-    monkeypatch.setattr(host, "refuse_taken_port", lambda _, port: tried.append(port))
+    monkeypatch.setattr(host, "port_problem", lambda _, port: tried.append(port))
     [finding] = check_ports(validate({"monitoring": {"port": 9000}}))
     assert tried == [9000, 9001, 9002, 9003]
     assert "monitoring.port of learner 9003" in finding.found
