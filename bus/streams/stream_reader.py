@@ -22,7 +22,8 @@ END = "204"
 class StreamPosition:
     """The last message that was read: its number on the stream and when the server stored it.
 
-    Both are kept, since a stream that is made anew, or put back to an older state, gives numbers again."""
+    Both are kept, since a stream that is made anew, or put back to an older state, gives numbers again. A
+    place without a time is taken as it is."""
 
     sequence: int = 0
     time_ns: int = 0
@@ -75,7 +76,7 @@ class StreamReader:
     async def _check_place(self) -> None:
         """Begin anew on a stream that is another than the one before, or was put back: what is older than the
         last message that was read is skipped."""
-        if not self.place.sequence:
+        if not self.place.time_ns:
             return
         at = await self._get(self.place.sequence, 1, subject=">")
         if at and (at[0].place == self.place or at[0].place.sequence > self.place.sequence):

@@ -12,9 +12,9 @@ from bus.actor_counters import failed_fraction
 from bus.errors import ConfigError
 from launch.run_view.run_files import recorded_config
 from launch.run_view.run_status import RunState
-from launch.run_view.status_texts import ends_text, recent_ends
+from launch.run_view.status_texts import ends_text
 from launch.run_view.units import size
-from launch.run_view.waiting_reasons import of_role, waits_for_leases
+from launch.run_view.waiting_reasons import waits_for_leases
 from launch.settings.run_config import RunConfig
 from learner.config.process_settings import used_diagnostics
 from learner.metrics.range_warnings import ranges
@@ -137,13 +137,12 @@ def state_alerts(state: RunState) -> list[str]:
 
 
 def _alarms(state: RunState) -> Iterator[str]:
-    for status in state.statuses.values():
-        if alarm := status.values.get("alarm"):
-            yield f"{status.source} says: {alarm}"
+    for source, alarm in state.monitor.alarms.items():
+        yield f"{source} says: {alarm}"
 
 
 def _failures(state: RunState) -> Iterator[str]:
-    ends = recent_ends(actor.values for actor in of_role(state, "actor"))
+    ends = state.monitor.recent_ends
     failed = failed_fraction(ends)
     if failed is not None and failed > MOST_FAILED:
         yield f"many episodes fail for reasons outside the policy, {ends_text(ends)}: actors log why"
@@ -151,7 +150,7 @@ def _failures(state: RunState) -> Iterator[str]:
 
 def _idle(state: RunState) -> Iterator[str]:
     """Yield the actors that ask for leases while others have more than their engines run at a time."""
-    actors = of_role(state, "actor")
+    actors = state.of_role("actor")
     idle = [one.source for one in actors if waits_for_leases(one)]
     queued = sum(integer(one.values, "waiting") for one in actors)
     if idle and queued:

@@ -7,7 +7,7 @@ from bus.codec import Json
 from bus.messages import Status
 from launch.run_view.run_status import RunState
 from launch.run_view.units import UNKNOWN, count, duration
-from launch.run_view.waiting_reasons import full_streams, of_role, waiting_actors
+from launch.run_view.waiting_reasons import full_streams, waiting_actors
 from launch.screens.status_report import report
 from storage.metrics.records import integer, number
 
@@ -45,7 +45,7 @@ def _place(
 
 
 def _prompts(state: RunState) -> Json:
-    values, rollout = _values(state, "storage"), state.consumers.get("TASKS/rollout")
+    values, rollout = state.monitor.values("storage"), state.consumers.get("TASKS/rollout")
     waiting = UNKNOWN if rollout is None else count(rollout.num_pending or 0)
     out = integer(values, "rolling_out") + integer(values, "stored")
     return _place(
@@ -60,12 +60,12 @@ def _prompts(state: RunState) -> Json:
 def _allowed(state: RunState) -> int:
     if state.config is None:
         return 0
-    bound = _values(state, "storage").get("max_staleness", state.config.admission.max_staleness)
+    bound = state.monitor.values("storage").get("max_staleness", state.config.admission.max_staleness)
     return (int(bound) + 1) * state.config.admission.groups_per_step if isinstance(bound, int) else 0
 
 
 def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
-    actors = of_role(state, "actor")
+    actors = state.of_role("actor")
     running = sum(integer(one.values, "running") for one in actors)
     queued = sum(integer(one.values, "waiting") for one in actors)
     waiting = next(waiting_actors(state), "")
@@ -89,7 +89,7 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
 
 
 def _store(state: RunState, found: Mapping[str, Json]) -> Json:
-    values, stream = _values(state, "storage"), state.streams.get("TRAJECTORIES")
+    values, stream = state.monitor.values("storage"), state.streams.get("TRAJECTORIES")
     pending = UNKNOWN if stream is None else count(stream.state.messages)
     full = any(full_streams(state))
     wanted = 0 if state.config is None else state.config.admission.groups_per_step
@@ -104,15 +104,15 @@ def _store(state: RunState, found: Mapping[str, Json]) -> Json:
 
 
 def _learner(state: RunState, found: Mapping[str, Json]) -> Json:
-    versions, last = _table(found, "versions"), state.steps[-1].values if state.steps else {}
+    versions, last = _table(found, "versions"), state.monitor.history.last
     rate = number(_table(found, "rates"), "steps_per_minute")
     figures = [
         (f"{_known(versions.get('trained_step'))} of {_known(versions.get('steps'))}", "steps trained")
     ]
-    if last:
+    if last is not None:
         figures += [
-            (duration(number(last, "time/step_s")), "the last step took"),
-            (duration(number(last, "time/waiting_for_batch_s")), "of which it waited"),
+            (duration(last.step_s), "the last step took"),
+            (duration(last.waiting_s), "of which it waited"),
         ]
     return _place(
         "Learner",
@@ -156,11 +156,6 @@ def _doing(state: RunState, source: str, *, whole: bool = True) -> str:
     if status is None:
         return f"{source} was not heard"
     return status.text if whole else status.doing
-
-
-def _values(state: RunState, source: str) -> Mapping[str, Json]:
-    status = state.statuses.get(source)
-    return {} if status is None else status.values
 
 
 def _table(found: Mapping[str, Json], name: str) -> Mapping[str, Json]:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bus.connection import Bus
-from bus.messages import Metrics, PolicyManifest
-from bus.streams.stream_reader import StoredMessage, StreamPosition, StreamReader
+from bus.messages import PolicyManifest
+from bus.streams.stream_reader import StreamPosition, StreamReader
+from launch.run_view.history import event_record
 from launch.settings.run_config import RunConfig
 from storage.metrics.recorder import decoded_event
-from storage.metrics.records import Record, evaluation_record, metrics_record
+from storage.metrics.records import Record
 
 PART_BYTES = 4 << 20
 """Bytes of the file that are read at a time."""
@@ -109,16 +110,10 @@ class BusEvents:
             begins = 0 if policy is None else policy[0].trains_from
             reader = StreamReader(bus, "EVENTS", bus.subject("events", "*"), after=self._place)
             while messages := await reader.take(BATCH):
-                found += [row for message in messages if (row := _row(message, begins)) is not None]
+                found += [
+                    event_record(event, trains_from=begins, time_s=message.time_s)
+                    for message in messages
+                    if (event := decoded_event(message)) is not None
+                ]
             self._place = reader.place
         return found
-
-
-def _row(message: StoredMessage, trains_from: int) -> Record | None:
-    event = decoded_event(message)
-    if event is None:
-        return None
-    if isinstance(event, Metrics):
-        return metrics_record(event)
-    step = max(0, event.policy_version - trains_from)
-    return evaluation_record(event, step=step, time_s=message.time_s)

@@ -9,6 +9,8 @@ from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import Status
 from bus.requests import Done, EngineChange
+from launch.run_view.monitor import RunMonitor, RunSettings
+from launch.run_view.status_texts import engines_of
 from launch.settings.run_config import RunConfig
 
 LISTEN_S = 2.0
@@ -23,7 +25,7 @@ Engines = Mapping[str, Mapping[str, Json]]
 async def list_engines(where: RunConfig, stop: asyncio.Event) -> Engines:
     """Return the engines of all running actors. Raises `ConfigError` when there are none."""
     async with Bus.connect(where.bus, where.run, name="engines") as bus:
-        return await _engines(bus, where.run)
+        return await _engines(bus, where)
 
 
 async def change_engine(
@@ -34,35 +36,28 @@ async def change_engine(
     Without a name, a server joins the actor with the fewest engines, and leaves the one that has it. Raises
     `ConfigError` with the actor's reason when it does not."""
     async with Bus.connect(where.bus, where.run, name="engines") as bus:
-        found = await _engines(bus, where.run)
+        found = await _engines(bus, where)
         chosen = _chosen(found, change, actor)
         subject = subject_of(bus, chosen)
         try:
             await bus.request(subject, change, Done, timeout_s=ANSWER_TIMEOUT_S)
         except BusError as error:
-            raise ConfigError(f"{chosen}: {str(error).removeprefix(f'{subject}: ')}") from error
+            raise ConfigError(f"{chosen}: {error.refusal or error}") from error
         return chosen
 
 
-async def _engines(bus: Bus, run: str) -> Engines:
-    found: dict[str, Mapping[str, Json]] = {}
-    starting: set[str] = set()
-
-    def hear(status: Status) -> None:
-        engines = status.values.get("engines")
-        if isinstance(engines, dict):
-            found[status.source] = engines
-        else:
-            starting.add(status.source)
-
-    listening = await bus.listen(bus.subject("status", "actor"), Status, hear)
+async def _engines(bus: Bus, where: RunConfig) -> Engines:
+    monitor = RunMonitor(RunSettings.of_run(where))
+    listening = await bus.listen(bus.subject("status", "actor"), Status, monitor.on_status)
     await asyncio.sleep(LISTEN_S)
     await listening.unsubscribe()
-    if not found and starting:
-        names = ", ".join(sorted(starting))
-        raise ConfigError(f"{names} of run {run!r} is starting its engine: try again when it works")
+    actors = [process.status for process in monitor.actors()]
+    found = {one.source: engines_of(one.values) for one in actors if "engines" in one.values}
+    if not found and actors:
+        names = ", ".join(sorted(actor.source for actor in actors))
+        raise ConfigError(f"{names} of run {where.run!r} is starting its engine: try again when it works")
     if not found:
-        raise ConfigError(f"no actor of run {run!r} works on this bus: start one with `launch actors`")
+        raise ConfigError(f"no actor of run {where.run!r} works on this bus: start one with `launch actors`")
     return found
 
 

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isfinite, nan
 
-from storage.metrics.records import Record, integer, number
+from bus.evaluation_messages import EvaluationResult
+from bus.messages import Metrics
+from storage.metrics.records import Record, evaluation_record, integer, metrics_record, number
 
 MOST = 20_000
 """Steps that are kept; of more, about every other one goes, but for the latest."""
@@ -20,6 +22,7 @@ class Step:
     time_s: float
     policy_version: int
     """Policy version that this step made."""
+    trajectories: int
     reward_mean: float
     staleness_mean: float
     staleness_max: float
@@ -76,6 +79,18 @@ def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
     return f" ({', '.join(texts)})" if texts else ""
 
 
+def event_record(
+    event: Metrics | EvaluationResult, *, trains_from: int, time_s: float, learner_version: int | None = None
+) -> Record:
+    """Return the line that an event makes, of an evaluation one that came at `time_s`.
+
+    Reinforcement learning began with the version `trains_from`."""
+    if isinstance(event, Metrics):
+        return metrics_record(event)
+    step = max(0, event.policy_version - trains_from)
+    return evaluation_record(event, step=step, time_s=time_s, learner_version=learner_version)
+
+
 def is_step(record: Record) -> bool:
     """Tell whether a line is of an optimizer step of reinforcement learning."""
     return record.get("kind") != "evaluation" and record.get("train/stage") == "rl"
@@ -92,6 +107,7 @@ def step_of(record: Record) -> Step:
         step=integer(record, "step"),
         time_s=number(record, "time_s"),
         policy_version=integer(record, "train/policy_version"),
+        trajectories=integer(record, "train/trajectories"),
         reward_mean=number(record, "reward/mean"),
         staleness_mean=number(record, "staleness/mean_versions"),
         staleness_max=number(record, "staleness/max_versions"),

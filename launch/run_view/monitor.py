@@ -19,12 +19,12 @@ from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Status
 from bus.streams.stream_reader import StreamPosition, StreamReader
 from bus.waiting import set_within
-from launch.run_view.history import History
+from launch.run_view.history import History, event_record
 from launch.run_view.status_texts import further_policies, recent_ends
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.recorder import decoded_event, recorded_place
-from storage.metrics.records import evaluation_record, integer, metrics_record, number, read_records
+from storage.metrics.records import integer, number, read_records
 
 log = structlog.get_logger()
 SILENT_S = 5.0
@@ -160,12 +160,10 @@ class RunMonitor:
 
     def on_event(self, event: Metrics | EvaluationResult, time_s: float) -> None:
         """Add to the history a step, or an evaluation that came at `time_s`."""
-        if isinstance(event, Metrics):
-            self.history.add(metrics_record(event))
-        else:
-            step = max(0, event.policy_version - self.trains_from)
-            latest = integer(self.values("learner"), "policy_version")
-            self.history.add(evaluation_record(event, step=step, time_s=time_s, learner_version=latest))
+        latest = integer(self.values("learner"), "policy_version")
+        self.history.add(
+            event_record(event, trains_from=self.trains_from, time_s=time_s, learner_version=latest)
+        )
 
     def note_memory(self, process: str, peak_rss_bytes: int) -> None:
         """Count a process that sends no status, such as nats-server."""
@@ -290,14 +288,14 @@ async def watch(
     events = StreamReader(bus, "EVENTS", bus.subject("events", "*"), after=place)
     while True:
         stopping = stop.is_set()
-        await _take_events(events, monitor)
+        await take_events(events, monitor)
         if stopping:
             break
         await set_within(stop, PERIOD_S)
     await _drain(statuses)
 
 
-async def _take_events(events: StreamReader, monitor: RunMonitor) -> None:
+async def take_events(events: StreamReader, monitor: RunMonitor) -> None:
     """Give the monitor all events that are there; one that misses them for now is told at the next call."""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`launch status`: asks a live run over the bus how it is, each question with a limit."""
+"""`launch status`: hears a live run for a moment, and asks its bus how it is, each question with a limit."""
 
 import asyncio
 import json
@@ -11,11 +11,12 @@ import nats.errors
 from nats.js.api import ConsumerInfo, StreamInfo
 from nats.js.errors import NotFoundError
 
-from bus.codec import decode
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError
-from bus.messages import Metrics, PolicyManifest, RoleHolder, RunRecord, Status
+from bus.messages import PolicyManifest, RoleHolder, RunRecord, Status
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from bus.streams.stream_reader import StreamPosition, StreamReader
+from launch.run_view.monitor import RunMonitor, RunSettings, take_events
 from launch.settings.run_config import RunConfig, validate
 from storage.disk.file_errors import lack_of_room
 
@@ -36,14 +37,13 @@ T = TypeVar("T")
 class RunState:
     """What a live run said of itself within a moment; what is missing here did not answer."""
 
-    run: str
+    monitor: RunMonitor
+    """What its processes sent: their statuses, and the metrics of recent steps."""
     asked_s: float
     """Time of the first question, in seconds since the epoch."""
     config: RunConfig | None = None
     """Settings of the run; none before its storage has announced it."""
     policy: PolicyManifest | None = None
-    statuses: dict[str, Status] = field(default_factory=dict)
-    """Latest status of each process that sent one, by source."""
     holders: dict[str, RoleHolder] = field(default_factory=dict)
     """Processes that hold a role of the run, alive or not."""
     roles_known: bool = True
@@ -56,12 +56,31 @@ class RunState:
     streams: dict[str, StreamInfo] = field(default_factory=dict)
     consumers: dict[str, ConsumerInfo] = field(default_factory=dict)
     """Consumers by stream and name, such as TASKS/rollout."""
-    steps: list[Metrics] = field(default_factory=list)
-    """Recent metrics of the learner's steps, oldest first."""
     unanswered: list[str] = field(default_factory=list)
     """Questions that the bus itself did not answer."""
     full_disk: str = ""
     """What is wrong with the disk of the run's directory, where that is on this host and full."""
+
+    @property
+    def run(self) -> str:
+        """Return the name of the run."""
+        return self.monitor.settings.name
+
+    @property
+    def statuses(self) -> dict[str, Status]:
+        """Return the latest status of each process that sent one, by source."""
+        return {source: process.status for source, process in self.monitor.processes.items()}
+
+    def of_role(self, role: str) -> list[Status]:
+        """Return the processes of a role that sent a status."""
+        return [status for status in self.statuses.values() if status.role == role]
+
+    @property
+    def stage(self) -> str:
+        """Return the stage of the learner: starting, warmup, rl or done."""
+        if self.policy is None or "stage" in self.monitor.values("learner"):
+            return self.monitor.stage
+        return self.policy.stage
 
 
 async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
@@ -70,7 +89,7 @@ async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
     Raises `BusAwayError` when the bus is, and `ConfigError` when it has no such run."""
     impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": FIRST_S})
     async with Bus.connect(impatient, where.run, name="status", stop=stop) as bus:
-        state = await _Questions(bus).ask()
+        state = await _Questions(bus, where).ask()
     state.full_disk = await asyncio.to_thread(lack_of_room, where.directory / where.run)
     return state
 
@@ -78,13 +97,13 @@ async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
 class _Questions:
     """Asks everything about one run, at the same time where it can."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, where: RunConfig) -> None:
         self._bus = bus
-        self._state = RunState(bus.topology.run, time.time())
+        self._state = RunState(RunMonitor(RunSettings.of_run(where)), time.time())
 
     async def ask(self) -> RunState:
         state, bus = self._state, self._bus
-        heard = await bus.listen(bus.subject("status", "*"), Status, self._hear)
+        heard = await bus.listen(bus.subject("status", "*"), Status, state.monitor.on_status)
         await self._within(FIRST_S, "the keys of the run", self._refuse_missing())
         if state.unanswered:
             raise BusAwayError(f"the bus accepts connections, but does not answer: {state.unanswered[0]}")
@@ -112,9 +131,6 @@ class _Questions:
             state.renewed = {role for role, found in after.items() if found != before.get(role)}
         await heard.unsubscribe()
         return state
-
-    def _hear(self, status: Status) -> None:
-        self._state.statuses[status.source] = status
 
     def _names(self) -> Iterable[str]:
         prefix = f"{self._bus.topology.run}-"
@@ -151,6 +167,7 @@ class _Questions:
         found = await self._bus.get("run", RunRecord)
         if found is not None:
             self._state.config = validate(json.loads(found[0].config_json))
+            self._state.monitor.settings = RunSettings.of_run(self._state.config)
 
     async def _policy(self) -> None:
         found = await self._bus.get("policy", PolicyManifest)
@@ -175,25 +192,9 @@ class _Questions:
         ):
             self._state.consumers[f"{name}/{durable}"] = consumer
         if name == "EVENTS":
-            await self._recent_steps(stream, found)
-
-    async def _recent_steps(self, stream: str, found: StreamInfo) -> None:
-        """Search the newest events for the learner's metrics."""
-        first = max(found.state.first_seq, found.state.last_seq - RECENT_EVENTS + 1)
-        numbers = range(max(1, first), found.state.last_seq + 1)
-        read = await asyncio.gather(*(self._event(stream, number) for number in numbers))
-        steps = [one for one in read if one is not None and one.source == "learner"]
-        self._state.steps = [one for one in steps if one.values.get("train/stage") == "rl"]
-
-    async def _event(self, stream: str, number: int) -> Metrics | None:
-        try:
-            raw = await self._bus.js.get_msg(stream, number)
-        except NotFoundError:
-            return None  # the stream has dropped it just now
-        try:
-            return decode(raw.data or b"", Metrics)
-        except SchemaError:
-            return None  # another kind of event
+            newest = StreamPosition(max(0, found.state.last_seq - RECENT_EVENTS))
+            events = StreamReader(self._bus, name, self._bus.subject("events", "*"), after=newest)
+            await take_events(events, self._state.monitor)
 
     async def _dispatcher(self) -> None:
         subject, request = self._bus.subject("rpc", "step_groups"), StepGroupsRequest(step=0)

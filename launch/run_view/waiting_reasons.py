@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from bus.codec import Json
 from bus.messages import RoleHolder, Status, stores_nothing
 from launch.run_view.run_status import LISTEN_S, RunState
 from launch.run_view.status_texts import holders_text
@@ -14,19 +13,6 @@ REFUSING = ("TASKS", "TRAJECTORIES", "OUTCOMES", "FILES")
 """Streams that refuse messages when they are full."""
 
 
-def stage(state: RunState) -> str:
-    """Return the stage of the learner: starting, warmup, rl or done."""
-    learner = state.statuses.get("learner")
-    if learner is not None and "stage" in learner.values:
-        return str(learner.values["stage"])
-    return "starting" if state.policy is None else state.policy.stage
-
-
-def of_role(state: RunState, role: str) -> list[Status]:
-    """Return the processes of a role that sent a status."""
-    return [status for status in state.statuses.values() if status.role == role]
-
-
 def waits_for_leases(actor: Status) -> bool:
     """Tell whether an actor could run rollouts and has none; not so one that only evaluates, or yields."""
     return actor.wait == "leases"
@@ -35,7 +21,7 @@ def waits_for_leases(actor: Status) -> bool:
 def problems(state: RunState) -> list[str]:
     """Return what is missing or stuck, each in a sentence; nothing for a healthy run, or one that is done."""
     found = [f"the bus does not answer a question: {what}" for what in state.unanswered]
-    if stage(state) == "done":
+    if state.stage == "done":
         return found
     missing = [*_storage(state), *_learner(state), *_actors(state)]
     found += [state.full_disk, *_ended(state)] if state.full_disk else missing
@@ -68,7 +54,7 @@ def _ended(state: RunState) -> Iterator[str]:
 
 def _storage(state: RunState) -> Iterator[str]:
     holder = state.holders.get("dispatcher")
-    heard = of_role(state, "storage")
+    heard = state.of_role("storage")
     if state.dispatcher is None and heard:
         yield f"the dispatcher did not answer within {LISTEN_S:g} s; storage says: {heard[0].text}"
     elif state.dispatcher is None:
@@ -84,15 +70,15 @@ def _storage(state: RunState) -> Iterator[str]:
 
 
 def _learner(state: RunState) -> Iterator[str]:
-    if not of_role(state, "learner") and "learner" not in state.renewed:
+    if not state.of_role("learner") and "learner" not in state.renewed:
         yield _missing("learner", state.holders.get("learner"), state=state, renewed=False)
 
 
 def _actors(state: RunState) -> Iterator[str]:
     """Say that no actor was heard, and what the bus knows of some: a busy host may be late by seconds."""
-    if of_role(state, "actor"):
+    if state.of_role("actor"):
         return
-    out = integer(_values(state, "storage"), "rolling_out")
+    out = integer(state.monitor.values("storage"), "rolling_out")
     leases = f", and {out} groups are to be rolled out" if out else ""
     rollout = state.consumers.get("TASKS/rollout")
     asking = 0 if rollout is None else rollout.num_waiting or 0
@@ -124,7 +110,7 @@ def _missing(name: str, holder: RoleHolder | None, *, state: RunState, renewed: 
 
 def waits(state: RunState) -> list[str]:
     """Return what processes wait for and why, each in a sentence."""
-    if stage(state) == "done":
+    if state.stage == "done":
         return ["nobody waits: the run is done"]
     found = [*_waiting_learner(state), *waiting_actors(state)]
     others = (status for status in state.statuses.values() if status.role not in ("learner", "actor"))
@@ -135,7 +121,7 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
     learner = state.statuses.get("learner")
     if learner is None or not learner.waits:
         return
-    step, storage = integer(learner.values, "step") + 1, _values(state, "storage")
+    step, storage = integer(learner.values, "step") + 1, state.monitor.values("storage")
     if learner.wait != "batch":
         yield f"the learner, before step {step}: {learner.text}"
         return
@@ -156,21 +142,21 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
 
 
 def _rolling_out(state: RunState) -> str:
-    busy = sum(integer(actor.values, "running") > 0 for actor in of_role(state, "actor"))
+    busy = sum(integer(actor.values, "running") > 0 for actor in state.of_role("actor"))
     return f"{busy or 'no'} {'actor is' if busy <= 1 else 'actors are'} rolling out"
 
 
 def _held(state: RunState) -> str:
     """Return what holds the groups that are out; nothing where none is."""
-    out = integer(_values(state, "storage"), "rolling_out")
-    text = holders_text(of_role(state, "actor")) if out else ""
+    out = integer(state.monitor.values("storage"), "rolling_out")
+    text = holders_text(state.of_role("actor")) if out else ""
     return f"; {text}" if text else ""
 
 
 def waiting_actors(state: RunState) -> Iterator[str]:
     """Yield how many actors wait for each reason."""
     reasons: dict[str, int] = {}
-    for actor in of_role(state, "actor"):
+    for actor in state.of_role("actor"):
         if waits_for_leases(actor):
             reason = _no_leases(state)
         elif actor.waits:
@@ -195,8 +181,3 @@ def _no_leases(state: RunState) -> str:
         version = "the newest version" if state.policy is None else f"version {state.policy.policy_version}"
         return f"the dispatcher holds leases back, staleness bound {bound} is reached by {version}"
     return f"storage says: {storage.text}"
-
-
-def _values(state: RunState, source: str) -> dict[str, Json]:
-    status = state.statuses.get(source)
-    return {} if status is None else dict(status.values)

@@ -2,22 +2,20 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from math import isnan
 from typing import Any
 
 from bus.actor_counters import failed_fraction
-from bus.codec import Json
 from bus.messages import Status
 from launch.run_view.run_status import RunState
 from launch.run_view.status_texts import (
     best_text,
     ends_text,
     engines_of,
-    further_policies,
     policy_text,
-    recent_ends,
 )
 from launch.run_view.units import UNKNOWN, count, duration, size
-from launch.run_view.waiting_reasons import of_role, problems, stage, waits
+from launch.run_view.waiting_reasons import problems, waits
 from storage.metrics.records import integer, number
 
 WIDTH = 80
@@ -35,13 +33,13 @@ def report(state: RunState) -> Report:
         "run": state.run,
         "time_s": state.asked_s,
         "healthy": not missing,
-        "stage": stage(state),
+        "stage": state.stage,
         "problems": missing,
         "waits": waits(state),
         "members": [*map(_member, _ordered(state)), *_silent(state)],
         "versions": _versions(state),
-        "policies": further_policies(actor.values for actor in of_role(state, "actor")),
-        "best": _values(state, "learner").get("best"),
+        "policies": state.monitor.policies,
+        "best": state.monitor.values("learner").get("best"),
         "leases": _leases(state),
         "episodes": _episodes(state),
         "streams": {
@@ -104,13 +102,8 @@ def _silent(state: RunState) -> Iterator[Report]:
             }
 
 
-def _values(state: RunState, source: str) -> Mapping[str, Json]:
-    status = state.statuses.get(source)
-    return {} if status is None else status.values
-
-
 def _versions(state: RunState) -> Report:
-    policy, learner = state.policy, _values(state, "learner")
+    policy, learner = state.policy, state.monitor.values("learner")
     used = list(_versions_in_use(state))
     trained = learner.get("step")
     if trained is None and policy is not None and policy.stage != "warmup":
@@ -125,14 +118,14 @@ def _versions(state: RunState) -> Report:
 
 def _versions_in_use(state: RunState) -> Iterator[int]:
     """Return the version of each engine, or of an actor that names no engines."""
-    for actor in of_role(state, "actor"):
+    for actor in state.of_role("actor"):
         for values in engines_of(actor.values).values() or [actor.values]:
             if "policy_version" in values and integer(values, "policy_version") >= 0:
                 yield integer(values, "policy_version")
 
 
 def _leases(state: RunState) -> Report:
-    storage, rollout = _values(state, "storage"), state.consumers.get("TASKS/rollout")
+    storage, rollout = state.monitor.values("storage"), state.consumers.get("TASKS/rollout")
     return {
         "waiting": None if rollout is None else rollout.num_pending,
         "out": None if rollout is None else rollout.num_ack_pending,
@@ -145,7 +138,7 @@ def _leases(state: RunState) -> Report:
 
 def _episodes(state: RunState) -> Report:
     """Return how recent episodes ended, and the fractions that failed by anything, and by infrastructure."""
-    ends = recent_ends(actor.values for actor in of_role(state, "actor"))
+    ends = state.monitor.recent_ends
     return {
         "recent_ends": ends,
         "failed_fraction": failed_fraction(ends),
@@ -155,26 +148,26 @@ def _episodes(state: RunState) -> Report:
 
 def _rates(state: RunState) -> Report:
     """Return rates over the learner's recent steps; tokens are those of the last second or step."""
-    steps, learner = state.steps, _values(state, "learner")
+    steps, learner = [*state.monitor.history.steps.values()], state.monitor.values("learner")
     per_minute = trajectories = None
     if len(steps) > 1 and (seconds := steps[-1].time_s - steps[0].time_s) > 0:
         per_minute = 60 * (len(steps) - 1) / seconds
-        trajectories = 60 * sum(integer(one.values, "train/trajectories") for one in steps[1:]) / seconds
-    generated = [number(actor.values, "generated_tokens_per_s") for actor in of_role(state, "actor")]
+        trajectories = 60 * sum(one.trajectories for one in steps[1:]) / seconds
     trained = number(learner, "trained_tokens_per_s")
     return {
         "steps_per_minute": per_minute,
         "trained_trajectories_per_minute": trajectories,
-        "generated_tokens_per_minute": 60 * sum(rate for rate in generated if rate == rate),
+        "generated_tokens_per_minute": 60 * state.monitor.generated_tokens_per_s,
         "trained_tokens_per_minute": 60 * trained if trained == trained else None,
     }
 
 
 def _staleness(state: RunState) -> Report:
-    storage, learner = _values(state, "storage"), _values(state, "learner")
+    storage, learner = state.monitor.values("storage"), state.monitor.values("learner")
+    last = state.monitor.history.last
     configured = None if state.config is None else state.config.admission.max_staleness
     return {
-        "last_step": state.steps[-1].values.get("staleness/max_versions") if state.steps else None,
+        "last_step": None if last is None or isnan(last.staleness_max) else int(last.staleness_max),
         "worst": learner.get("max_staleness_seen"),
         "bound": storage.get("max_staleness", configured),
     }

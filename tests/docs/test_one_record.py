@@ -1,6 +1,7 @@
 """Nobody asks for the class or the name of a choice: what others go by is stated by its record."""
 
 import ast
+import re
 import subprocess
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -101,6 +102,14 @@ def test_no_code_goes_by_the_name_of_a_family():
 )
 def test_code_that_goes_by_the_name_of_a_family_is_found(planted: str):
     assert set(told_by_family(planted)) == {1}
+
+
+def test_screens_hear_processes_by_one_reader():
+    heard = subprocess.check_output(["git", "grep", "-hE", "Status, \\S+\\)", "launch"], cwd=ROOT, text=True)
+    hearing = re.findall(r"listen\(bus\.subject\(\"status\", [^)]+\), Status, (\S+)\)", heard)
+    own = {"hear"}  # storage, which refuses settings by which a living process would not go on
+    assert len(hearing) > 4
+    assert set(hearing) == {"monitor.on_status", "state.monitor.on_status"} | own
 
 
 def test_code_that_asks_for_a_choice_is_found():

@@ -1,14 +1,25 @@
 """Tells tests what the processes of a run say."""
 
+from dataclasses import replace
+
 from bus.codec import Json
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics, Status
-from launch.run_view.monitor import RunSettings
+from launch.run_view.monitor import RunMonitor, RunSettings
+from launch.run_view.run_status import RunState
 
 MIB = 1 << 20
 FACTS = RunSettings(
     name="demo", steps=400, warmup_steps=100, max_staleness=4, samples_per_prompt=8, target_accuracy=0.9
 )
+
+
+def state_of(*statuses: Status, name: str = "test", asked_s: float = 0.0) -> RunState:
+    """A run of which these were heard a moment ago."""
+    monitor = RunMonitor(replace(FACTS, name=name))
+    for status in statuses:
+        monitor.on_status(status)
+    return RunState(monitor, asked_s)
 
 
 class Clock:

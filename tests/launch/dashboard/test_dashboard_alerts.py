@@ -8,11 +8,10 @@ import pytest
 from bus.codec import Json
 from launch.dashboard import alerts
 from launch.dashboard.alerts import RunAlerts, StepAlerts, disk_alerts, state_alerts
-from launch.run_view.run_status import RunState
 from launch.settings.run_config import RunConfig, validate
 from storage.metrics.records import metrics_record
 from tests.launch.dashboard.run_on_disk import make_run
-from tests.launch.messages import actor, learner, metrics
+from tests.launch.messages import actor, learner, metrics, state_of
 
 CONFIG = validate({"run": "test", "admission": {"max_staleness": 4}})
 
@@ -79,7 +78,7 @@ def test_staleness_beyond_its_bound_is_told():
 
 def test_alarms_failures_and_idle_engines_of_a_live_run_are_told():
     def said(*statuses) -> list[str]:
-        return state_alerts(RunState("test", 0.0, statuses={one.source: one for one in statuses}))
+        return state_alerts(state_of(*statuses))
 
     assert said(learner(), actor(running=0, waiting=0), actor(1, waiting=0)) == []
     assert said(learner(alarm="the digest did not change")) == ["learner says: the digest did not change"]

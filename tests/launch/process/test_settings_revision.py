@@ -15,11 +15,11 @@ from bus.messages import RunRecord, Status
 from launch.process import settings_revision
 from launch.process.run_connection import connected, joined
 from launch.process.settings_revision import differences, refuse_unapplied, revision_of
-from launch.run_view.run_status import RunState
 from launch.run_view.waiting_reasons import problems
 from launch.screens.status_report import report
 from launch.services.storage import serve_storage
 from launch.settings.run_config import RunConfig, validate
+from tests.launch.messages import state_of
 
 LR = "learner.optimizer.lr"
 
@@ -67,7 +67,7 @@ async def test_settings_that_storage_alone_has_taken_are_named_by_who_goes_on_wi
             if role == "learner":
                 status = await statuses(bus, wanted=True)
                 assert status.settings_differ == (f"{LR}: 0.0001 here, 0.0005 in the run",)
-                state = RunState("test", 1.0, statuses={role: status})
+                state = state_of(status, asked_s=1.0)
                 assert any(LR in problem and "start it again" in problem for problem in problems(state))
                 assert report(state)["members"][0]["revision"] == revision_of(first.config_json)
                 await bus.put("run", first)

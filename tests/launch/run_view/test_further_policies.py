@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from launch.run_view.monitor import RunMonitor
-from launch.run_view.run_status import RunState
 from launch.screens import terminal_view as view
 from launch.screens.status_report import report, screen
-from tests.launch.messages import FACTS, actor, learner
+from tests.launch.messages import FACTS, actor, learner, state_of
 
 AHEAD = {"rival": {"stage": "rl", "step": 6, "published": 8, "oldest_in_use": 8}}
 BEHIND = {"rival": {"stage": "rl", "step": 5, "published": 7, "oldest_in_use": 6}}
@@ -24,7 +23,7 @@ def test_screens_show_the_newest_that_an_actor_heard_and_the_oldest_that_one_use
     for status in (learner(), *statuses()):
         monitor.on_status(status)
     assert expected in [line.plain for line in view.screen(monitor, 80)]
-    state = RunState("duel", 0.0, statuses={status.source: status for status in statuses()})
+    state = state_of(*statuses(), name="duel")
     found = report(state)
     assert found["policies"] == {"rival": AHEAD["rival"] | {"oldest_in_use": 6}}
     assert expected in screen(found).splitlines()

@@ -23,7 +23,7 @@ from launch.run_view.run_status import RunState, look_at_run
 from launch.run_view.waiting_reasons import problems, waits
 from launch.screens.status_report import WIDTH, report, screen
 from launch.settings.run_config import RunConfig, validate
-from tests.launch.messages import actor, learner, storage
+from tests.launch.messages import actor, learner, state_of, storage
 
 pytestmark = pytest.mark.nats
 CONFIG = validate({"run": "test", "replay": {"shards": 2}, "admission": {"groups_per_step": 20}})
@@ -134,7 +134,7 @@ async def test_storage_that_never_was_there_is_named_with_the_command_that_start
 def test_a_time_out_is_told_as_one_beside_what_the_bus_knows():
     """A host under load is late by seconds: its actors ask for leases, and are not to be started again."""
     rollout = ConsumerInfo("rollout", "TASKS", ConsumerConfig(), None, num_waiting=3, num_ack_pending=2)
-    state = RunState("test", 1.0, roles_known=False)
+    state = replace(state_of(), roles_known=False)
     nobody, busy = problems(state), problems(replace(state, consumers={"TASKS/rollout": rollout}))
     assert nobody[-1].startswith("no actor was heard within 1.3 s: if none runs, start one with")
     assert busy[-1] == "no actor was heard within 1.3 s, but some ask the bus for leases: they are busy"
@@ -158,9 +158,9 @@ async def test_bus_that_is_away_is_an_error_of_its_own_within_the_limit(server: 
 
 def state(*statuses: Status) -> RunState:
     """A run of which these are heard, and whose dispatcher answers."""
-    heard = {one.source: replace(one, host="h") for one in statuses}
     groups = StepGroups(step=0, groups=(), incarnation="", trained_through=0, trains_from=0, stage="rl")
-    return RunState("test", 0.0, config=CONFIG, statuses=heard, dispatcher=groups, shards={0, 1})
+    heard = state_of(*(replace(one, host="h") for one in statuses))
+    return replace(heard, config=CONFIG, dispatcher=groups, shards={0, 1})
 
 
 LACKS = learner(doing="it lacks groups", wait="batch", reason="12 of 20 groups are stored")

@@ -440,7 +440,7 @@ def test_the_engine_is_chosen_by_its_type_and_a_servers_own_settings_pass():
 
 
 def test_a_setting_of_another_engine_is_refused_with_those_there_are():
-    assert "unknown key actors.engine.slots: there are: type, url, urls, python" in refusal(
+    assert "unknown key actors.engine.slots: there are: type, routed_experts, url, urls" in refusal(
         SORT, {"actors": {"engine": {"type": "sglang", "slots": 3}}}
     )
     assert "no 'slang': did you mean 'sglang'?" in refusal(SORT, {"actors": {"engine": {"type": "slang"}}})
