@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from launch.cli import main as cli
 from launch.settings.run_config import RunConfig
+from tests.command_line import ASSEMBLE
 
 COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "retrain", "restore", "convert")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
@@ -263,3 +265,38 @@ def test_another_type_in_a_file_replaces_the_table_of_a_preset_that_names_none(c
     file.write_text('[actors.environment]\ntype = "plugin"\nenvironment = "my_environment:Retries"\n')
     config = call("local", "--preset", "sort", "--config", str(file))[0]
     assert config.actors.environment.type == "plugin"
+
+
+# --- settings that a process looks at ---
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Refuse a command line as a process would, which assembles its arguments itself; return the message."""
+    monkeypatch.setattr(App, "assemble_argument_collection", ASSEMBLE)
+
+    def process(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            cli.main()
+        return capsys.readouterr().err
+
+    return process
+
+
+def names_of(*arguments: str) -> set[str]:
+    with cli.named_settings_alone(arguments):
+        return {name for argument in ASSEMBLE(cli.app[arguments[0]]) for name in argument.names}
+
+
+def test_a_process_looks_at_the_settings_of_the_named_sections_alone():
+    every, some = names_of("local", "--help"), names_of("local", "--learner.steps", "4", "--seed=3")
+    assert {"--learner.steps", "--learner.loss.type", "--seed", "--preset"} <= some
+    assert "--actors.engine.type" in every - some
+    assert names_of("local", "--no-such.thing", "1") < some < every == names_of("local", "-h")
+    assert [command for command in cli.SETTINGS if "--run" not in names_of(command, "--run", "a")] == []
+
+
+def test_a_process_names_the_nearest_of_all_settings(process):
+    assert "Did you mean --actors.engine.type?" in process("local", "--actor.engine.type", "x")
+    assert "it to the `launch storage` of the run" in process("learner", "--data.task", "sort")
