@@ -29,8 +29,9 @@ class PublicationConfig(Config):
     scale for each 128 columns of a row. The last two are for the embedded engine only."""
 
     probe: bool = True
-    """Whether a few fixed sequences are scored at each version, so that actors can tell whether their engines
-    have it; that is a forward pass of 128 tokens."""
+    """Whether a few fixed sequences are scored, so that actors can tell whether their engines have a version;
+    that is a forward pass of 128 tokens. Versions are passed over where it would take more than 2 % of the
+    time, unless there is an alarm or `model.numerics` is not `fast`."""
 
     threads: int | None = Field(None, ge=1)
     """CPU threads that compare, compress and hash weights and copy what is broadcast, while training goes on.

@@ -2,6 +2,8 @@
 
 An engine that does not give them the same log-probs samples from another policy than it says."""
 
+import time
+from collections.abc import Awaitable, Callable
 from io import BytesIO
 
 import numpy as np
@@ -25,6 +27,34 @@ IMAGE = (2, 3)
 """Rows and columns of tokens that stand for the image, unless a model makes more of the smallest one."""
 BEHIND_IMAGE = 16
 """Tokens behind the image, which alone tell of the vision tower."""
+LARGEST_PART = 0.02
+"""Part of the time of training that scoring the probe may take."""
+LONGEST_GAP_S = 60.0
+"""Longest time without a scored version, however long scoring took: the first time it also compiles."""
+
+
+class ProbeTurns:
+    """Scores the probe at each version, or where steps are short at as many as cost little time.
+
+    A pass over a few tokens takes as long as the model has layers to launch, which is a quarter of a step of
+    a small model on a GPU."""
+
+    def __init__(self, *, at_each: bool, now: Callable[[], float] = time.monotonic) -> None:
+        """With `at_each` every version is scored, whatever that costs."""
+        self._at_each = at_each
+        self._now = now
+        self._next_at = float("-inf")
+
+    async def scored(self, score: Callable[[], Awaitable[Probe]], *, alarmed: bool) -> Probe | None:
+        """Return what `score` returns; None for a version that is passed over. None is while there is an
+        alarm, which only a scored version ends."""
+        began = self._now()
+        if not (self._at_each or alarmed or began >= self._next_at):
+            return None
+        probe = await score()
+        ended = self._now()
+        self._next_at = ended + min((ended - began) / LARGEST_PART, LONGEST_GAP_S)
+        return probe
 
 
 def probe_samples(config: PretrainedConfig, images: ImageReader | None) -> list[Sample]:

@@ -27,6 +27,7 @@ from learner.progress import lineage
 from learner.progress.progress import Progress, refuse_other_history
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
+from learner.publication.probe import ProbeTurns
 from learner.publication.publisher import WeightPublisher, publishing_threads
 from learner.publication.unchanged_weights import why_unchanged
 from learner.run.best_checkpoint import BestCheckpoint
@@ -84,6 +85,7 @@ class Learner:
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation, evaluation.patience_s, evaluation.sets)
         self._best = BestCheckpoint(evaluation.best, progress, warms_up=settings.warmup.steps > 0)
         self._publishing: asyncio.Task[None] | None = None
+        self._probes = ProbeTurns(at_each=settings.model.numerics != "fast")
         self._next_batch = NextBatch(
             reader, world, progress,
             steps=settings.learner.steps, on_wait=partial(self._waits.__setitem__, "batch"),
@@ -314,7 +316,8 @@ class Learner:
         await self._published()
         probe = None
         if self._settings.learner.publication.probe:
-            probe = await self._world.call(Rank.score_probe)
+            alarmed = bool(self._policy_alarm.text)
+            probe = await self._probes.scored(lambda: self._world.call(Rank.score_probe), alarmed=alarmed)
         self._announce(await self._world.call(Rank.copy_weights), probe, result, why)
 
     def _announce(
