@@ -115,13 +115,21 @@ class AnswerScoring:
 
 def _rewarded(episode: Episode, scored: Scored) -> Episode:
     """Return the episode with another reward. Parts that only the first reward has stay on the record."""
+    fault: Mapping[str, Json] = {REWARD_FAULT: scored.fault[:LONGEST_FAULT]} if scored.fault else {}
     return replace(
         episode,
         trajectories=tuple(
             replace(
-                part, reward=scored.reward, reward_components={**part.reward_components, **scored.components}
+                part,
+                reward=scored.reward,
+                reward_components={**part.reward_components, **scored.components},
+                metadata={**part.metadata, **fault},
             )
             for part in episode.trajectories
         ),
-        metrics={**episode.metrics, "rollout/reward": scored.reward},
+        metrics={
+            **episode.metrics,
+            "rollout/reward": scored.reward,
+            **({FAULT_FRACTION: 1.0} if scored.fault else {}),
+        },
     )

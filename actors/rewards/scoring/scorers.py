@@ -1,5 +1,6 @@
 """Scores answers: with one reward, or with the one that each prompt chooses."""
 
+import asyncio
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,6 +8,7 @@ from typing import Self
 
 from actors.episodes.policy_faults import LatestUses, is_of_host
 from actors.episodes.task import Answer
+from actors.rewards.answer_faults import Failure, judged
 from actors.rewards.base import (
     LATER,
     Closable,
@@ -77,17 +79,21 @@ class Scorer:
 
         An answer on which the reward fails twice, and not on the label and the newest other answer, has the
         lowest one. A reward that raises a RewardError itself says who is to blame."""
-        found = await self._tried(answer)
+        lowest = self._scores.lowest(self._lowest)
+        others = [control_of(answer), *([] if self._newest is None else [self._newest])]
+        found: Scored | Late | RewardError | Failure
+        if lowest is None:
+            found = await self._tried(answer)
+        else:  # it is tried again, since its server may have been away the first time
+            found = await judged(self._tried, answer, controls=others)
         if isinstance(found, RewardError):
-            lowest = self._scores.lowest(self._lowest)
-            if lowest is None or not await self._works_on_others(answer):
-                raise found
-            found = await self._tried(answer)  # its server may have been away the first time
-            if isinstance(found, RewardError):
-                # The label may be scored without a server that others need: nothing says that one is there.
-                if self._newest is None and _is_of_host(found.__cause__):
-                    raise found
-                return Scored(lowest, fault=f"{found}; it works on another answer")
+            raise found
+        if isinstance(found, Failure):
+            # The label may be scored without a server that others need: nothing says that one is there.
+            unknown = self._newest is None and _is_of_host(found.error.__cause__)
+            if found.broken is not None or unknown or lowest is None:
+                raise found.error
+            return Scored(lowest, fault=f"{found.error}; it works on another answer")
         if isinstance(found, Scored) and not found.fault:
             self._scores.note(worked=True, reward=found.reward)
             if answer.text != answer.label:
@@ -106,19 +112,15 @@ class Scorer:
                 raise
             return error
 
-    async def _works_on_others(self, answer: Answer) -> bool:
-        text = SAMPLE_TEXT if answer.label is None else answer.label
-        label = replace(answer, text=text, finish_reason="stop")
-        try:
-            found = [await self._tried(other) for other in (label, self._newest) if other is not None]
-        except RewardError:
-            return False
-        return not any(isinstance(one, RewardError) for one in found)
-
     async def close(self) -> None:
         """Give up the reward's connections and processes."""
         if isinstance(self._reward, Closable):
             await self._reward.close()
+
+
+def control_of(answer: Answer) -> Answer:
+    """Return what a reward that works scores for the same task: its label, or a text without one."""
+    return replace(answer, text=SAMPLE_TEXT if answer.label is None else answer.label, finish_reason="stop")
 
 
 def _is_of_host(error: BaseException | None) -> bool:
@@ -173,8 +175,11 @@ class GroupScorer:
     def __init__(
         self, name: str, *,
         timeout_s: float, threads: int = 16, weights: Mapping[str, float] | None = None,
-        reward: GroupReward | None = None,
+        reward: GroupReward | None = None, lowest: float | None = None,
     ) -> None:  # fmt: skip
+        """Call a group reward; `lowest` is that of answers that make it fail, which fail the group else."""
+        self._lowest = lowest
+        self._scores = LatestUses()
         self._name = name
         self._timeout_s = timeout_s
         self._weights = weights or {}
@@ -191,6 +196,7 @@ class GroupScorer:
             timeout_s=config.reward_timeout_s,
             threads=config.reward_threads,
             weights=config.reward_weights,
+            lowest=config.lowest,
         )
 
     @property
@@ -199,8 +205,58 @@ class GroupScorer:
         return (self._calls.times,)
 
     async def scored(self, answers: Sequence[Answer]) -> list[Scored]:
-        """Return the reward of each answer; raises RewardError, which concerns all of them."""
+        """Return the reward of each answer; raises RewardError, which concerns all of them.
+
+        An answer with which the reward fails twice in a group of controls, and not on the controls alone, has
+        the lowest one; the others are scored with its control in its place. Where that holds for each answer
+        of the group, another group must have been scored before."""
+        found, lowest = await self._tried(answers), self._scores.lowest(self._lowest)
+        if isinstance(found, RewardError):
+            if lowest is None or _is_of_host(found.__cause__):
+                raise found
+            return await self._scored_by_fault(answers, found, lowest)
+        self._scores.note(worked=True, reward=min(one.reward for one in found))
+        return found
+
+    async def _scored_by_fault(
+        self, answers: Sequence[Answer], error: RewardError, lowest: float
+    ) -> list[Scored]:
+        """Return what is left where the reward fails by `error`; raises it where no answer is to blame."""
+        faults = await self._faults(answers, error)
+        if len(faults) == len(answers) and not self._scores.work:
+            raise error
+        rest = [control_of(one) if n in faults else one for n, one in enumerate(answers)]
+        others = await self._tried(rest)
+        if isinstance(others, RewardError):
+            raise error
+        self._scores.note(worked=len(faults) < len(answers))
+        return [
+            Scored(lowest, fault=f"{faults[n]}; it works with another answer") if n in faults else others[n]
+            for n in range(len(answers))
+        ]
+
+    async def _faults(self, answers: Sequence[Answer], error: RewardError) -> dict[int, Exception]:
+        """Return how the reward fails by each answer that is to blame; raises `error` where none is, or where
+        it fails on the controls."""
+        controls = [control_of(one) for one in answers]
+        alone = [[*controls[:n], one, *controls[n + 1 :]] for n, one in enumerate(answers)]
+        found = await asyncio.gather(*(judged(self._tried, one, controls=[controls]) for one in alone))
+        failures = {n: one for n, one in enumerate(found) if isinstance(one, Failure)}
+        if not failures or any(one.broken is not None for one in failures.values()):
+            raise error
+        return {n: one.error for n, one in failures.items()}
+
+    async def _tried(self, answers: Sequence[Answer]) -> list[Scored] | RewardError:
+        """Return the rewards, or how the function failed. Raises a `RewardError` that it raises itself."""
         outcome = await self._calls.call(answers)
+        try:
+            return self._checked(answers, outcome)
+        except RewardError as error:
+            if error is outcome and not isinstance(error, UnscoredError):
+                raise
+            return error
+
+    def _checked(self, answers: Sequence[Answer], outcome: object) -> list[Scored]:
         where = f"group reward {self._name} on {len(answers)} answers, the first {answers[0].task_id},"
         if isinstance(outcome, Exception):
             checked(outcome, where, weights={}, timeout_s=self._timeout_s)  # raises

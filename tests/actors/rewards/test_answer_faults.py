@@ -10,7 +10,7 @@ from actors.episodes.policy_faults import LATEST, LatestUses, is_of_host
 from actors.rewards.answer_faults import verified
 from actors.rewards.base import AnswerFaultError, RewardError, Scored
 from actors.rewards.builtin.verifier_processes import VerifierProcesses
-from actors.rewards.scoring.scorers import Scorer
+from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.settings.rewards import RewardConfig
 from tests.actors.rewards import failing_verifiers
 from tests.actors.rewards.answers import answer
@@ -291,3 +291,59 @@ async def test_a_label_of_gsm8k_is_read_as_its_last_number(text, reward):
         == reward
     )
     await math.close()
+
+
+def longest_number(answers):
+    """A reward of a group that does not foresee all that a policy may write."""
+    most = max(float(one.text) for one in answers)
+    return [float(one.text) / most for one in answers]
+
+
+async def test_answers_that_make_a_group_reward_fail_have_the_lowest_and_the_others_their_own():
+    def group_of(*texts, label="8"):
+        return [answer(text, label) for text in texts]
+
+    scorer = GroupScorer("mine", timeout_s=5, reward=longest_number, lowest=-1.0)
+    with pytest.raises(RewardError, match="could not convert"):  # nothing says that it ever works
+        await scorer.scored(group_of("words", "more words"))
+    first, second, third = await scorer.scored(group_of("4", "words", "2"))
+    assert (first, third) == (Scored(0.5), Scored(0.25))  # of a group with the label in the other's place
+    assert second.reward == -1.0
+    assert "could not convert string to float: 'words'" in second.fault
+    assert [one.reward for one in await scorer.scored(group_of("words", "more words"))] == [-1.0, -1.0]
+    with pytest.raises(RewardError, match="could not convert"):  # the label is no number either
+        await scorer.scored(group_of("4", "words", label="a label"))
+    with pytest.raises(RewardError, match="could not convert"):  # the settings leave such answers out
+        await GroupScorer("mine", timeout_s=5, reward=longest_number).scored(group_of("4", "words"))
+    configured = RewardConfig(group_reward=f"{__name__}:longest_number", unfinished_reward=-3.0)
+    assert (await GroupScorer.from_config(configured).scored(group_of("4", "words")))[1].reward == -3.0
+
+
+async def test_a_group_reward_of_the_host_or_of_all_answers_together_blames_none():
+    def away(answers):
+        raise ConnectionError("no server")
+
+    def by_sum(answers):
+        if sum(float(one.text) for one in answers) > 20:
+            raise ValueError("too much")
+        return [0.0 for _ in answers]
+
+    def itself(answers):
+        raise RewardError("the database is away")
+
+    for reward, said in ((away, "no server"), (by_sum, "too much"), (itself, "the database is away")):
+        scorer = GroupScorer("mine", timeout_s=5, reward=reward, lowest=-1.0)
+        with pytest.raises(RewardError, match=said):
+            await scorer.scored([answer("11", "1"), answer("12", "1")])
+
+
+async def test_a_verifier_that_fails_otherwise_the_second_time_is_judged_too():
+    errors = iter([TimeoutError(), ValueError("words")])
+
+    async def once(text):
+        if text == "slow":
+            raise next(errors)
+        return 1.0
+
+    with pytest.raises(AnswerFaultError, match="ValueError: words"):
+        await verified(once, "slow", control="right", lowest=0.0, where="it")

@@ -227,6 +227,25 @@ async def test_a_group_reward_gives_the_final_rewards(bus, engine):
     assert found == [(0.0, {"rank": 0.0}), (0.75, {"rank": 1.0}), (-0.5, {"rank": 2.0})]
 
 
+async def test_an_answer_that_makes_a_group_reward_fail_is_trained_on_with_the_lowest(bus, engine):
+    def checked(answers):
+        if any(one.task_id.endswith(".1") and one.text != one.label for one in answers):
+            raise ValueError("such words")
+        return [1.0 for _ in answers]
+
+    environment = SingleTurn(
+        Scorer("own", timeout_s=5, reward=lambda answer: 0.5),
+        GroupScorer("group", timeout_s=5, reward=checked, lowest=-1.0),
+    )
+    actor, lease = Actor(bus, engine, environment), make_lease(0, samples=3, policy_version=4)
+    other = replace(lease, prompt=replace(lease.prompt, label="1"))  # the engine answers 0
+    [batch] = await actor.roll_out(other, result=GROUPS)
+    assert [t.reward for t in batch.trajectories] == [1.0, -1.0, 1.0]
+    assert ["such words" in t.metadata.get("reward_fault", "") for t in batch.trajectories] == [
+        False, True, False,
+    ]  # fmt: skip
+
+
 async def test_a_group_reward_sees_only_answers_that_did_not_fail(bus, engine):
     def own(answer):
         return 1 / 0 if answer.task_id.endswith(".1") else 1.0
