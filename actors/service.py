@@ -24,7 +24,6 @@ from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.on_policy import tells_unscaled_logprobs
 from actors.engines.sglang.server.kernel_versions import learners_kernels
 from actors.environments.base import Environment, RunsOnDemand
-from actors.environments.clients import ClientsEnvironment
 from actors.environments.failures import EnvironmentFailures
 from actors.environments.sample_calls import FirstCalls
 from actors.evaluating_actor import EvaluatingActor
@@ -35,13 +34,12 @@ from actors.evaluation.text_completions import chat_endpoints
 from actors.other_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener, shared_servers
 from actors.other_policies.opponents import Opponents
 from actors.policy.cut_off_sampling import told_by, warn_of_cut_off_sampling
-from actors.policy.further_engines import FurtherEngines
+from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.policy.version_masking import Masking
 from actors.rewards.group_filters import GroupFilter, load_filter
-from actors.rollouts.account import ActorAccount
 from actors.rollouts.lease_admission import LeaseAdmission
-from actors.rollouts.worker import Worker
+from actors.rollouts.worker import Worker, WorkerParts
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from actors.settings.engines import EngineConfig, refuse_inexact
 from actors.weights.first_policy import actor_name, first_policy
@@ -74,8 +72,6 @@ class ActorSettings:
     """Directory for the account of what is published (storage/account/records.py); None keeps none."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
     """Whether its engines share the devices of this host with the learner."""
-    gateway_token: str | None = field(default=None, repr=False)
-    """What clients of `launch gateway` must know; None on a bus without credentials."""
     further: Mapping[str, FurtherSettings] = field(default_factory=dict)
     """Policies that the run trains beside its own, by name."""
     exact: bool = False
@@ -113,8 +109,6 @@ async def run_actors(
     warn_of_cut_off_sampling(settings.sampling)
     engine = settings.engine  # here, so that one that does not tell what it keeps is refused first
     refuse_inexact(settings.actors.engine, exact=settings.exact)
-    if isinstance(environment, ClientsEnvironment):
-        environment.token = settings.gateway_token
     keep = load_filter(settings.actors.group_filter, settings.actors.group_limits)
     manifest = await first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
@@ -188,13 +182,13 @@ def _actor(
     environment: Environment, keep: GroupFilter, kernels: Mapping[str, str],
 ) -> Actor:  # fmt: skip
     """Put the parts of an actor together around engines that have started."""
-    engine, opponents = engines.policy, engines.opponents.engines
+    engine = engines.policy
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     images = ImageChat.of(model, tokenizer)
     stops = stop_tokens(model, tokenizer)
     log.info("answers_end_with", tokens=list(map(str, stops)))
     sampled = Sampling.from_config(settings.sampling, [stop.number for stop in stops])
-    from_learner = getattr(settings.actors.engine, "update", "") == "group"
+    from_learner = settings.actors.engine.servers.update == "group"
     probe = ProbeCheck(
         engine, bound_nats=settings.actors.probe_bound_nats, exact=settings.exact, kernels=kernels
     )
@@ -202,39 +196,45 @@ def _actor(
         bus, engine, blobs, loads_at_once=2, from_learner=from_learner, served=engines.shared.own,
         on_loaded=probe.loaded,
     )  # fmt: skip
+    others = OtherEngines(
+        opponents=engines.opponents.engines,
+        further={name: one.engine for name, one in engines.further.items()},
+        agents=settings.agents,
+        unscaled=settings.unscaled,
+    )
     policy = Policy(
         engine, tokenizer, sampled,
         masking=Masking(settings.actors.mask_older_versions, settings.actors.mask_older_kv),
         routed_experts=settings.actors.engine.routed_experts,
         tool_calls=settings.actors.tool_calls,
-        opponents=opponents,
         images=images,
+        others=others,
     )  # fmt: skip
     if settings.actors.offers_native_tools:
         policy.refuse_unread_calls()
-    further = FurtherEngines({name: one.engine for name, one in engines.further.items()}, settings.agents)
-    policy.further = further
-    policy.unscaled = settings.unscaled
-    worker = Worker(
-        bus, policy, environment, follower=follower, keep=keep, shards=settings.shards, name=actor_name(),
+    parts = WorkerParts(
+        account=settings.account,
+        retries=settings.actors.retries,
+        first_calls=FirstCalls(settings.actors) if settings.calls_rewards else None,
+        failures=EnvironmentFailures(environment, settings.actors.failures, serves=lambda: engine.serves),
+        interruption=settings.actors.interruption,
         share_after_s=settings.actors.share_after_s,
-    )  # fmt: skip
-    worker.keep_account(ActorAccount(settings.account, actor_name()))
-    worker.retries = settings.actors.retries
-    worker.first_calls = FirstCalls(settings.actors) if settings.calls_rewards else None
-    worker.failures = EnvironmentFailures(environment, settings.actors.failures, serves=lambda: engine.serves)
-    worker.interruption.config = settings.actors.interruption
-    worker.further = {name: one.leases for name, one in engines.further.items()}
-    worker.room.admission = LeaseAdmission(
-        policy.contexts, lambda: engine.kv_tokens, soft_share=settings.actors.fleet.soft_kv_share
+        further={name: one.leases for name, one in engines.further.items()},
+        admission=LeaseAdmission(
+            policy.contexts, lambda: engine.kv_tokens, soft_share=settings.actors.fleet.soft_kv_share
+        ),
     )
+    worker = Worker(
+        bus, policy, environment, parts,
+        follower=follower, keep=keep, shards=settings.shards, name=actor_name(),
+    )  # fmt: skip
     answering: EvaluationEngines = engines.own
     if settings.actors.evaluates_on == "rollout":
         at_once = settings.actors.evaluation.prompts_at_once
         answering = RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
     evaluator = None  # also on demand, where no client waits for held-out prompts
     if settings.actors.evaluates_on != "none" and not isinstance(environment, RunsOnDemand):
-        evaluator = _evaluator(bus, settings, engines, answering, model, environment, further, images)
+        evaluator = _evaluator(bus, settings, others, answering, model, environment, images)
     joining = told_by(settings.engine.servers, settings.sampling)
     admin = EngineAdmin(
         bus, engine, joining, model, engines.claims, actor=actor_name(),
@@ -244,8 +244,8 @@ def _actor(
 
 
 def _evaluator(
-    bus: Bus, settings: ActorSettings, engines: ActorEngines, answering: EvaluationEngines, model: Path,
-    environment: Environment, further: FurtherEngines, images: ImageChat | None,
+    bus: Bus, settings: ActorSettings, others: OtherEngines, answering: EvaluationEngines, model: Path,
+    environment: Environment, images: ImageChat | None,
 ) -> Evaluator:  # fmt: skip
     """Return what answers held-out prompts on `answering`."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -255,8 +255,7 @@ def _evaluator(
         sampled=sampled,
         greedy=replace(sampled, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0),
         tool_calls=tool_calls,
-        opponents=engines.opponents.engines,
-        further=further,
+        others=others,
         images=images,
         endpoints=chat_endpoints(settings.actors.evaluation.endpoints, tokenizer, tool_calls),
         finish_within_s=settings.actors.interruption.finish_within_s,
@@ -269,7 +268,8 @@ def _evaluating_actor(
     bus: Bus, settings: ActorSettings, engines: ActorEngines, model: Path, environment: Environment
 ) -> EvaluatingActor:
     """Put the parts of an actor together that rolls nothing out."""
-    evaluator = _evaluator(bus, settings, engines, engines.own, model, environment, FurtherEngines(), None)
+    others = OtherEngines(opponents=engines.opponents.engines)
+    evaluator = _evaluator(bus, settings, others, engines.own, model, environment, None)
     return EvaluatingActor(bus, actor_name(), evaluator, engines.opponents, engines.claims)
 
 

@@ -52,9 +52,11 @@ class ClientsEnvironment:
 
     trajectories_per_episode: int | None = None
 
-    def __init__(self, config: ClientsConfig, scoring: AnswerScoring | None) -> None:
-        self.token: str | None = None
-        """What a client must know to take tasks; None lets everybody who reaches the gateway."""
+    def __init__(
+        self, config: ClientsConfig, scoring: AnswerScoring | None, token: str | None = None
+    ) -> None:
+        """`token` is what a client must know to take tasks; None lets everybody who reaches the gateway."""
+        self.token = token
         self._config = config
         self._descriptions = TaskDescriptions(config.shown_metadata)
         self._scoring = scoring
@@ -71,9 +73,9 @@ class ClientsEnvironment:
         """Episodes for which a reward was posted."""
 
     @classmethod
-    def from_config(cls, config: ClientsConfig) -> Self:
+    def from_config(cls, config: ClientsConfig, *, token: str | None = None) -> Self:
         """Build. Raises `ConfigError` for a reward that cannot be used."""
-        return cls(config, scoring_of(config))
+        return cls(config, scoring_of(config), token)
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:

@@ -73,8 +73,8 @@ class LongLivedAgent:
             drain_timeout_s=max(finish_within_s, SOON_S),
             gateway=config.gateway,
         )
-        self._clients = ClientsEnvironment(limits, scoring)
-        self._clients.token = secrets.token_urlsafe(24)  # nobody learns it: only programs take tasks
+        token = secrets.token_urlsafe(24)  # nobody learns it: only programs take tasks
+        self._clients = ClientsEnvironment(limits, scoring, token)
         self._starting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._programs: list[_Program] = []

@@ -17,7 +17,7 @@ from actors.episodes.errors import EpisodeError, raised_by_environment
 from actors.episodes.task import Task
 from actors.evaluation.engines import EvaluationEngines
 from actors.policy.chat_format import Tokenizer
-from actors.policy.further_engines import FurtherEngines
+from actors.policy.other_engines import ALONE, OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.groups import FailureLimitsConfig, InterruptionConfig
 from bus.codec import decode, encode
@@ -84,9 +84,8 @@ class EvaluatorParts:
     sampled: Sampling
     greedy: Sampling
     tool_calls: str = "auto"
-    opponents: Mapping[str, Engine] = field(default_factory=dict)
-    further: FurtherEngines = field(default_factory=FurtherEngines)
-    """Policies that the run trains beside its own: each plays with its newest weights."""
+    others: OtherEngines = ALONE
+    """Other policies: each that the run trains plays with its newest weights."""
     images: ImageChat | None = None
     """Images that the model reads, where it does."""
     endpoints: Mapping[str, Engine] = field(default_factory=dict)
@@ -237,7 +236,7 @@ class Evaluator:
         """Return who answers, as `with_weights` does. Raises EngineError for one who is not here."""
         if not task.answered_by:
             return await self._engines.with_weights(task.policy, self._stop)
-        others = {**self.parts.opponents, **self.parts.endpoints}
+        others = {**self.parts.others.opponents, **self.parts.endpoints}
         if task.answered_by not in others:
             there = ", ".join(others) or "none"
             raise EngineError(f"{task.answered_by!r} is no opponent of this actor: there are {there}")
@@ -289,9 +288,8 @@ class Evaluator:
         and `EngineLostError` when no engine is left."""
         policy = Policy(
             engine, self._tokenizer, sampling,
-            tool_calls=self.parts.tool_calls, opponents=self.parts.opponents, images=self.parts.images,
+            tool_calls=self.parts.tool_calls, images=self.parts.images, others=self.parts.others,
         )  # fmt: skip
-        policy.further = self.parts.further
         places = asyncio.Semaphore(self._engines.prompts_at_once or len(tasks))
 
         async def answer(task: Task) -> _Answer:
@@ -322,9 +320,10 @@ class Evaluator:
         if episode.end not in TRUSTED_ENDS:
             return self._failed(task, EpisodeError(f"it ended as {episode.end}"), episode.end, failures)
         failures.worked(task, episode.fault)
-        own = next((part for part in episode.trajectories if part.policy not in self._others), first)
+        others = self.parts.others.names
+        own = next((part for part in episode.trajectories if part.policy not in others), first)
         reward = own.reward if episode.outcome is None else episode.outcome
-        return _Answer(reward=reward, versions=_versions(episode, self._others))
+        return _Answer(reward=reward, versions=_versions(episode, others))
 
     def _failed(self, task: Task, error: BaseException, end: End, failures: EnvironmentFailures) -> _Answer:
         reason = f"{type(error).__name__}: {error}"
@@ -336,11 +335,6 @@ class Evaluator:
         )
         failures.failed(task, error, end)
         return _Answer(reward=None, failure=reason)
-
-    @property
-    def _others(self) -> Set[str]:
-        """Names of the policies whose versions are their own."""
-        return self.parts.opponents.keys() | self.parts.further.engines.keys()
 
     async def _heldout(self, ref: BlobRef) -> Sequence[Prompt]:
         if ref.digest not in self._prompts:

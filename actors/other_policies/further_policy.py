@@ -184,7 +184,7 @@ class PolicyOpener:
         exact = self._policies[name].exact
         bound_nats = self._actors.probe_bound_nats
         probe = ProbeCheck(fleet, bound_nats=bound_nats, exact=exact, kernels=kernels)
-        from_learner = getattr(engine, "update", "") == "group"
+        from_learner = engine.servers.update == "group"
         follower = PolicyFollower(
             bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, served=served,
             on_loaded=probe.loaded,
@@ -196,8 +196,10 @@ class PolicyOpener:
         if name in self._shared.further:
             self._shared.admit(name, fleet)
             admin.refusal = f"policy {name!r} is at the servers of the run's own: change those of that run"
-        asked = PolicyLeases(bus, follower, shards=self._shards, actor=actor_name(), counts=Counter())
-        asked.account = ActorAccount(self._policies[name].account, actor_name())
+        account = ActorAccount(self._policies[name].account, actor_name())
+        asked = PolicyLeases(
+            bus, follower, shards=self._shards, actor=actor_name(), counts=Counter(), account=account
+        )
         opened.callback(asked.account.close)
         leases = FurtherLeases(name, bus, asked, follower)
         return FurtherPolicy(name, bus, _Parts(fleet, follower, probe, admin), leases)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
-from types import MappingProxyType
 
 import numpy as np
 
@@ -20,8 +19,8 @@ from actors.episodes.task import ChatMessage
 from actors.policy.answers import ParsedAnswer
 from actors.policy.chat_format import ChatFormat, Context, Tokenizer
 from actors.policy.context_tokens import ContextTokens
-from actors.policy.further_engines import FurtherEngines
 from actors.policy.messages import Completion, Tool, ToolCall
+from actors.policy.other_engines import ALONE, OtherEngines
 from actors.policy.rollout_turns import SampledTurn, TurnsByRollout, context_of, trained_turn
 from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
@@ -45,31 +44,27 @@ class Policy:
     `trainable`, as that of a frozen opponent or a judge. Greedy turns (temperature 0) are recorded, but not
     trained: log-probs of a choice are not those of a distribution that was sampled.
     `masking` says which tokens of older versions are not trained on.
-    `opponents` are frozen policies by name, with engines of their own: a call for the policy of such a name
-    goes there, and is not trained. With `routed_experts` the engine is asked where it sent the tokens, once
-    for each token. `tool_calls` is how the model writes tool calls, "auto" what the chat template shows.
-    `images` are those that the model reads, where it does: messages of users and tools may show some."""
+    `others` are the engines of other policies: a call for one that is frozen is not trained. With
+    `routed_experts` the engine is asked where it sent the tokens, once for each token. `tool_calls` is how
+    the model writes tool calls, "auto" what the chat template shows. `images` are those that the model reads,
+    where it does: messages of users and tools may show some."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, *,
         masking: Masking = TRAIN_ALL, routed_experts: bool = False, tool_calls: str = "auto",
-        opponents: Mapping[str, Engine] = MappingProxyType({}), images: ImageChat | None = None,
+        images: ImageChat | None = None, others: OtherEngines = ALONE,
     ) -> None:  # fmt: skip
         self.sampling = sampling
         self.contexts = ContextTokens()
         """Lengths of the contexts of all rollouts that share this."""
         self.turns = TurnsByRollout()
         """Turns of all rollouts that share this, as far as somebody records them."""
-        self.further = FurtherEngines()
-        """Policies that are trained beside this one, with engines of their own, and which agents they are."""
-        self.unscaled: Set[str] = frozenset()
-        """Policies, by name, whose engines tell log-probs at temperature 1 alone."""
         self.begun: Policy | None = None
         """The newest policy that `fresh` gave."""
         self._masking = masking
         self._routed_experts = routed_experts
         self._engine = engine
-        self._opponents = opponents
+        self._others = others
         self._format = ChatFormat(tokenizer, tool_calls, images)
         self._calls = count()
         self._rollout_id = "rollout"
@@ -83,7 +78,7 @@ class Policy:
     @property
     def opponents(self) -> Set[str]:
         """Return the names of the other policies that may be asked, frozen ones and trained ones."""
-        return self._opponents.keys() | self.further.engines.keys()
+        return self._others.names
 
     def refuse_unread_calls(self) -> None:
         """Raise `ConfigError` for a chat template whose tool calls no format reads."""
@@ -222,17 +217,18 @@ class Policy:
 
     def _call(self, agent: str, policy: str, sampling: Sampling | None, trainable: bool) -> Call:
         if policy == DEFAULT_POLICY:
-            policy = policy_of(agent, self.further.agents)
-        elif self.further.engines and policy not in self.opponents:
+            policy = policy_of(agent, self._others.agents)
+        elif self._others.further and policy not in self.opponents:
             raise EpisodeError(
                 f"agent {agent!r} is to be policy {policy!r}, and there are only "
                 f"{', '.join(sorted(self.opponents))}: define it in policies or actors.opponents"
             )
         sampling = sampling or self.sampling
-        if policy in self._opponents:  # servers of theirs need not tell what they kept: nothing is trained
+        # servers of opponents need not tell what they kept: nothing is trained
+        if policy in self._others.opponents:
             trainable, sampling = False, replace(sampling, keep_masks=False)
         call = Call(next(self._completions), agent, policy, sampling, trainable)
-        if call.is_trained and policy in self.unscaled and call.sampling.temperature != 1:
+        if call.is_trained and policy in self._others.unscaled and call.sampling.temperature != 1:
             raise EpisodeError(
                 f"agent {agent!r} asks for temperature {call.sampling.temperature:g}, and the engines of "
                 f"policy {policy!r} tell log-probs at temperature 1 only (model.numerics=sglang): have it "
@@ -268,7 +264,7 @@ class Policy:
         return strand, generation
 
     def _engine_of(self, policy: str) -> Engine:
-        return self._opponents.get(policy) or self.further.engines.get(policy) or self._engine
+        return self._others.opponents.get(policy) or self._others.further.get(policy) or self._engine
 
     async def _sampled(self, request: GenerationRequest, call: Call) -> Generation:
         """Return what is sampled for `request`, or was by an actor that had begun the rollout."""
@@ -311,7 +307,7 @@ class Policy:
         self, call: Call, token_ids: Sequence[int], images: Sequence[PlacedImage]
     ) -> int | None:
         """First of the tokens whose experts are not recorded yet; None when none are."""
-        if not self._routed_experts or call.policy in self._opponents:
+        if not self._routed_experts or call.policy in self._others.opponents:
             return None
         strand = self._continued(call, token_ids, images)
         return 0 if strand is None else sum(map(len, strand.routed))

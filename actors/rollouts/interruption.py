@@ -22,11 +22,11 @@ class Interruption:
     """Interrupts the rollouts of an actor that is to end, and keeps turns of those that go on for long."""
 
     def __init__(
-        self, leases: PolicyLeases, turns: TurnsByRollout, *, actor: str, share_after_s: float | None
-    ) -> None:
+        self, leases: PolicyLeases, turns: TurnsByRollout, config: InterruptionConfig, *,
+        actor: str, share_after_s: float | None,
+    ) -> None:  # fmt: skip
         """`share_after_s` is the actor's setting for finished rollouts: None keeps them to itself."""
-        self.config = InterruptionConfig()
-        """How long rollouts may go on, and how often their turns are kept."""
+        self.config = config
         self.event = asyncio.Event()
         """Set once the rollouts under way are to be interrupted."""
         self.engines_are_lost = False

@@ -58,8 +58,10 @@ class LeaseAdmission:
 class LeaseRoom:
     """Says how many leases a worker takes, besides those that it has."""
 
-    def __init__(self, environment: Environment, contexts: ContextTokens) -> None:
-        self.admission: LeaseAdmission | None = None
+    def __init__(
+        self, environment: Environment, contexts: ContextTokens, admission: LeaseAdmission | None = None
+    ) -> None:
+        self.admission = admission
         """Bounds leases by the engines' free KV tokens; without it only their number does."""
         self.not_begun: set[int] = set()
         """Leases that were taken and whose rollouts have not begun."""

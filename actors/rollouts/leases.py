@@ -39,14 +39,15 @@ class PolicyLeases:
     """Waits for weights that may sample a lease, and publishes its group or rejects it."""
 
     def __init__(
-        self, bus: Bus, follower: PolicyFollower, *, shards: int, actor: str, counts: Counter[str]
-    ) -> None:
-        """Work for `actor` on the run of `bus`; `counts` takes what it published and rejected."""
+        self, bus: Bus, follower: PolicyFollower, *, shards: int, actor: str, counts: Counter[str],
+        account: ActorAccount | None = None,
+    ) -> None:  # fmt: skip
+        """Work for `actor` on the run of `bus`; `counts` takes what it published and rejected, and `account`
+        what is published."""
         self.counts = counts
         self.stop = asyncio.Event()
         """Set when this process is to end."""
-        self.account = ActorAccount(None, actor)
-        """Notes what is published; it keeps none unless it is replaced."""
+        self.account = account or ActorAccount(None, actor)
         self._bus = bus
         self._follower = follower
         self._shards = shards

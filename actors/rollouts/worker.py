@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import structlog
 
@@ -23,10 +24,10 @@ from actors.rollouts.account import ActorAccount
 from actors.rollouts.further_leases import FurtherLeases, held_leases
 from actors.rollouts.group import Group
 from actors.rollouts.interruption import Interruption
-from actors.rollouts.lease_admission import LeaseRoom
+from actors.rollouts.lease_admission import LeaseAdmission, LeaseRoom
 from actors.rollouts.leases import PolicyLeases
 from actors.rollouts.participation import Participation
-from actors.settings.groups import RetriesConfig
+from actors.settings.groups import InterruptionConfig, RetriesConfig
 from actors.weights.follow import PolicyFollower
 from bus.actor_counters import SampledCounts
 from bus.connection import Bus
@@ -56,47 +57,64 @@ def _failed(error: BaseException) -> FailedEpisode:
     return FailedEpisode(end_after(error), f"{type(error).__name__}: {error}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerParts:
+    """How a worker works. The defaults are for a run of one policy of which nobody keeps an account."""
+
+    account: Path | None = None
+    """Directory of the account of what is published of the run's own policy."""
+    retries: RetriesConfig = field(default_factory=RetriesConfig)
+    """How often a failed rollout is repeated before it counts as failed."""
+    first_calls: FirstCalls | None = None
+    """Calls the rewards before their first rollouts, where the start of the run did not."""
+    failures: EnvironmentFailures | None = None
+    """Counts failures by environment, and ends the run; None has the limits of the settings' defaults."""
+    interruption: InterruptionConfig = field(default_factory=InterruptionConfig)
+    """How long rollouts may go on after a stop, and how often their turns are kept."""
+    share_after_s: float | None = None
+    """Time after which finished rollouts are given to others; None keeps them here."""
+    further: Mapping[str, FurtherLeases] = field(default_factory=dict)
+    """Leases of the further policies that the run trains, by name: each group takes one of each."""
+    admission: LeaseAdmission | None = None
+    """Bounds leases by the engines' free KV tokens; without it only their number does."""
+
+
 class Worker:
     """Takes leases, rolls each prompt out, and publishes the group or rejects it."""
 
     def __init__(
-        self, bus: Bus, policy: Policy, environment: Environment, *,
-        follower: PolicyFollower, keep: GroupFilter, shards: int, name: str, share_after_s: float | None,
+        self, bus: Bus, policy: Policy, environment: Environment, parts: WorkerParts | None = None, *,
+        follower: PolicyFollower, keep: GroupFilter, shards: int, name: str,
     ) -> None:  # fmt: skip
-        self.counts: Counter[str] = Counter()
+        parts = parts or WorkerParts()
+        self.counts = policy.turns.counts
         self.ends = EpisodeEnds()
-        self.failures = EnvironmentFailures(environment)
-        """Failures by environment, and when they end the run."""
+        self.failures = parts.failures or EnvironmentFailures(environment)
         self.episode_metrics = EpisodeMetrics()
         self.sampled = SampledCounts()
         """Counts of all trajectories that were sampled here, whatever became of them."""
-        self.retries = RetriesConfig()
-        """How often a failed rollout is repeated before it counts as failed."""
-        self.first_calls: FirstCalls | None = None
-        """Calls the rewards before their first rollouts, where the start of the run did not."""
-        self.room = LeaseRoom(environment, policy.contexts)
+        self.parts = parts
+        """How it works."""
+        self.room = LeaseRoom(environment, policy.contexts, parts.admission)
         """Bounds the leases that are taken."""
-        self.further: Mapping[str, FurtherLeases] = {}
-        """Leases of the further policies that the run trains, by name: each group takes one of each."""
         self._bus = bus
-        self._leases = PolicyLeases(bus, follower, shards=shards, actor=name, counts=self.counts)
-        self.interruption = Interruption(self._leases, policy.turns, actor=name, share_after_s=share_after_s)
+        account = ActorAccount(parts.account, name)
+        self._leases = PolicyLeases(
+            bus, follower, shards=shards, actor=name, counts=self.counts, account=account
+        )
+        self.interruption = Interruption(
+            self._leases, policy.turns, parts.interruption, actor=name, share_after_s=parts.share_after_s
+        )
         """Keeps the turns of rollouts that are not ended here."""
-        policy.turns.counts = self.counts
         self._policy = policy
         self._environment = environment
         self._keep = keep
         self._name = name
-        self._share_after_s = share_after_s
         self._participation = Participation(DEFAULT_POLICY, NOBODY_IS_OWN)
         self._failure_log = LogThrottle(FAILED_LOG_PERIOD_S)
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
         self._stop = asyncio.Event()
-
-    def keep_account(self, account: ActorAccount) -> None:
-        """Note what is published of the run's own policy, until the end of `run`."""
-        self._leases.account = account
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
         """Work until `stop`, then finish what was begun and soon ends, and hand back the rest."""
@@ -149,17 +167,17 @@ class Worker:
             raise
 
     async def _roll_out(self, lease: Lease, *, again: bool, counted: bool = False) -> None:
-        if self.first_calls is not None:
-            await self.first_calls.of(lease.prompt)
+        if self.parts.first_calls is not None:
+            await self.parts.first_calls.of(lease.prompt)
         async with AsyncExitStack() as stack:
-            further = await held_leases(self.further, stack)
+            further = await held_leases(self.parts.further, stack)
             version = await self._leases.may_sample(lease, asks=again)
             if version is None or (
                 counted and (await self._leases.state(lease, attempt=True)).state == "settled"
             ):
                 self.counts["settled"] += 1
                 return
-            each = None if self.further else self._environment.trajectories_per_episode
+            each = None if self.parts.further else self._environment.trajectories_per_episode
             group = Group(lease, each, self._name, version, further=further)
             if again:
                 await self.interruption.take_over(group)
@@ -176,7 +194,7 @@ class Worker:
             if held is None:
                 self._note_participation(part)
                 await self._settle(self._leases, part)
-            elif self.further[policy].takes_part(part):
+            elif self.parts.further[policy].takes_part(part):
                 await self._settle(held.leases, part)
                 held.is_settled = True
 
@@ -291,14 +309,14 @@ class Worker:
                 return
             if running and interrupted in done:
                 await self.interruption.interrupt(group, running.values())
-            if running and group.shared_in_s(self._share_after_s) == 0:
+            if running and group.shared_in_s(self.parts.share_after_s) == 0:
                 await self._leases.publish(group)
             if running:
                 await self.interruption.keep_when_due(group)
 
     def _patience_s(self, group: Group) -> float | None:
         """Return the seconds until something of the group should be stored; None for never."""
-        times = group.shared_in_s(self._share_after_s), group.keeps_turns_in_s(self.interruption.every_s)
+        times = group.shared_in_s(self.parts.share_after_s), group.keeps_turns_in_s(self.interruption.every_s)
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     async def _episode(self, group: Group, sample: int) -> Episode | FailedEpisode:
@@ -306,7 +324,7 @@ class Worker:
         for repeated in count():
             outcome = await self._rollout(group, sample)
             trusted = outcome.end in TRUSTED_ENDS
-            if trusted or repeated >= self.retries.of(outcome.end) or self._stop.is_set():
+            if trusted or repeated >= self.parts.retries.of(outcome.end) or self._stop.is_set():
                 task = self._task(group.lease, sample)
                 self._policy.contexts.ended(task.task_id)
                 if trusted:
@@ -317,7 +335,7 @@ class Worker:
 
     async def _rollout(self, group: Group, sample: int) -> Episode | FailedEpisode:
         """Return the episode, or why there is none: a failed rollout is data, not a crash."""
-        lease, frozen = group.lease, self.further.keys() - group.further.keys()
+        lease, frozen = group.lease, self.parts.further.keys() - group.further.keys()
         task = self._task(lease, sample)
         while True:
             self._policy.turns.begin(task.task_id, group.left.pop(sample, ()))

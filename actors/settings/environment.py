@@ -31,7 +31,8 @@ class EnvironmentSettings(Config):
     """Its reward is that of one answer, which can be computed again from a recorded trajectory."""
 
     takes_leases_on_demand: ClassVar[bool] = False
-    """It takes a lease when somebody from outside asks for one, and never a held-out prompt."""
+    """It takes a lease when somebody from outside asks for one, and never a held-out prompt. What builds it
+    is told what such clients must know to take tasks, as `token`, which is None where they need nothing."""
 
     @property
     def agents_gateway(self) -> GatewayConfig | None:

@@ -40,7 +40,8 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
         refuse_open_gateway(config)
         hidden = hidden_files(config)
         async with AsyncExitStack() as opened:
-            environment = await opened.enter_async_context(built_environment(config.actors, stop, hidden))
+            building = built_environment(config.actors, stop, hidden, token=gateway_token(config))
+            environment = await opened.enter_async_context(building)
             load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
             bus.state.wait_for("its libraries to be loaded")
             log.info("actors_starting", run=config.run)
@@ -54,7 +55,6 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
                 logs=config.directory / config.run / "logs",
                 account=config.directory / config.run / ACTORS,
                 colocation=config.colocation,
-                gateway_token=gateway_token(config),
                 further=further,
                 max_staleness=config.admission.max_staleness,
                 exact=config.model.numerics == "exact",

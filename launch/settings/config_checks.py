@@ -103,7 +103,7 @@ def _refuse_unloadable(lora: LoraConfig) -> None:
 def _check_adapters(config: "RunConfig") -> None:
     """Refuse settings by which weights are trained beside adapters, or whole ones are sent to engines."""
     lora = config.learner.lora
-    if getattr(config.actors.engine, "adapter", "merged") == "loaded":
+    if config.actors.engine.adds_adapters:
         _refuse_unloadable(lora)
     if not lora.exists:
         return
@@ -118,7 +118,7 @@ def _check_adapters(config: "RunConfig") -> None:
                 f"model.{name}={list(chosen)} has no effect with learner.lora.rank={lora.rank}, which "
                 "freezes every weight: choose the layers that have adapters with learner.lora.targets"
             )
-    if lora.publish == "adapter" and getattr(config.actors.engine, "update", "") == "group":
+    if lora.publish == "adapter" and config.actors.engine.servers.update == "group":
         raise ConfigError(
             'actors.engine.update="group" with learner.lora.publish=adapter: the learner broadcasts what it '
             "publishes, and its engines take whole weights; set learner.lora.publish=merged, or "

@@ -9,7 +9,7 @@ from safetensors.torch import save
 from actors.engines.base import Sampling
 from actors.episodes.episode import Episode
 from actors.evaluation.evaluator import Evaluator, EvaluatorParts
-from actors.policy.further_engines import FurtherEngines
+from actors.policy.other_engines import OtherEngines
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
@@ -92,8 +92,8 @@ class Evaluations:
     ):  # fmt: skip
         """An evaluator at work, its end awaited; yields what stops it, and its task."""
         parts = EvaluatorParts(
-            sampled=SAMPLED, greedy=replace(SAMPLED, temperature=0.0), opponents=dict(opponents),
-            further=FurtherEngines(dict(further), dict(agents)), endpoints=dict(endpoints),
+            sampled=SAMPLED, greedy=replace(SAMPLED, temperature=0.0), endpoints=dict(endpoints),
+            others=OtherEngines(opponents=dict(opponents), further=dict(further), agents=dict(agents)),
             finish_within_s=finish_within_s,
         )  # fmt: skip
         working = Evaluator(self.bus, engines, TOKENIZER, environment, parts)

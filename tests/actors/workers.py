@@ -8,7 +8,7 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
-from actors.rollouts.worker import Worker
+from actors.rollouts.worker import Worker, WorkerParts
 from actors.weights.follow import PolicyFollower
 from bus.connection import Bus
 from learner.initial.scratch_model import character_tokenizer
@@ -23,18 +23,19 @@ def make_worker(
     *,
     max_new_tokens: int,
     keep: str = "none",
-    share_after_s: float | None = 0.0,
+    **parts: object,
 ) -> Worker:
+    """A worker that shares finished rollouts at once, unless its parts say otherwise."""
     sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=(TOKENIZER.eos_token_id,))
     return Worker(
         bus,
         Policy(engine, TOKENIZER, sampling),
         environment,
+        WorkerParts(**{"share_after_s": 0.0, **parts}),
         follower=PolicyFollower(bus, engine),
         keep=load_filter(keep),
         shards=2,
         name="tester",
-        share_after_s=share_after_s,
     )
 
 

@@ -188,7 +188,6 @@ async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int, load: A
         keep=load_filter("none"),
         shards=1,
         name="bench",
-        share_after_s=None,
     )
     publisher, stop = Publisher(bus), asyncio.Event()
     for group in range(load.groups):

@@ -129,7 +129,7 @@ async def _bench(load: EpisodesLoad) -> Report:
             await _offer(bus, load)
             worker = Worker(
                 bus, policy, Turns(load.turns), follower=PolicyFollower(bus, engine),
-                keep=load_filter("none"), shards=1, name="bench", share_after_s=None,
+                keep=load_filter("none"), shards=1, name="bench",
             )  # fmt: skip
             with few_collections(), quick_turns():
                 return await _measured(bus, worker, load)

@@ -63,8 +63,9 @@ class Lab:
 
 
 @asynccontextmanager
-async def lab(**settings: object) -> AsyncIterator[Lab]:
-    environment = ClientsEnvironment.from_config(ClientsConfig(**{"reward": "posted", **settings}))
+async def lab(*, token: str | None = None, **settings: object) -> AsyncIterator[Lab]:
+    config = ClientsConfig(**{"reward": "posted", **settings})
+    environment = ClientsEnvironment.from_config(config, token=token)
     async with aiohttp.ClientSession() as http:
         found = Lab(environment, http)
         await environment.open(found.stop)
@@ -196,8 +197,7 @@ async def test_request_for_a_task_that_comes_again_gets_the_same_one():
 
 
 async def test_strangers_get_no_task_where_a_token_is_asked_for():
-    async with lab() as at:
-        at.environment.token = "secret"
+    async with lab(token="secret") as at:
         rollout = at.rollout()
         for wrong in ({}, {"Authorization": "Bearer secre"}, {"x_api_key": "é"}):
             status, said = await at.post("/tasks", {}, **wrong)

@@ -11,6 +11,7 @@ from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
+from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.settings.actors import ActorsConfig
@@ -42,7 +43,10 @@ def debating(tokenizer, *rounds, judge=None, opponent=None):
     frozen = ScriptedEngine(lambda _: tokenizer.encode(f"{opponent}<|end|>"), policy_version=1)
     opponents = {} if opponent is None else {"past": frozen}
     return Policy(
-        ScriptedEngine(script, policy_version=7), tokenizer, Sampling(max_new_tokens=16), opponents=opponents
+        ScriptedEngine(script, policy_version=7),
+        tokenizer,
+        Sampling(max_new_tokens=16),
+        others=OtherEngines(opponents=opponents),
     )
 
 

@@ -84,7 +84,6 @@ async def test_one_run_mixes_tools_games_and_single_turns_by_the_source_of_a_pro
         worker = Worker(
             bus, asked, environment,
             follower=PolicyFollower(bus, asked._engine), keep=load_filter("none"), shards=2, name="tester",
-            share_after_s=None,
         )  # fmt: skip
         reader = ReplayReader(bus, "a")
         async with serving(bus, tmp_path, six, prompts=prompts, sources=mixed) as storage:

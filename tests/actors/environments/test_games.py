@@ -15,6 +15,7 @@ from actors.environments.games.guess_number import GuessNumberPlay
 from actors.environments.games.nim import NimPlay
 from actors.episodes.errors import EpisodeError
 from actors.episodes.task import Task
+from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.games import GameConfig, GymnasiumGame, Nim, PluginGame, TextArenaGame
@@ -44,7 +45,7 @@ def saying(tokenizer, *answers, version=0):
 def player(tokenizer, *answers, opponents=None):
     engines = {name: saying(tokenizer, *said, version=1) for name, said in (opponents or {}).items()}
     engine = saying(tokenizer, *answers, version=7)
-    return Policy(engine, tokenizer, Sampling(max_new_tokens=16), opponents=engines)
+    return Policy(engine, tokenizer, Sampling(max_new_tokens=16), others=OtherEngines(opponents=engines))
 
 
 def texts(tokenizer, trajectory):

@@ -60,7 +60,8 @@ class HalvedConfig(EnvironmentSettings):
         return True
 
 
-def halved(config: HalvedConfig, *, finish_within_s: float) -> Halved:
+def halved(config: HalvedConfig, *, finish_within_s: float, token: str | None) -> Halved:
+    assert token == "secret"
     return Halved(config.reward, finish_within_s)
 
 
@@ -75,7 +76,7 @@ class Extended(ActorsConfig):
 async def test_a_new_environment_is_built_run_and_refused_by_its_record(tokenizer):
     limits = {"interruption": {"finish_within_s": 7.0}}
     actors = Extended.model_validate({"environment": {"type": "halved", "reward": 3.0}} | limits)
-    async with built_environment(actors, Event(), ()) as environment:
+    async with built_environment(actors, Event(), (), token="secret") as environment:
         assert environment.finish_within_s == 7.0
         episode = await environment.run(
             Task(task_id="t", prompt="6*7=", label="42"), policy_saying(tokenizer, "42<|end|>")

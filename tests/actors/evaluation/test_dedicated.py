@@ -311,9 +311,9 @@ async def test_all_that_an_actor_runs_beside_its_rollouts_is_started_with_its_se
     if only:
         return
     worker, _ = built
-    assert (worker.retries, worker.interruption.config) == (actors.retries, actors.interruption)
+    assert (worker.parts.retries, worker.interruption.config) == (actors.retries, actors.interruption)
     assert worker.room.admission is not None
-    assert worker.first_calls is not None
+    assert worker.parts.first_calls is not None
     assert worker._leases.account._writer is not None
 
 

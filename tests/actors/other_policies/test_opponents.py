@@ -17,6 +17,7 @@ from actors.episodes.task import Task
 from actors.other_policies import opponents as opponents_module
 from actors.other_policies.opponent_weights import PublishedWeights, manifest_at
 from actors.other_policies.opponents import Opponents, opponent_engine
+from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
@@ -213,9 +214,9 @@ async def test_each_side_is_sampled_by_its_own_weights_and_only_the_policy_is_tr
     assert max(prompt["input_ids"]) < past.config.vocab_size
     async with serve(policy_version=9) as engine, serve(policy_version=-1) as opponent:
         await opponent.load_weights(past.state_dict(), 2)
-        policy = Policy(engine, tokenizer, Sampling(max_new_tokens=3), opponents={"past": opponent}).fresh(
-            "n"
-        )
+        policy = Policy(
+            engine, tokenizer, Sampling(max_new_tokens=3), others=OtherEngines(opponents={"past": opponent})
+        ).fresh("n")
         await policy.chat("93", "player-1")
         await policy.chat("93", "player-2", policy="past")
     mine, theirs = policy.trajectories(1.0)
@@ -232,7 +233,9 @@ async def test_each_side_is_sampled_by_its_own_weights_and_only_the_policy_is_tr
 async def test_an_opponent_is_not_asked_which_tokens_it_kept_since_its_server_may_not_tell():
     mine, theirs = (ScriptedEngine(lambda _: [5] * 3, policy_version=1) for _ in range(2))
     sampling = Sampling(max_new_tokens=3, top_p=0.9, keep_masks=True)
-    policy = Policy(mine, character_tokenizer(), sampling, opponents={"past": theirs}).fresh("n")
+    policy = Policy(
+        mine, character_tokenizer(), sampling, others=OtherEngines(opponents={"past": theirs})
+    ).fresh("n")
     for engine in (mine, theirs):
         await engine.start()
     await policy.chat("93", "player-1")
@@ -267,7 +270,8 @@ async def test_a_directory_is_an_opponent_and_follows_nothing(bus, tmp_path, dir
         await made.run(lambda: None, stop)
         assert made.versions == {"rival": opponents_module.PATH_VERSION}
         assert made.failure == ""
-        policy = Policy(None, character_tokenizer(), Sampling(max_new_tokens=4), opponents=made.engines)
+        others = OtherEngines(opponents=made.engines)
+        policy = Policy(None, character_tokenizer(), Sampling(max_new_tokens=4), others=others)
         await policy.chat("93", policy="rival")
         [trajectory] = policy.trajectories(0.0)
         assert len(trajectory.turns) == 1

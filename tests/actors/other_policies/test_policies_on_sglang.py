@@ -14,7 +14,7 @@ from actors.engines.fleet.build import engine_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.other_policies.further_policy import FurtherSettings, PolicyOpener
-from actors.policy.further_engines import FurtherEngines
+from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.actors import ActorsConfig
 from actors.settings.engines import SglangEngineConfig
@@ -97,8 +97,9 @@ async def test_each_policy_is_answered_by_its_own_server_whose_versions_are_its_
         further = await opener.open("rival", stop)
         assert further is not None
         await asyncio.gather(own.start(), further.start())
-        policy = Policy(own, AutoTokenizer.from_pretrained(directory), Sampling(max_new_tokens=16))
-        policy.further = FurtherEngines({"rival": further.engine}, {"critic": "rival"})
+        others = OtherEngines(further={"rival": further.engine}, agents={"critic": "rival"})
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        policy = Policy(own, tokenizer, Sampling(max_new_tokens=16), others=others)
 
         async def have(*versions):
             async def there():

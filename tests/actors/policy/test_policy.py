@@ -10,6 +10,7 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Fork
 from actors.episodes.errors import EpisodeError
+from actors.policy.other_engines import ALONE, OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.actors import SamplingConfig
 from bus.trajectory import Turn
@@ -21,10 +22,10 @@ END = 1
 def scripted(tokenizer):
     """Build a policy whose engine answers with the given texts in turn."""
 
-    def build(*answers, max_new_tokens=64):
+    def build(*answers, max_new_tokens=64, others=ALONE):
         replies = iter(answers)
         engine = ScriptedEngine(lambda _: tokenizer.encode(next(replies)), policy_version=2)
-        return Policy(engine, tokenizer, Sampling(max_new_tokens=max_new_tokens)), engine
+        return Policy(engine, tokenizer, Sampling(max_new_tokens=max_new_tokens), others=others), engine
 
     return build
 
@@ -185,8 +186,7 @@ async def test_greedy_turns_and_frozen_agents_are_recorded_but_not_trained(scrip
 
 
 async def test_no_turn_is_trained_whose_log_probs_would_be_of_another_temperature(scripted):
-    policy, _ = scripted(*["a<|end|>"] * 3)
-    policy.unscaled = {"default"}
+    policy, _ = scripted(*["a<|end|>"] * 3, others=OtherEngines(unscaled={"default"}))
     warm = replace(policy.sampling, temperature=0.5)
     with pytest.raises(EpisodeError, match=r"temperature 0\.5, .*policy 'default' tell log-probs at"):
         await policy.chat("x", sampling=warm)

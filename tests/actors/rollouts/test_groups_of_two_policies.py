@@ -11,13 +11,13 @@ from actors.engines.scripted import ScriptedEngine
 from actors.episodes.agents import policy_of
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
-from actors.policy.further_engines import FurtherEngines
+from actors.policy.other_engines import OtherEngines
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.rollouts import participation
 from actors.rollouts.further_leases import FurtherLeases
 from actors.rollouts.leases import PolicyLeases
-from actors.rollouts.worker import Worker
+from actors.rollouts.worker import Worker, WorkerParts
 from actors.weights.follow import PolicyFollower
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -63,17 +63,16 @@ class Actor:
     def __init__(self, bus, rival, environment, *, keep="none"):
         self.engines = engine(OWN), engine(RIVAL)
         sampling = Sampling(max_new_tokens=8, stop_token_ids=(TOKENIZER.eos_token_id,))
-        self.policy = Policy(self.engines[0], TOKENIZER, sampling)
-        self.policy.further = FurtherEngines({"rival": self.engines[1]}, {"critic": "rival"})
-        self.worker = Worker(
-            bus, self.policy, environment,
-            follower=PolicyFollower(bus, self.engines[0]), keep=load_filter(keep), shards=2, name="tester",
-            share_after_s=0.0,
-        )  # fmt: skip
+        others = OtherEngines(further={"rival": self.engines[1]}, agents={"critic": "rival"})
+        self.policy = Policy(self.engines[0], TOKENIZER, sampling, others=others)
         self.follower = PolicyFollower(rival, self.engines[1])
-        asked = PolicyLeases(rival, self.follower, shards=2, actor="tester", counts=self.worker.counts)
+        counts = self.policy.turns.counts
+        asked = PolicyLeases(rival, self.follower, shards=2, actor="tester", counts=counts)
         self.leases = FurtherLeases("rival", rival, asked, self.follower)
-        self.worker.further = {"rival": self.leases}
+        self.worker = Worker(
+            bus, self.policy, environment, WorkerParts(share_after_s=0.0, further={"rival": self.leases}),
+            follower=PolicyFollower(bus, self.engines[0]), keep=load_filter(keep), shards=2, name="tester",
+        )  # fmt: skip
 
     @asynccontextmanager
     async def at_work(self):

@@ -173,8 +173,7 @@ class FailingAtFirst:
 async def test_a_failed_rollout_is_repeated_with_its_seeds_as_often_as_the_settings_say(bus, engine, end):
     name = end or "reward_error"
     environment = FailingAtFirst(2, end)
-    actor = Actor(bus, engine, environment)
-    actor.worker.retries = RetriesConfig(**{name: 2, "engine_error": 9})
+    actor = Actor(bus, engine, environment, retries=RetriesConfig(**{name: 2, "engine_error": 9}))
     [batch] = await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=GROUPS)
     assert [(t.end, t.reward) for t in batch.trajectories] == [("completed", 1.0)] * 3
     assert actor.worker.counts["repeated_episodes"] == 6
@@ -183,8 +182,7 @@ async def test_a_failed_rollout_is_repeated_with_its_seeds_as_often_as_the_setti
 
 
 async def test_a_rollout_that_fails_more_often_counts_as_failed_once(bus, engine):
-    actor = Actor(bus, engine, FailingAtFirst(2))
-    actor.worker.retries = RetriesConfig(reward_error=1)
+    actor = Actor(bus, engine, FailingAtFirst(2), retries=RetriesConfig(reward_error=1))
     [rejection] = await actor.roll_out(make_lease(0, samples=1, policy_version=4), result=REJECTED)
     assert (rejection.reason, rejection.detail) == ("rollout_failed", "RewardError: the judge is away")
     assert actor.worker.ends.status["ends"] == {"reward_error": 1}

@@ -94,9 +94,8 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 def make_worker(
     bus: Bus, engine: ScriptedEngine, environment, config: InterruptionConfig, *, share_after_s: float = 0.0
 ) -> Worker:
-    worker = workers.make_worker(bus, engine, environment, max_new_tokens=16, share_after_s=share_after_s)
-    worker.interruption.config = config
-    return worker
+    parts = {"share_after_s": share_after_s, "interruption": config}
+    return workers.make_worker(bus, engine, environment, max_new_tokens=16, **parts)
 
 
 @asynccontextmanager

@@ -60,7 +60,6 @@ async def test_agents_turns_and_forks_reach_the_learner_and_each_agent_has_its_o
         keep=load_filter("zero_variance"),
         shards=2,
         name="tester",
-        share_after_s=None,
     )
     reader = ReplayReader(bus, "a")
     async with serving(bus, tmp_path, ONE_GROUP):

@@ -15,7 +15,7 @@ from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring.scorers import Scorer
-from actors.rollouts.worker import Worker
+from actors.rollouts.worker import Worker, WorkerParts
 from actors.settings.actors import ActorsConfig, SingleTurnConfig
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
@@ -42,7 +42,7 @@ def answer_with(text):
 class Actor:
     """A worker on a scripted engine, run for as long as a test needs it."""
 
-    def __init__(self, bus, engine, environment=None, keep="none"):
+    def __init__(self, bus, engine, environment=None, keep="none", **parts):
         self.bus = bus
         sampling = Sampling(max_new_tokens=8, stop_token_ids=(TOKENIZER.eos_token_id,))
         self.follower = PolicyFollower(bus, engine)
@@ -50,11 +50,11 @@ class Actor:
             bus,
             Policy(engine, TOKENIZER, sampling),
             environment or SingleTurn.from_config(SingleTurnConfig(reward="exact")),
+            WorkerParts(**parts),
             follower=self.follower,
             keep=load_filter(keep),
             shards=2,
             name="tester",
-            share_after_s=None,
         )
 
     async def roll_out(self, *leases, result):
@@ -219,8 +219,8 @@ async def test_an_actor_that_is_started_by_itself_calls_a_reward_before_its_firs
     (tmp_path / "called_first.py").write_text("def score(answer):\n    return {}[answer.label]\n")
     monkeypatch.syspath_prepend(tmp_path)
     reward = SingleTurnConfig(reward="called_first:score")
-    actor = Actor(bus, engine, SingleTurn.from_config(reward))
-    actor.worker.first_calls = FirstCalls(ActorsConfig(environment=reward))
+    first_calls = FirstCalls(ActorsConfig(environment=reward))
+    actor = Actor(bus, engine, SingleTurn.from_config(reward), first_calls=first_calls)
     lease = encode(make_lease(1, samples=1, policy_version=4))
     await Publisher(bus).publish(bus.subject("tasks", "rollout"), lease, message_id="1")
     async with asyncio.timeout(60):

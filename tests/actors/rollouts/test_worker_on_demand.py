@@ -15,7 +15,7 @@ from actors.policy.context_tokens import ContextTokens
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.rollouts.lease_admission import LeaseAdmission, LeaseRoom
-from actors.rollouts.worker import Worker
+from actors.rollouts.worker import Worker, WorkerParts
 from actors.settings.actors import ActorsConfig
 from actors.settings.clients import ClientsConfig
 from actors.weights.follow import PolicyFollower
@@ -35,11 +35,12 @@ from tests.factories import make_lease
 TIMEOUT_S = 20
 
 
-def worker_of(bus, engine, environment) -> Worker:
+def worker_of(bus, engine, environment, kv_tokens=lambda: None) -> Worker:
     policy = Policy(engine, TOKENIZER, Sampling(max_new_tokens=16))
+    parts = WorkerParts(admission=LeaseAdmission(policy.contexts, kv_tokens, soft_share=0.8))
     return Worker(
-        bus, policy, environment, follower=PolicyFollower(bus, engine), keep=load_filter("none"), shards=2,
-        name="tester", share_after_s=None,
+        bus, policy, environment, parts,
+        follower=PolicyFollower(bus, engine), keep=load_filter("none"), shards=2, name="tester",
     )  # fmt: skip
 
 
@@ -94,9 +95,8 @@ async def test_lease_is_taken_when_a_client_asks_and_its_group_is_stored_when_cl
 async def test_leases_wait_on_the_bus_while_the_engines_caches_are_full(bus):
     engine = ScriptedEngine(script(lambda _: "fine"), policy_version=0)
     told = [KvTokens(850, 1000, shares_prefixes=False)]
-    worker = worker_of(bus, engine, SingleTurn.from_config(ActorsConfig().environment))
+    worker = worker_of(bus, engine, SingleTurn.from_config(ActorsConfig().environment), lambda: told[0])
     contexts = worker._policy.contexts
-    worker.room.admission = LeaseAdmission(contexts, lambda: told[0], soft_share=0.8)
     contexts.begin(999, ["another"])  # so that the engine is not idle
     contexts.note("another", "solver", 10, 5)
     await give(bus, *(make_lease(n, samples=1) for n in (0, 2)))

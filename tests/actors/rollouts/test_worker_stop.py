@@ -36,7 +36,6 @@ async def test_stop_of_many_agent_programs_is_quick_and_their_leases_are_others(
     worker = Worker(
         bus, Policy(engine, TOKENIZER, Sampling(max_new_tokens=16)), environment,
         follower=PolicyFollower(bus, engine), keep=load_filter("none"), shards=2, name="tester",
-        share_after_s=None,
     )  # fmt: skip
     for number in (0, 2, 4):
         lease = make_lease(number, samples=4)

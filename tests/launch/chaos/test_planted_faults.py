@@ -13,8 +13,6 @@ from transformers import Qwen3Config
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring.scorers import Scorer
-from actors.rollouts.account import ActorAccount
-from actors.rollouts.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import PolicyManifest, RunRecord
@@ -106,8 +104,8 @@ async def rolling_out(bus: Bus, run: RunDirectory):
     engine = ScriptedEngine(lambda tokens: [*digits(next(answers)), TOKENIZER.eos_token_id])
     await engine.start()
     environment = SingleTurn(Scorer("one", timeout_s=5, reward=lambda answer: 1.0 / float(answer.text)))
-    worker: Worker = make_worker(bus, engine, environment, max_new_tokens=8, share_after_s=None)
-    worker.keep_account(ActorAccount(run.path / ACTORS, "tester"))
+    parts = {"share_after_s": None, "account": run.path / ACTORS}
+    worker = make_worker(bus, engine, environment, max_new_tokens=8, **parts)
     async with running(lambda stop: worker.run(stop, groups_at_once=4)):
         yield worker
     await engine.close()

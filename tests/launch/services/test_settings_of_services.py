@@ -114,17 +114,12 @@ async def test_an_actor_is_told_what_the_settings_say(
 ):
     config = await announce(bus, SETTINGS)
     found = capture(monkeypatch, actors.service, "run_actors")
-    monkeypatch.setattr(launch.services.actors, "gateway_token", lambda config: config.run)
     monkeypatch.setattr(
         launch.services.actors, "shares_servers", lambda config, name, engine: name == "rival"
     )
     await serve_actors(validate({"run": "test", **where}), {}, asyncio.Event())
     [(_, told, *_)] = found
-    assert (told.max_staleness, told.colocation, told.gateway_token) == (
-        7,
-        config.colocation,
-        "test",
-    )
+    assert (told.max_staleness, told.colocation) == (7, config.colocation)
     assert told.account == tmp_path / "test" / ACTORS
     assert told.calls_rewards
     assert told.exact
@@ -133,6 +128,18 @@ async def test_an_actor_is_told_what_the_settings_say(
     assert (further.max_staleness, further.account) == (7, tmp_path / "test__rival" / ACTORS)
     assert further.shares_servers
     assert further.exact
+
+
+async def test_clients_need_the_token_of_the_gateway(
+    bus: Bus, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    clients = {"environment": {"type": "clients", "reward": "posted"}}
+    await announce(bus, {"run": "test", "data": {"task": "sort"}, "actors": clients})
+    found = capture(monkeypatch, actors.service, "run_actors")
+    monkeypatch.setattr(launch.services.actors, "gateway_token", lambda config: config.run)
+    await serve_actors(validate({"run": "test", **where}), {}, asyncio.Event())
+    [(_, _, (environment, _), _)] = found
+    assert environment.token == "test"
 
 
 async def test_an_actor_refuses_a_gateway_that_is_open_to_everybody(
