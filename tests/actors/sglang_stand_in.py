@@ -36,8 +36,17 @@ class Copying(torch.nn.Module):
 class StandIn:
     """Answers as 0.5.23 does; `said` is every path that was asked for, in order."""
 
+    breaks_off = True
+    """Whether the connection breaks behind these pieces."""
+    longest_prompt = 4091
+    tensor_ranks = 1
+    replicas = 1
+    joins_within_s = 60.0
+
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.connections: set[object] = set()
+        """Addresses that requests came from."""
         self.versions: list[str | None] = []
         """Version of each request that carried weights."""
         self.version = "default"
@@ -50,7 +59,7 @@ class StandIn:
         """The bodies of requests that begin an update or carry weights, each with its `path`."""
         self.streams = False
         self.pieces: list[dict[str, object]] = []
-        """Said instead of a generation to who wants a stream; then the connection breaks."""
+        """Said instead of a generation to who wants a stream."""
         self.piece_sent = asyncio.Event()
         self.goes_on = asyncio.Event()
         """What a stream waits for between its pieces and its break."""
@@ -68,9 +77,6 @@ class StandIn:
         self.asked: list[dict[str, Any]] = []
         """The bodies of requests to generate."""
         self.architectures = ["Qwen3ForCausalLM"]
-        self.longest_prompt = 4091
-        self.tensor_ranks = 1
-        self.replicas = 1
         self.speculation: str | None = None
         self.kept_sets: dict[str, int] = {"sampling_mask_max_tokens": 4096}
         """The setting of the largest set of kept tokens that it tells; older versions have none."""
@@ -85,7 +91,6 @@ class StandIn:
         """As with CUDA, before it has what the learner sends."""
         self.receiving: list[asyncio.Task[None]] = []
         self.groups: dict[str, GlooRank] = {}
-        self.joins_within_s = 60.0
         self.lora = StandInAdapters()
 
     async def start(self) -> None:
@@ -103,6 +108,7 @@ class StandIn:
     async def _answer(self, request: web.Request) -> web.StreamResponse:  # noqa: C901  # a case for each path
         path = request.match_info["path"]
         self.said.append(path)
+        self.connections.add(request.transport and request.transport.get_extra_info("peername"))
         body = await request.json() if request.can_read_body else {}
         if path.startswith(("begin_weight_update", "update_weights_from")):
             self.updates.append(body | {"path": path})
@@ -220,6 +226,10 @@ class StandIn:
             await response.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
         self.piece_sent.set()
         await self.goes_on.wait()
+        if not self.breaks_off:
+            await asyncio.sleep(0.01)  # SGLang ends a stream in a packet of its own
+            await response.write(b"data: [DONE]\n\n")
+            return response
         assert request.transport is not None
         request.transport.abort()
         return response

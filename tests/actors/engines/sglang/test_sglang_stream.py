@@ -168,6 +168,24 @@ async def test_tokens_of_a_stream_that_breaks_off_are_handed_out(engine):
     assert not engine.failure  # the server was looked at, and is well
 
 
+async def test_requests_behind_each_other_use_a_connection_again(engine):
+    engine.server.pieces, engine.server.breaks_off = [piece(0, 6, **END)], False
+    engine.server.goes_on.set()
+    for number in range(20):
+        await engine.generate(request(f"r{number}", [1], new=6))
+    assert engine.server.said.count("generate") >= 20
+    assert len(engine.server.connections) <= 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_whole_answer_counts_though_its_stream_breaks_off_behind_it_or_never_ends(engine, ends):
+    flight = breaks_off(engine, piece(0, 6, **END))
+    if ends:
+        engine.server.goes_on.set()
+    found = await asyncio.wait_for(flight, TIMEOUT_S)
+    assert found.token_ids.tolist() == [100, 101, 102, 103, 104, 105]
+
+
 async def test_tokens_of_a_server_that_is_killed_are_handed_out(engine):
     flight = breaks_off(engine, piece(0, 4))
     await until_they_came(engine, 4)
