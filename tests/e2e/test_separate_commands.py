@@ -106,8 +106,9 @@ def test_each_host_keeps_only_what_is_its_own(finished: Path):
     found = {host.name: {p.name for p in (host / f"runs/{RUN}").glob("*")} for host in finished.iterdir()}
     assert {"checkpoints", "export", "model", "progress.json"} <= found["learner"]
     assert {"ledger.sqlite", "data"} <= found["storage"]
-    assert found["near"] <= {"account", "weights"}  # what it sent, and what the relay passes on
-    assert found["far"] <= {"account"}
+    own = {"account", "seen-actors.json"}  # what it sent, and which signed records it took
+    assert found["near"] <= own | {"weights"}  # which the relay passes on
+    assert found["far"] <= own
     assert not found["learner"] & {"ledger.sqlite", "replay"}
 
 
