@@ -13,6 +13,7 @@ from actors.engines.dynamic_angles import refuse_dynamic_angles
 from actors.engines.served_adapters import ServedAdapters
 from actors.settings.engines import EmbeddedEngineConfig, EngineConfig, SglangEngineConfig
 from bus.errors import ConfigError
+from bus.process.process_tuning import no_collections
 from storage.images.reader import ImageReader
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def build_engine(
 
 def embedded_engine(config: EmbeddedEngineConfig, model: Path, place: EnginePlace) -> Engine:
     """Return an engine of transformers in this process."""
-    from actors.engines.embedded.engine import EmbeddedEngine
+    with no_collections():
+        from actors.engines.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine.from_directory(model, config, exact=place.exact)
 
