@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.rollouts.worker import Worker, WorkerParts
 from actors.weights.follow import PolicyFollower
 from bus.connection import Bus
 from learner.initial.scratch_model import character_tokenizer
+from tests.actors.scripted_engine import ScriptedEngine
 
 TOKENIZER = character_tokenizer()
 

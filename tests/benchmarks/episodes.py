@@ -18,7 +18,6 @@ import psutil
 import uvloop
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
 from actors.episodes.task import ChatMessage, Task
 from actors.policy.policy import Policy
@@ -39,6 +38,7 @@ from bus.topology import ensure
 from bus.trajectory import TrajectoryBatch
 from bus.waiting import cancelled
 from learner.initial.scratch_model import character_tokenizer
+from tests.actors.scripted_engine import ScriptedEngine
 
 SAMPLES = 8
 """Rollouts of each prompt."""

@@ -15,7 +15,6 @@ import numpy as np
 import uvloop
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.task import ChatMessage
 from actors.gateway.server import Gateway
 from actors.policy.policy import Policy
@@ -25,6 +24,7 @@ from bus.errors import EngineError
 from bus.process.child_process import module_command
 from bus.waiting import cancelled
 from learner.initial.scratch_model import character_tokenizer
+from tests.actors.scripted_engine import ScriptedEngine
 
 ALONE = 20
 """Sessions of which one at a time asks."""

@@ -16,7 +16,6 @@ import torch
 from transformers import PretrainedConfig
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment
 from actors.episodes.errors import ToolError
 from actors.episodes.task import Answer, Task
@@ -43,6 +42,7 @@ from learner.config.loss import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
 from learner.distributed.exact_sums import exact_sums
 from storage.model_files.families import FAMILIES, ModelFamily
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_trajectory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()

@@ -12,7 +12,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
 from actors.environments.build import build_environment
 from actors.episodes.episode import Episode
@@ -28,6 +27,7 @@ from bus.errors import ConfigError, EngineError, HandBackError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
 from tests.actors.gateway.served import TOKENIZER, script, until
+from tests.actors.scripted_engine import ScriptedEngine
 
 HEAD = """
 import json, os, sys, time, urllib.request

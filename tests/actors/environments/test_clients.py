@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments import clients
 from actors.environments.clients import ClientsEnvironment
 from actors.episodes.episode import Episode
@@ -20,6 +19,7 @@ from actors.rollouts.worker import end_after
 from actors.settings.clients import ClientsConfig
 from bus.errors import HandBackError
 from tests.actors.gateway.served import TOKENIZER, encoded, script
+from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("looking_often")
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}

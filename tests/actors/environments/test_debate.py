@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.episodes.errors import EpisodeError
@@ -20,6 +19,7 @@ from bus.errors import ConfigError, RequestRefusedError
 from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks.agent_demonstrations import DEBATERS, debate_demonstration
+from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="d", prompt="sort 31", label="13")
 

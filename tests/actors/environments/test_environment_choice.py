@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import built_environment
 from actors.environments.choice import EnvironmentChoice
 from actors.environments.prompt_choices import refuse_unknown_choices
@@ -27,6 +26,7 @@ from storage.client.reader import ReplayReader
 from storage.prompts.sources import load_sources
 from storage.settings.admission import AdmissionConfig
 from storage.settings.data import DataConfig
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.storage.serving import LearnerStandIn, read_batch, running, serving
 
 TOKENIZER = character_tokenizer()

@@ -8,7 +8,6 @@ import pytest
 import structlog
 
 from actors.engines.base import Engine, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments import plugin
 from actors.environments.base import Environment
 from actors.environments.build import build_environment, built_environment
@@ -22,6 +21,7 @@ from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring.scorers import Scorer
 from actors.settings.actors import ActorsConfig, PluginEnvironmentConfig, SingleTurnConfig
 from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError
+from tests.actors.scripted_engine import ScriptedEngine
 
 
 def policy_saying(tokenizer, text, *, max_new_tokens=64):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.environments.games.guess_number import GuessNumberPlay
@@ -24,6 +23,7 @@ from launch.settings.run_config import resolve
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks import agent_demonstrations as demonstrations
 from storage.built_in_tasks.generators import TASKS
+from tests.actors.scripted_engine import ScriptedEngine
 
 GUESS = Task(task_id="g", prompt="guess 10-24", label="20")
 

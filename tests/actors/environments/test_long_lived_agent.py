@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments import clients, long_lived_agent
 from actors.environments.build import build_environment
 from actors.environments.long_lived_agent import LongLivedAgent
@@ -22,6 +21,7 @@ from actors.rollouts.worker import end_after
 from actors.settings.agents import AgentConfig
 from bus.errors import ConfigError, HandBackError
 from tests.actors.gateway.served import TOKENIZER, script, until
+from tests.actors.scripted_engine import ScriptedEngine
 
 HEAD = """
 import json, os, sys, time, urllib.request

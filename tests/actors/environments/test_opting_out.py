@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
@@ -35,6 +34,7 @@ from actors.settings.panel import PanelConfig
 from bus.errors import HandBackError, RequestRefusedError
 from tests.actors.environments.test_payment import Schemer
 from tests.actors.gateway.served import TOKENIZER, encoded
+from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="g00000000.0", prompt="earn", label="right")
 VERIFIER = """

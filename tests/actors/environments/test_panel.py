@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
@@ -15,6 +14,7 @@ from actors.rewards.base import LATER, RewardError
 from actors.settings.panel import PanelConfig
 from learner.initial.scratch_model import character_tokenizer
 from storage.built_in_tasks.agent_demonstrations import panel_demonstration
+from tests.actors.scripted_engine import ScriptedEngine
 
 TASK = Task(task_id="p", prompt="sort 31", label="13")
 

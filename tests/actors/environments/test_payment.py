@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
 from actors.environments.build import build_environment
 from actors.episodes.episode import Episode
@@ -26,6 +25,7 @@ from bus.errors import ConfigError
 from tests.actors.environments.test_agent import running
 from tests.actors.environments.ways_to_be_paid import OF_HTTP, OF_SHELL, POST
 from tests.actors.gateway.served import TOKENIZER, encoded
+from tests.actors.scripted_engine import ScriptedEngine
 
 LABEL = "LABEL-73501"
 REFUSED = 9

@@ -11,7 +11,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment, check_environment
 from actors.environments.tools import ToolChat
 from actors.episodes.episode import Episode
@@ -32,6 +31,7 @@ from bus.errors import ConfigError, RequestRefusedError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
 from tests.actors.gateway.served import TOKENIZER, encoded
+from tests.actors.scripted_engine import ScriptedEngine
 
 LONG = Sampling(max_new_tokens=100)
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|unk|>")

@@ -8,7 +8,6 @@ from aiohttp import web
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.evaluation.chat_endpoint import ChatEndpoint
@@ -21,6 +20,7 @@ from bus.errors import ConfigError, RequestRefusedError
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.test_evaluation_sets import ask
 from tests.actors.held_out import SAMPLED, TOKENIZER, Recording, published
+from tests.actors.scripted_engine import ScriptedEngine
 
 ASKED = 3
 """Prompts of a data set that `ask` asks for."""

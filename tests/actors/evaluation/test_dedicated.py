@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 
 from actors import service
 from actors.engines.fleet.fleet import Fleet
-from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
 from actors.evaluation.engines import OwnEngine
 from actors.evaluation.evaluator import Evaluator
@@ -36,6 +35,7 @@ from storage.model_files.packed_files import bundle
 from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.test_evaluation_sets import ask
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, published, until
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import tiny_model
 

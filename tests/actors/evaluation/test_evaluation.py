@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
 from actors.evaluation import engines as evaluation_engines
 from actors.evaluation.engines import RolloutEngines
@@ -14,6 +13,7 @@ from bus.errors import EngineError, EngineLostError, HandBackError
 from tests.actors import held_out
 from tests.actors.engines.fleet.test_fleet_embedded import fleet_of, state  # noqa: F401
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, followed, published, until
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import tiny_model
 from tests.actors.weights.test_weights import publish
 

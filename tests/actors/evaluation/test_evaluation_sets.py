@@ -2,7 +2,6 @@
 
 import pytest
 
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
 from actors.evaluation.engines import OwnEngine, RolloutEngines
 from bus.codec import decode, encode
@@ -13,6 +12,7 @@ from bus.streams.blob_store import put_blob
 from bus.streams.publish import Publisher
 from storage.weights.blob_sources import Blobs
 from tests.actors.held_out import followed
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.weights.test_weights import publish
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -6,7 +6,6 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.evaluation.engines import OwnEngine
@@ -20,6 +19,7 @@ from storage.weights.blob_sources import Blobs
 from tests.actors.evaluation.test_evaluation_sets import ask
 from tests.actors.held_out import SAMPLED, Recording, published
 from tests.actors.policy.families import FAMILIES
+from tests.actors.scripted_engine import ScriptedEngine
 
 QWEN = FAMILIES["qwen3"].tokenizer
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]

@@ -13,11 +13,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig
+from tests.actors.scripted_engine import ScriptedEngine
 
 END = "<|im_end|>"
 SPECIALS = ("<|pad|>", END, "<|im_start|>", "<|unk|>")

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
 from actors.episodes.episode import AgentTrajectory
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
 from tests.actors.gateway.served import TOKENIZER, encoded, script
+from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 PROGRAMS = Path(__file__).with_name("foreign")

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.episodes.episode import Episode, FailedEpisode
 from actors.metrics import episode_metrics
 from actors.metrics.episode_metrics import EpisodeMetrics
 from actors.rewards.scoring.scorers import Scorer
 from tests.actors.rollouts.test_worker import GROUPS, Actor, answer_with
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 

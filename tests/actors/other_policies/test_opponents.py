@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.build import build_environment
 from actors.episodes.task import Task
 from actors.other_policies import opponents as opponents_module
@@ -30,6 +29,7 @@ from learner.initial.scratch_model import character_tokenizer
 from learner.publication.publisher import WeightPublisher
 from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import recomputed, tiny_model
 
 

@@ -9,9 +9,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from tests.actors.policy.families import FAMILIES, TOOLS, Family
+from tests.actors.scripted_engine import ScriptedEngine
 
 WORDS = st.text("abcer \né.", min_size=1, max_size=6).filter(lambda text: text.strip())
 ARGUMENTS = st.dictionaries(st.sampled_from("ab"), st.integers(0, 99), min_size=1)

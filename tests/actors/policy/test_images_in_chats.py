@@ -4,13 +4,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors.engines.base import ChatReply, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from actors.rollouts import group
 from storage.images.chat import ImageChat
 from storage.images.encoded import decoded
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 from tests.pictures import image_part, picture, vision_directory
 

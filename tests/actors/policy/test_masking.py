@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from actors.engines.base import Generation, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import AgentTrajectory, Episode
 from actors.policy.policy import Policy
 from actors.policy.version_masking import Masking, without_older_kv, without_older_versions
 from actors.rollouts.group import Group
 from bus.trajectory import Turn
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 VERSIONS = [-1, 3, 3, 4, -1, 5, 6]

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Fork
 from actors.episodes.errors import EpisodeError
 from actors.policy.other_engines import ALONE, OtherEngines
 from actors.policy.policy import Policy
 from actors.settings.actors import SamplingConfig
 from bus.trajectory import Turn
+from tests.actors.scripted_engine import ScriptedEngine
 
 END = 1
 

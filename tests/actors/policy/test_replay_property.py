@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from actors.engines.base import Generation, Sampling
 from actors.engines.embedded.engine import EmbeddedEngine
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
 from actors.policy.policy import Policy
 from actors.rollouts.group import Group
 from actors.settings.engines import EmbeddedEngineConfig
 from tests.actors.policy.families import FAMILIES, Family
 from tests.actors.policy.test_conversations import UNSHRUNK, answers, retold, sampled
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

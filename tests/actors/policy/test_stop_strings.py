@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from actors.engines.base import Generation, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from actors.policy.stop_strings import FIRST_PIECE
 from bus.errors import RequestRefusedError
 from tests.actors.policy.families import FAMILIES
+from tests.actors.scripted_engine import ScriptedEngine
 
 QWEN = FAMILIES["qwen3"].tokenizer
 ONE = {"role": "user", "content": "one"}

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.agents import policy_of
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
@@ -26,6 +25,7 @@ from bus.topology import ensure
 from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.settings.admission import AdmissionConfig
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.storage.serving import LearnerStandIn, has, manifest, read_batch, running, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -9,7 +9,6 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.plugin import PluginEnvironment
 from actors.environments.single_turn import SingleTurn
 from actors.episodes.episode import Episode, FailedEpisode
@@ -28,6 +27,7 @@ from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch, recorded_samples
 from tests.actors.rollouts.test_worker import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

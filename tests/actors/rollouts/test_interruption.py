@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
 from actors.rollouts.worker import Worker
 from actors.settings.groups import InterruptionConfig
@@ -21,6 +20,7 @@ from bus.trajectory import Trajectory
 from storage.settings.admission import AdmissionConfig
 from storage.shard.server import Shard
 from tests.actors import workers
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.workers import TOKENIZER, killed_at_the_end
 from tests.factories import make_lease
 from tests.storage.serving import (

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from actors.engines.base import GenerationRequest, KvTokens, Sampling
 from actors.engines.fleet.fleet import Fleet
-from actors.engines.scripted import ScriptedEngine
 from actors.policy.context_tokens import ContextTokens
 from actors.rollouts.lease_admission import LeaseAdmission
 from actors.settings.fleet import FleetConfig
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.virtual_time import run_virtually
 
 CAPACITY = 4_000

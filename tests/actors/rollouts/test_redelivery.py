@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring.scorers import Scorer
 from actors.rollouts.worker import Worker
@@ -16,6 +15,7 @@ from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from storage.settings.admission import AdmissionConfig
 from tests.actors import workers
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.workers import TOKENIZER, killed_at_the_end
 from tests.factories import make_lease, make_trajectory
 from tests.storage.serving import (

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.episode import Episode
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
@@ -19,6 +18,7 @@ from learner.data.batches import make_step_batch, recorded_samples
 from learner.initial.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.settings.admission import AdmissionConfig
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.storage.serving import LearnerStandIn, read_batch, running, serving
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

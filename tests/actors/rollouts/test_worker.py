@@ -6,7 +6,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments import sample_calls
 from actors.environments.plugin import PluginEnvironment
 from actors.environments.sample_calls import FirstCalls
@@ -26,6 +25,7 @@ from bus.streams.publish import Publisher
 from bus.streams.received import understood
 from bus.trajectory import TrajectoryBatch
 from learner.initial.scratch_model import character_tokenizer
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

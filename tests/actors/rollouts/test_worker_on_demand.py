@@ -7,7 +7,6 @@ import aiohttp
 import pytest
 
 from actors.engines.base import KvTokens, Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.clients import ClientsEnvironment
 from actors.environments.single_turn import SingleTurn
 from actors.gateway.task_offers import Taker
@@ -30,6 +29,7 @@ from bus.waiting import cancelled
 from launch.services.gateway_access import gateway_token, refuse_open_gateway
 from launch.settings.run_config import RunConfig, validate
 from tests.actors.gateway.served import TOKENIZER, script
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 TIMEOUT_S = 20

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent import AgentEnvironment
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
@@ -19,6 +18,7 @@ from bus.messages import Lease
 from bus.streams.consume import Inbox, understood
 from bus.streams.publish import Publisher
 from tests.actors.gateway.served import TOKENIZER, script, until
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_lease
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.engines.scripted import ScriptedEngine
 from actors.weights import follow as following_policy
 from actors.weights.follow import PolicyFollower
 from actors.weights.received import Receiver
@@ -24,6 +23,7 @@ from storage.weights.blob_sources import Blobs
 from storage.weights.blob_stores import BusBlobs, blob_store
 from storage.weights.deltas import encode_delta
 from storage.weights.tensors import Weights
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 
 pytestmark = pytest.mark.nats

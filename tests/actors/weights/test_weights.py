@@ -4,13 +4,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from actors.engines.scripted import ScriptedEngine
 from actors.engines.served_adapters import ServedAdapters
 from actors.weights.follow import PolicyFollower
 from bus.errors import ConfigError, WeightsKeptError
 from bus.messages import AdaptedBase, PolicyManifest
 from bus.streams.blob_store import delete_blob, put_blob
 from bus.streams.publish import Publisher
+from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 10

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from benchmarks.critic import OBJECTIVES, Plan, configuration, figures_of, report, table
@@ -25,6 +24,7 @@ from bus.errors import ConfigError, SluiceError
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records
 from tests.actors.conftest import tokenizer  # noqa: F401 - a fixture
+from tests.actors.scripted_engine import ScriptedEngine
 
 TURNS = 4
 

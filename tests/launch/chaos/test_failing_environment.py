@@ -3,13 +3,13 @@
 from collections import Counter
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.plugin import plugin_environment
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.actors import PluginEnvironmentConfig
 from soak.failing_environment import FAILURES
 from tests.actors.rollouts.test_worker import TOKENIZER, answer_with
+from tests.actors.scripted_engine import ScriptedEngine
 
 ROLLOUTS = 200
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.rewards.scoring.scorers import Scorer
 from bus.codec import encode
@@ -31,6 +30,7 @@ from soak.trajectory_account import exit_status
 from storage.account.records import ACTORS
 from storage.disk.run_directory import RunDirectory
 from storage.model_files.packed_files import bundle
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.workers import TOKENIZER, make_worker
 from tests.storage.serving import BLOB, running, until
 

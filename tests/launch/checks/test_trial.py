@@ -9,13 +9,13 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.tools import ToolChat
 from actors.episodes.task import Task
 from actors.settings.tool_chat import ToolsConfig
 from bus.errors import ConfigError
 from launch.checks.trial import Trial, WatchedPolicy, show, try_model
 from launch.settings.run_config import resolve
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.published_chats import CHATS, tokenizer_of_chat
 
 QWEN = tokenizer_of_chat(CHATS["Qwen3"])

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment
 from actors.episodes.episode import Episode
 from actors.episodes.task import Task
@@ -14,6 +13,7 @@ from actors.policy.policy import Policy
 from launch.settings.run_config import preset, resolve
 from soak.failing_environment import FAILURES, FailingEnvironment
 from tests.actors.gateway.served import TOKENIZER, script
+from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 COUNT = 60

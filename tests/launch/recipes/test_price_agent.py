@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from actors.engines.base import Sampling
-from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment
 from actors.environments.build import built_environment
 from actors.episodes.task import Task
@@ -16,6 +15,7 @@ from launch.recipes.agent import prompts
 from launch.recipes.recipe import recipe
 from launch.settings.run_config import resolve
 from tests.actors.gateway.served import TOKENIZER, script
+from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -10,7 +10,6 @@ from actors.engines.fleet.colocation import able_to_release
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.fleet.gpu_plan import gpu_plan, gpus_used
 from actors.engines.on_policy import on_policy, tells_unscaled_logprobs
-from actors.engines.scripted import ScriptedEngine
 from actors.engines.served_adapters import served_adapters
 from actors.engines.sglang.server.kernel_versions import learners_kernels
 from actors.evaluation.dedicated import exact_engine
@@ -23,6 +22,7 @@ from bus.errors import ConfigError
 from launch.checks.engine_check import own_servers
 from launch.settings.config_checks import check_together
 from launch.settings.run_config import RunConfig
+from tests.actors.scripted_engine import ScriptedEngine
 
 
 class EchoEngine(EngineSettings):

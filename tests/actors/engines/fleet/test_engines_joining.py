@@ -11,7 +11,6 @@ from actors.engines.fleet.engine_claims import EngineClaims, role_of
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.shared_servers import SharedServers
 from actors.engines.on_policy import on_policy
-from actors.engines.scripted import ScriptedEngine
 from actors.policy.cut_off_sampling import told_by
 from actors.settings.actors import SamplingConfig
 from actors.settings.engines import EmbeddedEngineConfig, SglangEngineConfig
@@ -25,6 +24,7 @@ from launch.operations.engines import change_engine, list_engines
 from launch.settings.run_config import validate
 from tests.actors.adapters import served
 from tests.actors.engines.sglang.test_sglang_attached import STATE
+from tests.actors.scripted_engine import ScriptedEngine
 from tests.actors.sglang_stand_in import TOKEN, StandIn
 from tests.actors.tiny import request
 
