@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+import nats.errors
+import nats.js.errors
 import pytest
 import structlog
 
@@ -133,6 +135,7 @@ async def test_on_a_cluster_no_request_reply_or_header_changes_what_a_role_may_n
             changed = after.foreign_to(role).messages ^ before.foreign_to(role).messages
             assert (role, changed) == (role, frozenset())
             assert after.foreign_to(role) == before.foreign_to(role), role
+        await _stops_until_it_is_made_again(secure)
 
 
 async def _takes_a_task(bus: Bus, creds: Path, url: str) -> None:
@@ -145,6 +148,22 @@ async def _takes_a_task(bus: Bus, creds: Path, url: str) -> None:
                 for raw in await inbox.take(1):  # the pull is over then: no later task goes to this actor
                     found.add(raw.data)
                     await raw.ack_sync(timeout=20)
+
+
+async def _stops_until_it_is_made_again(secure: SecureDirectory) -> None:
+    """The header that is left out above stops a stream, which changes nothing in it. That it is made again
+    mends it. Where this fails, this nats-server is mended: leave nothing out, and docs/security.md alone."""
+    actor = BusConfig(url=load_credentials(path := secure.path / RUN / "actor.creds").url, creds=path)
+    async with Bus.connect(actor, RUN, name="actor") as bus, operator_of(secure, replicas=3) as operator:
+        subject, stream = bus.subject("outcomes", "rejected"), operator.topology.stream("OUTCOMES")
+        await bus.js.publish(subject, b"1", timeout=10)
+        with pytest.raises(nats.js.errors.APIError):
+            await bus.js.publish(subject, b"2", headers={EXPECTED_ID: "another"}, timeout=10)
+        with pytest.raises(nats.errors.TimeoutError):
+            await bus.js.publish(subject, b"3", timeout=1)
+        await operator.js.delete_stream(stream)
+        await make_run(operator)
+        await bus.js.publish(subject, b"4", timeout=10)
 
 
 def but_for_what_stops_a_replicated_stream(credentials: Credentials) -> Iterator[Sent]:
