@@ -83,9 +83,12 @@ class SeenRecords:
             return {}
         try:
             found = json.loads(self._path.read_bytes())
-            return {record: Seen(**seen) for record, seen in found.items()}
+            return {
+                record: Seen(int(seen["sequence"]), str(seen["digest"]), str(seen["key"]))
+                for record, seen in found.items()
+            }
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             log.warning("seen_records_not_read", path=str(self._path), reason=str(error))
             return {}

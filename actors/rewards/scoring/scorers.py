@@ -242,7 +242,8 @@ class GroupScorer:
         alone = [[*controls[:n], one, *controls[n + 1 :]] for n, one in enumerate(answers)]
         found = await asyncio.gather(*(judged(self._tried, one, controls=[controls]) for one in alone))
         failures = {n: one for n, one in enumerate(found) if isinstance(one, Failure)}
-        if not failures or any(one.broken is not None for one in failures.values()):
+        unknown = any(one.broken or _is_of_host(one.error.__cause__) for one in failures.values())
+        if unknown or not failures:
             raise error
         return {n: one.error for n, one in failures.items()}
 

@@ -331,7 +331,17 @@ async def test_a_group_reward_of_the_host_or_of_all_answers_together_blames_none
     def itself(answers):
         raise RewardError("the database is away")
 
-    for reward, said in ((away, "no server"), (by_sum, "too much"), (itself, "the database is away")):
+    def away_later(answers):
+        texts = {one.text for one in answers}
+        if {"11", "12"} <= texts:
+            raise ValueError("both")
+        if "11" in texts:
+            raise ConnectionError("no server")
+        return [0.0 for _ in answers]
+
+    for reward, said in (
+        (away, "no server"), (by_sum, "too much"), (itself, "the database is away"), (away_later, "both"),
+    ):  # fmt: skip
         scorer = GroupScorer("mine", timeout_s=5, reward=reward, lowest=-1.0)
         with pytest.raises(RewardError, match=said):
             await scorer.scored([answer("11", "1"), answer("12", "1")])

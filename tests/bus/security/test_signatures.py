@@ -107,7 +107,8 @@ def test_a_file_of_what_was_seen_that_is_garbled_or_has_no_directory_ends_nothin
     reading.seen.save()
     assert not seen.parent.exists()  # it would look like a run that has been started here
     seen.parent.mkdir()
-    for garbled in ("", "[]", '{"policy": 1}', '{"policy": {"sequence": 1}}'):
+    words = '{"policy": {"sequence": "words", "digest": "", "key": ""}}'
+    for garbled in ("", "[]", '{"policy": 1}', '{"policy": {"sequence": 1}}', words):
         seen.write_text(garbled)
         assert by("actor", seen=seen).opened("policy", sealed) == b"version 1"
     reading.seen.save()
