@@ -1,5 +1,7 @@
 """OpenAI's gpt-oss: attention with sinks, windows in every other layer, experts with biases."""
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
@@ -12,6 +14,7 @@ from learner.backends.megatron.conversion.base import (
     expert_rules,
     layer_rule,
 )
+from learner.backends.megatron.conversion.mixtral import local_experts
 
 EXPERT = "mlp.experts.{}."
 """Begins the names of an expert's tensors, which are stacked in files."""
@@ -19,13 +22,7 @@ PROJECTIONS = tuple(f"{EXPERT}{part}_proj" for part in ("gate", "up", "down"))
 
 
 def _experts(hf_config: PretrainedConfig) -> Experts:
-    return Experts(
-        count=hf_config.num_local_experts,
-        per_token=hf_config.num_experts_per_tok,
-        intermediate=hf_config.intermediate_size,
-        sparse_layers=(True,) * hf_config.num_hidden_layers,
-        biased=True,
-    )
+    return replace(local_experts(hf_config), biased=True)
 
 
 def gpt_oss(hf_config: PretrainedConfig) -> Family:

@@ -1,5 +1,7 @@
 """MiniMax-M2: experts chosen by sigmoids and a bias, and norms of all queries or keys of a token together."""
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.base import (
@@ -11,7 +13,7 @@ from learner.backends.megatron.conversion.base import (
     replaced,
 )
 from learner.backends.megatron.conversion.glm4_moe import PROJECTIONS
-from learner.backends.megatron.conversion.mixtral import MIXTRAL
+from learner.backends.megatron.conversion.mixtral import MIXTRAL, local_experts
 from learner.backends.megatron.conversion.partial_rotation import (
     pieces_of,
     rotated_joint_norm,
@@ -20,14 +22,7 @@ from learner.backends.megatron.conversion.partial_rotation import (
 
 
 def _experts(hf_config: PretrainedConfig) -> Experts:
-    return Experts(
-        count=hf_config.num_local_experts,
-        per_token=hf_config.num_experts_per_tok,
-        intermediate=hf_config.intermediate_size,
-        sparse_layers=(True,) * hf_config.num_hidden_layers,
-        score="sigmoid",
-        choice_bias=True,
-    )
+    return replace(local_experts(hf_config), score="sigmoid", choice_bias=True)
 
 
 def minimax_m2(hf_config: PretrainedConfig) -> Family:

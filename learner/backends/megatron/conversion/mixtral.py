@@ -3,7 +3,8 @@ from transformers import PretrainedConfig
 from learner.backends.megatron.conversion.base import SHARED_LAYER, Experts, Family, expert_rules, layer_rule
 
 
-def _experts(hf_config: PretrainedConfig) -> Experts:
+def local_experts(hf_config: PretrainedConfig) -> Experts:
+    """Return experts in every layer, as `num_local_experts` counts them."""
     return Experts(
         count=hf_config.num_local_experts,
         per_token=hf_config.num_experts_per_tok,
@@ -16,7 +17,7 @@ MIXTRAL = Family(
     layer_rules=SHARED_LAYER,
     router_rules=(layer_rule("mlp.router.weight", ["block_sparse_moe.gate.weight"]),),
     expert_rules=expert_rules(*(f"block_sparse_moe.experts.{{}}.w{n}.weight" for n in (1, 3, 2))),
-    experts=_experts,
+    experts=local_experts,
     requirements=(
         ("router_jitter_noise", lambda noise, _: not noise, "noise on the router is not supported"),
     ),
