@@ -61,11 +61,15 @@ def test_an_actor_of_a_separate_command_ends_by_its_reward_and_storage_says_why(
         assert started[-1].wait(200) == 2, started[-1].said()
         assert_told(started[-1].said())
         wait_until(lambda: "actor_ended" in started[1].said(), "the reason in storage's log", *started[:2])
+        wait_until(
+            lambda: "groups_do_not_come" in started[2].said(), "the reason in the learner's log", *started[:3]
+        )
         status = Command(broken, "status", *named)
         assert status.wait(60) == 1, status.said()
         alarm = status.said().partition("storage: ALARM: ")[2]
         assert "ended: of the latest" in alarm
         assert "KeyError: 'kind'" in alarm
+        assert "unless another one comes within 300 s, the learner ends too" in " ".join(alarm.split())
     finally:
         for command in started:
             command.kill()
