@@ -23,13 +23,9 @@ from bus.errors import ConfigError, SchemaError, UnknownKeyError, UnsignedError
 from bus.security.credentials import Credentials, load_credentials
 from bus.security.record_rules import ROLE_KEYS, rule_of
 from bus.security.role_keys import RoleKeys, public_key, raw_key
-from bus.security.seen_records import Seen, SeenRecords
+from bus.security.seen_records import DAY_NS, MOST_AHEAD_NS, SIGNED, Seen, SeenRecords
 
 log = structlog.get_logger()
-DAY_NS = 86_400 * 10**9
-MOST_AHEAD_NS = DAY_NS
-"""A record that is signed for a later time than this from now is set aside: its signer could otherwise keep
-the role's later records from being taken."""
 REMIND_S = 60.0
 """Seconds between two lines of the log about records of one name."""
 PURPOSE = "sluice record"
@@ -133,6 +129,7 @@ class Signatures:
     def sealed(self, record: str, content: bytes) -> bytes:
         """Return a record with this role's signature."""
         self._last = max(time.time_ns() + self._ahead_ns, self._last + 1)
+        self.seen.sign(self._last, self._key)
         signature = self._pair.sign(_signed_bytes(self._run, record, self._last, content))
         return encode(SignedRecord(key=self._key, sequence=self._last, content=content, signature=signature))
 
@@ -160,7 +157,7 @@ class Signatures:
 
     def _follow(self, record: str, sequence: int) -> None:
         """Sign with later sequences than a version of a record that this process may write."""
-        if self.role in (*rule_of(record).writers, "operator"):
+        if record == SIGNED or self.role in (*rule_of(record).writers, "operator"):
             self._ahead_ns = max(self._ahead_ns, sequence - time.time_ns())
             self._last = max(self._last, sequence)
 

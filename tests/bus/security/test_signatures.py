@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.codec import decode, encode
 from bus.errors import ConfigError, UnknownKeyError, UnsignedError
@@ -107,23 +108,80 @@ def test_a_file_of_what_was_seen_that_is_garbled_or_has_no_directory_ends_nothin
     reading.seen.save()
     assert not seen.parent.exists()  # it would look like a run that has been started here
     seen.parent.mkdir()
-    words = '{"policy": {"sequence": "words", "digest": "", "key": ""}}'
-    for garbled in ("", "[]", '{"policy": 1}', '{"policy": {"sequence": 1}}', words):
+    said = ('"words"', "Infinity", "[" * 10**5)
+    words = [f'{{"policy": {{"sequence": {one}, "digest": "", "key": ""}}}}' for one in said]
+    for garbled in ("", "[]", '{"policy": 1}', '{"policy": {"sequence": 1}}', *words):
         seen.write_text(garbled)
         assert by("actor", seen=seen).opened("policy", sealed) == b"version 1"
     reading.seen.save()
     assert by("actor", seen=seen).seen.newest == reading.seen.newest
 
 
+def test_a_disk_that_refuses_what_was_seen_is_named_once_until_it_takes_it(by: By, tmp_path: Path):
+    seen = tmp_path / "seen.json"
+    reading, learner = by("actor", seen=seen), by("learner")
+    seen.mkdir()
+    with capture_logs() as said:
+        for content in (b"version 1", b"version 2"):
+            reading.opened("policy", learner.sealed("policy", content))
+            reading.seen.save()
+    refused = ["seen_records_not_read", "seen_records_not_saved"]
+    assert [line["event"] for line in said] == refused
+    assert [path.name for path in tmp_path.glob(".seen*")] == []
+    seen.rmdir()
+    reading.seen.save()
+    assert by("actor", seen=seen).seen.newest == reading.seen.newest
+    unusable = by("actor", seen=tmp_path / ("x" * 300) / "seen.json")  # as a mount that has gone away
+    unusable.opened("policy", learner.sealed("policy", b"version 3"))
+    unusable.seen.save()
+
+
 def test_what_a_revoked_key_signed_is_forgotten_by_the_file_too(
-    by: By, directory: SecureDirectory, tmp_path: Path
+    by: By, directory: SecureDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen, thief = tmp_path / "seen.json", by("learner")
-    reading = by("actor", seen=seen)
-    reading.opened("policy", thief.sealed("policy", b"of the thief"))
+    reading, now = by("actor", seen=seen), time.time_ns()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(signatures.time, "time_ns", lambda: now + MOST_AHEAD_NS // 2)
+        reading.opened("policy", thief.sealed("policy", b"of the thief"))
     reading.seen.save()
     directory.files("mine").revoke("learner")
     assert by("actor", seen=seen).seen.newest == {}
+    reading.adopt(by("operator").signed_keys)
+    learner = by("learner")
+    old, new = (learner.sealed("policy", content) for content in (b"version 1", b"version 2"))
+    for one in (old, new):
+        reading.opened("policy", one)
+    reading.seen.save()
+    with pytest.raises(UnsignedError, match="older"):
+        by("actor", seen=seen).opened("policy", old)
+
+
+def test_clocks_of_all_hosts_that_were_set_back_by_days_block_nobody_who_starts_again(
+    by: By, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now, learners, actors = time.time_ns(), tmp_path / "learner.json", tmp_path / "actors.json"
+    with monkeypatch.context() as ahead:
+        ahead.setattr(signatures.time, "time_ns", lambda: now + 3 * MOST_AHEAD_NS)
+        learner, actor = by("learner", seen=learners), by("actor", seen=actors)
+        sealed = learner.sealed("policy", b"version 1")
+        for one in (learner, actor):
+            one.opened("policy", sealed)
+            one.seen.save()
+    again = by("learner", seen=learners).sealed("policy", b"version 2")
+    assert by("actor", seen=actors).opened("policy", again) == b"version 2"
+
+
+def test_a_signer_that_read_nothing_of_its_own_signs_later_requests_with_its_clock_set_back(
+    by: By, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    now, storage, seen = time.time_ns(), by("storage"), tmp_path / "seen.json"
+    first = by("learner", seen=seen)
+    storage.opened("rpc.batch", first.sealed("rpc.batch", b"step 1"))
+    first.seen.save()
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: now - 3600 * 10**9)
+    again = by("learner", seen=seen).sealed("rpc.batch", b"step 1")
+    assert storage.opened("rpc.batch", again) == b"step 1"
 
 
 def test_a_signer_that_starts_again_with_its_clock_set_back_writes_newer_records(
