@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from bus.errors import UnreadableGroupsError
+from bus.errors import NoActorsError, UnreadableGroupsError
 from bus.requests import BatchLease
 from bus.waiting import cancelled, ended_before
 from learner.progress.progress import Progress
@@ -35,7 +35,11 @@ class NextBatch:
         self._fetching: asyncio.Task[BatchLease] | None = None
 
     async def take(self, step: int, stop: asyncio.Event) -> BatchLease | None:
-        """Return the groups of a step, and ask for those of the step after; None if `stop` came first."""
+        """Return the groups of a step, and ask for those of the step after; None if `stop` came first.
+
+        That no actors were there while the step before was trained is asked for again: some may have come."""
+        if self._fetching is not None and _found_no_actors(self._fetching):
+            self._fetching = None
         while True:
             fetching = self._fetching = self._fetching or self._begin(step)
             if not await ended_before(stop, fetching):
@@ -67,3 +71,7 @@ class NextBatch:
             with suppress(UnreadableGroupsError):  # which was reported: the next lease has other groups
                 await self._world.fetch(lease)
                 return lease
+
+
+def _found_no_actors(fetching: asyncio.Task[BatchLease]) -> bool:
+    return fetching.done() and not fetching.cancelled() and isinstance(fetching.exception(), NoActorsError)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bus.errors import UnreadableGroupsError
+from bus.errors import NoActorsError, UnreadableGroupsError
 from bus.requests import BatchLease
 from learner.progress.progress import Progress
 from learner.run.next_batch import NextBatch
@@ -76,6 +76,24 @@ async def test_groups_that_a_rank_cannot_read_are_replaced(ranks):
     batch, _ = next_batch(reader, world, steps=1)
     assert (await batch.take(1, asyncio.Event())).step == 1
     assert reader.asked == [(1, 5), (1, 5)]
+
+
+async def test_actors_that_came_back_while_a_step_was_trained_are_asked_for_again():
+    class Away(Reader):
+        async def lease(self, step, version, on_wait):
+            found = await super().lease(step, version, on_wait)
+            if len(self.asked) in (2, 4, 5):
+                raise NoActorsError("no actor was heard")
+            return found
+
+    reader, stop = Away(), asyncio.Event()
+    batch, _ = next_batch(reader, World(True))
+    for step in (1, 2):
+        assert (await batch.take(step, stop)).step == step
+        await asyncio.sleep(0)  # it is trained
+    assert reader.asked == [(1, 5), (2, 6), (2, 6), (3, 7)]
+    with pytest.raises(NoActorsError):
+        await batch.take(3, stop)
 
 
 async def test_what_is_still_asked_for_can_be_dropped():
