@@ -180,6 +180,8 @@ class GroupScorer:
         """Call a group reward; `lowest` is that of answers that make it fail, which fail the group else."""
         self._lowest = lowest
         self._scores = LatestUses()
+        self._newest: Sequence[Answer] | None = None
+        """Newest group that it scored, without what is to blame for a failure."""
         self._name = name
         self._timeout_s = timeout_s
         self._weights = weights or {}
@@ -207,42 +209,55 @@ class GroupScorer:
     async def scored(self, answers: Sequence[Answer]) -> list[Scored]:
         """Return the reward of each answer; raises RewardError, which concerns all of them.
 
-        An answer with which the reward fails twice in a group of controls, and not on the controls alone, has
-        the lowest one; the others are scored with its control in its place. Where that holds for each answer
-        of the group, another group must have been scored before."""
+        An answer with which the reward fails twice in a group of controls, and not on the controls alone nor
+        on the newest group, has the lowest one; the others are scored with its control in its place. Where
+        that holds for each answer of the group, another group must have been scored before."""
         found, lowest = await self._tried(answers), self._scores.lowest(self._lowest)
         if isinstance(found, RewardError):
-            if lowest is None or _is_of_host(found.__cause__):
+            if lowest is None:
                 raise found
             return await self._scored_by_fault(answers, found, lowest)
         self._scores.note(worked=True, reward=min(one.reward for one in found))
+        self._newest = answers
         return found
 
     async def _scored_by_fault(
         self, answers: Sequence[Answer], error: RewardError, lowest: float
     ) -> list[Scored]:
         """Return what is left where the reward fails by `error`; raises it where no answer is to blame."""
-        faults = await self._faults(answers, error)
-        if len(faults) == len(answers) and not self._scores.work:
+        newest = self._newest
+        faults = await self._faults(answers, error, newest)
+        if len(faults) == len(answers) and newest is None:
             raise error
         rest = [control_of(one) if n in faults else one for n, one in enumerate(answers)]
         others = await self._tried(rest)
         if isinstance(others, RewardError):
             raise error
         self._scores.note(worked=len(faults) < len(answers))
+        if len(faults) < len(answers):
+            self._newest = rest
         return [
             Scored(lowest, fault=f"{faults[n]}; it works with another answer") if n in faults else others[n]
             for n in range(len(answers))
         ]
 
-    async def _faults(self, answers: Sequence[Answer], error: RewardError) -> dict[int, Exception]:
+    async def _faults(
+        self, answers: Sequence[Answer], error: RewardError, newest: Sequence[Answer] | None
+    ) -> dict[int, Exception]:
         """Return how the reward fails by each answer that is to blame; raises `error` where none is, or where
-        it fails on the controls."""
-        controls = [control_of(one) for one in answers]
-        alone = [[*controls[:n], one, *controls[n + 1 :]] for n, one in enumerate(answers)]
-        found = await asyncio.gather(*(judged(self._tried, one, controls=[controls]) for one in alone))
+        it fails on the controls, or on the newest group that it scored."""
+        own = [control_of(one) for one in answers]
+        controls = [own, *([] if newest is None else [newest])]
+        for control in controls:  # once for all: what is away is not asked for each answer
+            if isinstance(await self._tried(control), RewardError):
+                raise error
+        alone = [[*own[:n], one, *own[n + 1 :]] for n, one in enumerate(answers)]
+        found = await asyncio.gather(*(judged(self._tried, one, controls=controls) for one in alone))
         failures = {n: one for n, one in enumerate(found) if isinstance(one, Failure)}
-        unknown = any(one.broken or _is_of_host(one.error.__cause__) for one in failures.values())
+        # The controls may be scored without a server that others need: nothing says that one is there.
+        unknown = any(
+            one.broken or (newest is None and _is_of_host(one.error.__cause__)) for one in failures.values()
+        )
         if unknown or not failures:
             raise error
         return {n: one.error for n, one in failures.items()}

@@ -347,6 +347,28 @@ async def test_a_group_reward_of_the_host_or_of_all_answers_together_blames_none
             await scorer.scored([answer("11", "1"), answer("12", "1")])
 
 
+@pytest.mark.parametrize("error", [MemoryError(), ConnectionError("refused"), ValueError("a page of errors")])
+async def test_what_an_answer_does_to_the_host_is_told_from_a_server_that_is_away(error):
+    away, asked = False, 0
+
+    def by_server(answers):
+        nonlocal asked
+        asked += 1
+        if any("http" in one.text or (away and one.text != one.label) for one in answers):
+            raise error
+        return [0.0 for _ in answers]
+
+    scorer = GroupScorer("mine", timeout_s=5, reward=by_server, lowest=-1.0)
+    assert len(await scorer.scored([answer("11", "1"), answer("12", "1")])) == 2
+    tricky = [answer("11", "1"), answer("http://nobody", "1")]
+    assert [one.reward for one in await scorer.scored(tricky)] == [0.0, -1.0]
+    assert [one.reward for one in await scorer.scored(tricky[1:])] == [-1.0]
+    away, asked = True, 0
+    with pytest.raises(RewardError):  # as it does on the newest group that it has scored
+        await scorer.scored([answer("11", "1"), *[answer("12", "1")] * 14, tricky[1]])
+    assert asked == 3  # a server in trouble is not asked for each of them
+
+
 async def test_a_verifier_that_fails_otherwise_the_second_time_is_judged_too():
     errors = iter([TimeoutError(), ValueError("words")])
 
