@@ -28,8 +28,14 @@ EXAMPLES: tuple[ChatCompletionMessageParam, ...] = (
     {"role": "assistant", "content": "LOOKUP vase"},
     {"role": "user", "content": "vase: 14"},
     {"role": "assistant", "content": "LOOKUP rug"},
-    {"role": "user", "content": "rug: 52"},
+    {"role": "user", "content": "vase: 14, rug: 52"},
     {"role": "assistant", "content": "They cost 14 + 52 = 66."},
+    {"role": "user", "content": "What do the cart and the oven cost together?"},
+    {"role": "assistant", "content": "LOOKUP cart"},
+    {"role": "user", "content": "cart: 31"},
+    {"role": "assistant", "content": "LOOKUP oven"},
+    {"role": "user", "content": "cart: 31, oven: 8"},
+    {"role": "assistant", "content": "They cost 31 + 8 = 39."},
 )
 
 
@@ -40,14 +46,19 @@ async def episode(policy: AsyncOpenAI, question: str, prices: Mapping[str, int])
         *EXAMPLES,
         {"role": "user", "content": question},
     ]
+    told: dict[str, int | str] = {}
     for _ in range(MOST_LOOKUPS + 1):
         completion = await policy.chat.completions.create(model="any", messages=messages)
         said = completion.choices[0].message.content or ""
         asked = LOOKUP.search(said)
         if asked is None:
             return
+        told[asked[1]] = prices.get(asked[1], "not sold here")
         messages.append({"role": "assistant", "content": said})
-        messages.append({"role": "user", "content": f"{asked[1]}: {prices.get(asked[1], 'not sold here')}"})
+        # All that was told so far: a small model adds what stands beside each other.
+        messages.append(
+            {"role": "user", "content": ", ".join(f"{name}: {price}" for name, price in told.items())}
+        )
 
 
 async def take_tasks(policy: AsyncOpenAI, http: aiohttp.ClientSession, tasks_url: str) -> None:

@@ -24,7 +24,7 @@ def answered(prompt: str) -> str:
     """Look all things of the last question up, and answer with the sum of the prices that were told."""
     asked = prompt.rpartition("user What do")[2]
     things = re.findall(r"the (\w+)", asked.partition("<|im_end|>")[0])
-    told = re.findall(r"user (\w+): (\d+)", asked)
+    told = re.findall(r"(\w+): (\d+)", asked.rpartition("user ")[2])
     left = things[len(told) :]
     return f"LOOKUP {left[0]}" if left else f"It is {sum(int(price) for _, price in told)}."
 
