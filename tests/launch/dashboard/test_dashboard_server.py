@@ -158,8 +158,13 @@ async def test_a_run_on_the_bus_alone_shows_its_curves_and_what_waits_for_what(
             assert curves["steps"]["step"] == [1, 2]
             await publisher.publish(bus.subject("events", "metrics"), encode(metrics(3)), message_id="m3")
             assert (await event(answer, "curves"))["steps"]["step"] == [2, 3]
-        async with client.get("/api/runs/test/live") as answer:
+        async with client.get("/api/runs/test/live") as answer, asyncio.timeout(60):
             status = await event(answer, "status")
+            # Where the host is busy, some part is heard later than the first status.
+            while not any(
+                text.startswith("the learner waits for the groups") for text in status["report"]["waits"]
+            ):
+                status = await event(answer, "status")
     assert status["live"]
     assert status["report"]["stage"] == "rl"
     places = {place["name"]: place for place in status["flow"]}
@@ -169,7 +174,6 @@ async def test_a_run_on_the_bus_alone_shows_its_curves_and_what_waits_for_what(
         "label": "complete groups, of what a step needs", "used": 12, "bound": 20,
     }  # fmt: skip
     assert (places["Learner"]["condition"], places["Learner"]["doing"]) == ("waits", "waiting for the batch")
-    assert any(text.startswith("the learner waits for the groups") for text in status["report"]["waits"])
     assert not (tmp_path / "none").exists()
 
 
