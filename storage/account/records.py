@@ -37,8 +37,8 @@ DROPPED = ".dropped"
 FORMAT = 1
 SUFFIX = ".records"
 INCOMPLETE = ".incomplete"
-"""Suffix of a file that holds the name of a writer some of whose records were removed or dropped. In older
-builds it is empty and its own name says that."""
+"""Suffix of a file named after a writer, some of whose records were removed or dropped. It holds the name
+where that is too long for its own, and is empty else: a full disk takes it."""
 FILE_BYTES = 64 << 20
 """Size at which a file is followed by the next: about 900,000 records."""
 DIRECTORY_BYTES = 1 << 30
@@ -286,7 +286,8 @@ def _remove_oldest(directory: Path) -> None:
 
 
 def _mark_incomplete(directory: Path, writer: str) -> None:
-    (directory / f"{_file_name(writer)}{INCOMPLETE}").write_text(writer)
+    name = _file_name(writer)
+    (directory / f"{name}{INCOMPLETE}").write_text("" if unquote(name) == writer else writer)
 
 
 def _writer_of(path: Path) -> str:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from math import inf
+from math import nan
 
 import structlog
 
@@ -21,6 +21,9 @@ HEARD_S = 180.0
 """Time for which an actor counts as alive that sent counters: they come every two minutes at least."""
 ENDS_AFTER_S = 300.0
 """Time without any actor, since the last one ended by what no restart mends, after which a learner ends."""
+LATE_S = 60.0
+"""Time for which counters may come late that an actor sent before it ended. Those of an earlier time are of
+one that was started again under its name with its clock set back."""
 ENDED_ACTORS = "ended_actors"
 """Fact of the ledger: why actors have ended, and when, by their names."""
 REMEDY = "start `launch actors`, or see in the logs of those that run what they wait for"
@@ -53,7 +56,7 @@ class AbsentActors:
             self._ended[actor] = reason, time_s
             self._remember()
             log.error("actor_ended", actor=actor, reason=reason)
-        elif is_counters(row) and time_s > self._ended.get(actor, ("", -inf))[1]:
+        elif is_counters(row) and not 0 <= self._ended.get(actor, ("", nan))[1] - time_s <= LATE_S:
             self._heard_s = self._clock()
             if self._ended:
                 self._ended.clear()

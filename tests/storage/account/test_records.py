@@ -118,6 +118,16 @@ def test_files_are_bounded_and_so_is_their_directory(tmp_path, monkeypatch, name
     assert len(found) > 50
 
 
+def test_a_full_disk_is_freed_of_the_oldest_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "FILE_BYTES", 20 * RECORD_BYTES)
+    monkeypatch.setattr(records, "DIRECTORY_BYTES", 40 * RECORD_BYTES)
+    (tmp_path / f"actor{records.INCOMPLETE}").symlink_to("/dev/full")
+    writer = AccountWriter(tmp_path, "actor")
+    for n in range(100):
+        writer.add([record(n)])
+    assert len([*tmp_path.glob(f"*{records.SUFFIX}")]) <= 3
+
+
 def test_records_of_an_earlier_run_of_the_same_name_are_left_out(tmp_path):
     writer = AccountWriter(tmp_path, "actor")
     writer.add([record(0)], run="old")
