@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from actors.engines.fleet.fleet import Fleet
 from actors.evaluation.engines import OwnEngine
@@ -15,29 +15,35 @@ from bus.connection.status import Activity, report_status
 Startable: TypeAlias = Fleet | Opponents | OwnEngine | FurtherPolicy
 
 
-async def started(bus: Bus, engines: Sequence[Startable], stop: asyncio.Event) -> bool:
-    """Start the engines, which may take minutes; return False when `stop` came first."""
+async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyncio.Event) -> bool:
+    """Start the engines, which may take minutes; return False when `stop` came first.
+
+    Each run that they are for is told on its bus: its storage takes the actor for one that is gone else."""
     finished = asyncio.Event()
-    showing = asyncio.create_task(
-        report_status(
-            bus,
-            source=actor_name(),
-            role="actor",
-            look=lambda: Activity("starting its engine", wait="engine"),
-            stop=finished,
-            waits_for=lambda: "its engine to start",
+    showing = asyncio.gather(
+        *(
+            report_status(
+                bus,
+                source=actor_name(),
+                role="actor",
+                look=lambda: Activity("starting its engine", wait="engine"),
+                stop=finished,
+                waits_for=lambda: "its engine to start",
+            )
+            for bus in buses
         )
     )
     starting = asyncio.create_task(_start_each(engines))
     stopping = asyncio.create_task(stop.wait())
+    parts: set[asyncio.Future[Any]] = {starting, stopping, showing}
     try:
-        await asyncio.wait({starting, stopping, showing}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
     finally:
         finished.set()
         if not starting.done():
             starting.cancel()
         stopping.cancel()
-        await asyncio.wait({starting, stopping, showing})
+        await asyncio.wait(parts)
     showing.result()
     if starting.cancelled():
         return False

@@ -148,7 +148,8 @@ async def run_actors(
         if further is None:
             return
         engines = ActorEngines(policy, opponents, claims, own, further, shared)
-        if not await started(bus, engines.at_start(settings.actors), stop):
+        buses = [bus, *(one.bus for one in settings.further.values())]
+        if not await started(buses, engines.at_start(settings.actors), stop):
             return
         open_parts.enter_context(few_collections())
         open_parts.enter_context(quick_turns())
