@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import pickle
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ class StandIn:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.connections: set[object] = set()
-        """Addresses that requests came from."""
+        self.connections: defaultdict[object, list[str]] = defaultdict(list)
+        """The paths that were asked for over each connection, by the address it came from."""
         self.versions: list[str | None] = []
         """Version of each request that carried weights."""
         self.version = "default"
@@ -108,7 +109,7 @@ class StandIn:
     async def _answer(self, request: web.Request) -> web.StreamResponse:  # noqa: C901  # a case for each path
         path = request.match_info["path"]
         self.said.append(path)
-        self.connections.add(request.transport and request.transport.get_extra_info("peername"))
+        self.connections[request.transport and request.transport.get_extra_info("peername")].append(path)
         body = await request.json() if request.can_read_body else {}
         if path.startswith(("begin_weight_update", "update_weights_from")):
             self.updates.append(body | {"path": path})

@@ -61,7 +61,7 @@ class PairClient(SglangClient):
     of the prefill server's answer, all others' that of the decode server's."""
 
     def __init__(self, prefill: SglangClient, decode: SglangClient) -> None:
-        super().__init__(decode.url, decode._session)
+        super().__init__(decode.url, decode._session, decode._generating)
         self.prefill = prefill
         self.decode = decode
         self._prefill_facts: ServerFacts | None = None

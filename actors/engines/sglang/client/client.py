@@ -56,8 +56,9 @@ IDLE_AGAIN_S = 0.05
 """Time until a server is asked again whether it is idle."""
 SHORT_S = 30.0
 """Time limit of requests that a working server answers at once."""
-KEPT_S = 2.0
-"""Longest time that a connection lies idle; SGLang closes one after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE)."""
+KEPT_S = 0.5
+"""Longest time that a connection lies idle. SGLang closes one after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
+proxy in front of a server perhaps after one second."""
 STREAM_END_S = 1.0
 """Longest wait for the end of a stream behind a whole answer."""
 OK = 200
@@ -72,20 +73,29 @@ Json = dict[str, Any]
 class SglangClient:
     """One server. Every method raises `EngineError` when the server refuses, is gone or is too slow."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, generating: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
         self._session = session
+        self._generating = generating
+        """Has the requests to generate."""
 
     @classmethod
     def connect(cls, url: str) -> Self:
-        """Return a client whose requests use connections again, which costs a fifth less of an actor's time
-        than a new one for each short answer."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
-        return cls(url, aiohttp.ClientSession(connector=connector, trust_env=False))
+        """Return a client whose requests to generate use connections again, which costs a fifth less of an
+        actor's time than a new one for each short answer.
+
+        A server may close a kept connection as it is used. That costs a generation a look at the server; an
+        update or a pause would cost the engine, so each other request has a connection of its own."""
+        connectors = (
+            aiohttp.TCPConnector(limit=0, force_close=True),
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+        )
+        return cls(url, *(aiohttp.ClientSession(connector=one, trust_env=False) for one in connectors))
 
     async def close(self) -> None:
         """Close its connections."""
         await self._session.close()
+        await self._generating.close()
 
     async def facts(self, meeting: Json | None = None) -> ServerFacts:
         """Ask what the server is and can do, one token included; refuses what is not SGLang.
@@ -387,8 +397,9 @@ class SglangClient:
         if body is not None:  # a file is sent in pieces, while a large body in bytes would hold up the loop
             said = body if isinstance(body, bytes) else as_json(body)
             sent = {"data": io.BytesIO(said), "headers": IS_JSON}
+        session = self._generating if path == "/generate" else self._session
         try:
-            async with self._session.request(method, self.url + path, timeout=timeout, **sent) as response:
+            async with session.request(method, self.url + path, timeout=timeout, **sent) as response:
                 if response.status != OK:
                     reason = (await response.read()).decode(errors="replace")[:500]
                     message = f"{self.url}{path} answered with status {response.status}: {reason}"
