@@ -96,8 +96,12 @@ class ProbeCheck:
             return
         found = await self._engines.score(newest.probe.token_ids, newest.probe.images)
         kernels = differences(self._kernels, newest.kernels) if self._kernels else ""
+        known = {version for learner, version in self._expected if learner == newest.incarnation}
         self.nats, before, self.alarms = {}, self.alarms, {}
         for name, scored in found.items():
+            if name in before and scored.policy_version not in known:  # it took an unscored one since
+                self.alarms[name] = before[name]
+                continue
             parts = _parts(newest.probe, scored.logprobs)
             reasons = [
                 self._compared(name, scored.policy_version, part, said, newest.incarnation)

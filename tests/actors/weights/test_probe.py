@@ -76,6 +76,10 @@ async def test_engines_that_have_the_version_agree_and_one_with_other_weights_is
         name: f"{name} says that it has version 4, but it samples as version 3 did"
         for name in ("left", "right")
     }
+    alarms = check.alarms
+    await fleet.load_weights(versions[0].state_dict(), 5)  # which the learner has not scored
+    await check.check()
+    assert check.alarms == alarms, "nothing is known of version 5"
     await fleet.load_weights(moved(0.012).state_dict(), 4)
     await check.check()
     assert check.alarms == {}
