@@ -30,8 +30,8 @@ class PublicationConfig(Config):
 
     probe: bool = True
     """Whether a few fixed sequences are scored, so that actors can tell whether their engines have a version;
-    that is a forward pass of 128 tokens. Versions are passed over where it would take more than 2 % of the
-    time, unless there is an alarm or `model.numerics` is not `fast`."""
+    that is a forward pass of 128 tokens. Versions behind the first of a stage are passed over where it would
+    take more than 2 % of the time, unless there is an alarm or `model.numerics` is not `fast`."""
 
     threads: int | None = Field(None, ge=1)
     """CPU threads that compare, compress and hash weights and copy what is broadcast, while training goes on.

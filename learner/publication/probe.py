@@ -45,11 +45,11 @@ class ProbeTurns:
         self._now = now
         self._next_at = float("-inf")
 
-    async def scored(self, score: Callable[[], Awaitable[Probe]], *, alarmed: bool) -> Probe | None:
-        """Return what `score` returns; None for a version that is passed over. None is while there is an
-        alarm, which only a scored version ends."""
+    async def scored(self, score: Callable[[], Awaitable[Probe]], *, needed: bool) -> Probe | None:
+        """Return what `score` returns; None for a version that is passed over, which none is that is
+        `needed`."""
         began = self._now()
-        if not (self._at_each or alarmed or began >= self._next_at):
+        if not (self._at_each or needed or began >= self._next_at):
             return None
         probe = await score()
         ended = self._now()

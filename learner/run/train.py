@@ -316,8 +316,9 @@ class Learner:
         await self._published()
         probe = None
         if self._settings.learner.publication.probe:
-            alarmed = bool(self._policy_alarm.text)
-            probe = await self._probes.scored(lambda: self._world.call(Rank.score_probe), alarmed=alarmed)
+            # engines may use the first version of a stage for long, and only a scored one ends an alarm
+            needed = result is None or bool(self._policy_alarm.text)
+            probe = await self._probes.scored(lambda: self._world.call(Rank.score_probe), needed=needed)
         self._announce(await self._world.call(Rank.copy_weights), probe, result, why)
 
     def _announce(

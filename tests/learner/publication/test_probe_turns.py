@@ -16,7 +16,7 @@ class Training:
         self.scored_at: list[float] = []
         self._turns = ProbeTurns(at_each=at_each, now=lambda: self.now)
 
-    async def steps(self, count: int, step_s: float, *, scoring_s: float = 0.1, alarmed: bool = False) -> int:
+    async def steps(self, count: int, step_s: float, *, scoring_s: float = 0.1, needed: bool = False) -> int:
         """Take steps; return how many versions were scored."""
 
         async def score() -> Probe:
@@ -27,7 +27,7 @@ class Training:
         before = len(self.scored_at)
         for _ in range(count):
             self.now += step_s
-            assert await self._turns.scored(score, alarmed=alarmed) in (PROBE, None)
+            assert await self._turns.scored(score, needed=needed) in (PROBE, None)
         return len(self.scored_at) - before
 
 
@@ -39,12 +39,12 @@ async def test_short_steps_lose_a_fiftieth_of_their_time_and_the_first_version_i
 
 
 @pytest.mark.parametrize(
-    ("how", "step_s", "alarmed"), [({}, 5.5, False), ({}, 0.35, True), ({"at_each": True}, 0.35, False)]
+    ("how", "step_s", "needed"), [({}, 5.5, False), ({}, 0.35, True), ({"at_each": True}, 0.35, False)]
 )
-async def test_each_version_is_scored_of_long_steps_while_an_alarm_lasts_and_where_arithmetic_is_exact(
-    how, step_s, alarmed
+async def test_each_version_is_scored_of_long_steps_where_it_is_needed_and_where_arithmetic_is_exact(
+    how, step_s, needed
 ):
-    assert await Training(**how).steps(50, step_s, alarmed=alarmed) == 50
+    assert await Training(**how).steps(50, step_s, needed=needed) == 50
 
 
 async def test_a_first_scoring_that_compiles_delays_the_next_by_a_minute_at_most():

@@ -11,6 +11,8 @@ from bus.config import ColocationConfig
 from bus.errors import NoActorsError
 from bus.messages import PolicyManifest
 from learner.checkpoint.commit import read_extra
+from learner.config.diagnostics import DiagnosticsConfig
+from learner.publication import probe
 from learner.run import service
 from learner.run.colocation import Device
 from learner.world import rank
@@ -122,12 +124,17 @@ async def test_a_learner_stopped_while_it_waits_for_the_device_to_export_is_take
         assert published[0].stage == "done"
 
 
-async def test_each_trained_version_says_the_effective_sample_size_of_its_step(bus, tmp_path):
+async def test_each_trained_version_says_the_effective_sample_size_of_its_step_and_the_first_has_the_probe(
+    bus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(probe, "LARGEST_PART", 1e-9)  # all versions are passed over that may be
+    rollouts_are_drawn = DiagnosticsConfig(largest_mismatch_nats=None)  # by nobody's policy: no alarm
     heard: list[PolicyManifest] = []
     await bus.listen(bus.subject("notice", "policy"), PolicyManifest, heard.append)
     async with mini_run(bus, tmp_path) as run:
-        await run.train()
+        await run.train(diagnostics=rollouts_are_drawn)
     figures = {manifest.policy_version: manifest.ess_fraction for manifest in heard if manifest.stage == "rl"}
     assert list(figures) == [1, 2, 3, 4, 5]
     assert figures.pop(1) is None  # the warm-up made it
     assert all(figure is not None and 0 < figure <= 1 for figure in figures.values())
+    assert {manifest.policy_version for manifest in heard if manifest.probe is not None} == {0, 1}
