@@ -17,6 +17,7 @@ from launch.verify.evidence import (
     TrainedOn,
 )
 from storage.account.records import Copy, DropReason
+from storage.ledger.ledger import DAMAGED
 
 BROKEN = ("lost", "altered", "twice", "unlisted", "steps_without_records")
 """Verdicts that no run may have: `launch verify` then ends with status 1."""
@@ -36,7 +37,7 @@ VERDICTS = {
     "another_copy": "acknowledged, and not stored: another copy of the same trajectory was there first",
     "closed_short": "acknowledged, and not stored: its group was closed without it",
     "settled": "acknowledged, and not stored: its lease was settled by then",
-    "rejected": "acknowledged, and not stored: its lease was rejected",
+    "rejected": "acknowledged, and not stored: its shard set it aside, or its group was damaged",
     "retired": "acknowledged, and removed by retention",
     "late_rewards": "sent without a reward, which came later",
 }
@@ -45,6 +46,11 @@ _DROPPED = {
     DropReason.CLOSED: "closed_short",
     DropReason.SETTLED: "settled",
 }
+
+
+_NOT_KEPT = ("set_aside", DAMAGED)
+"""Reasons of rejections that explain why a trajectory is not in the store: its shard refused it, or its
+segment broke. A shard stores or notes whatever comes of a lease that was rejected for another reason."""
 
 
 @dataclass
@@ -137,6 +143,10 @@ class _Missing:
         self._went_with_bus = went_with_bus
         self._newest_stored = _newest_stored(evidence)
         self._set_back = _SetBack(evidence.after)
+        acknowledged = evidence.before.acknowledged.items()
+        duplicates = {key_of(copy) for copy, answers in acknowledged if any(one.duplicate for one in answers)}
+        self._sent_again = _sendings_of(evidence.after, duplicates)
+        """What was sent of each trajectory that the bus says it had already."""
 
     def verdict_of(self, copy: Copy, answers: list[Acknowledgement]) -> tuple[str, str, str]:
         """Return the verdict, the trajectory and the reason."""
@@ -146,12 +156,13 @@ class _Missing:
             return _DROPPED[reason], name, ""
         if strangers := [one for one in others if one.copy not in self._evidence.after.sent]:
             return "altered", name, _difference(strangers[0], [answers[0].sending])
-        if others and all(answer.duplicate for answer in answers):
+        if others and self._bus_had_another(copy, answers):
             return "another_copy", name, "the bus had a message of that name already"
         if not others and store.is_retired(lease_id):
             return "retired", name, ""
-        if self._evidence.states.get(lease_id) == "rejected":
-            return "rejected", name, self._evidence.reasons.get(lease_id, "")
+        rejected = self._evidence.reasons.get(lease_id, "")
+        if rejected in _NOT_KEPT:
+            return "rejected", name, rejected
         last = max(answers, key=lambda answer: answer.at_s)
         if self._is_in_flight(last):
             return "in_flight", name, f"message {last.sequence}"
@@ -159,7 +170,18 @@ class _Missing:
             return "lost_with_bus", name, f"message {last.sequence}"
         why = f"message {last.sequence} to {last.sending.writer}'s account"
         what = "another copy of it is stored" if others else "nothing of that name is stored"
-        return "lost", name, f"{why}; {what}"
+        ended = f"; its lease was rejected: {rejected}" if rejected else ""
+        return "lost", name, f"{why}; {what}{ended}"
+
+    def _bus_had_another(self, copy: Copy, answers: list[Acknowledgement]) -> bool:
+        """Tell whether the bus had a message of that name when it had none of this copy's: another copy was
+        sent before. Otherwise it had this copy's, whose sender missed the first answer and sent it again."""
+        others = [one for one in self._sent_again.get(key_of(copy), ()) if one.copy != copy]
+        return all(
+            answer.duplicate
+            and any(one.host != answer.sending.host or one.sent_s < answer.at_s for one in others)
+            for answer in answers
+        )
 
     def _is_in_flight(self, answer: Acknowledgement) -> bool:
         """Ask the bus; without an answer, what is younger than all that its shard stored may be there."""

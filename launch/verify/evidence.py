@@ -24,7 +24,7 @@ from storage.account.records import (
     read_records,
 )
 from storage.disk.run_directory import RunDirectory
-from storage.ledger.ledger_reader import facts_of, reasons_of, states_of
+from storage.ledger.ledger_reader import facts_of, reasons_of
 from storage.shard.ingest_checks import RUN_ID
 from storage.store.layout import SegmentEntry
 from storage.store.replay import ReplayStore
@@ -125,8 +125,6 @@ class Evidence:
     """Leases by step, by the lineage."""
     unrecorded: set[int]
     """Steps of learners that wrote no records at all, or whose records are known to be gone."""
-    states: dict[int, str]
-    """State of each lease in the ledger."""
     reasons: dict[int, str]
     """Why leases were rejected."""
     max_reuse: int
@@ -166,7 +164,6 @@ def collect(run: RunDirectory, lists: Sequence[Path] = ()) -> Evidence:
         trained=trained,
         steps={n: step.leases for n, step in steps.items()},
         unrecorded=unrecorded,
-        states={lease: state for lease, (state, _) in states_of(run.ledger).items()},
         reasons=reasons_of(run.ledger),
         max_reuse=config.admission.sampler.max_reuse,
         shards=config.replay.shards,

@@ -211,19 +211,41 @@ async def test_a_copy_whose_name_the_bus_had_before_is_explained(run):
     assert found == {"another_copy": {"g00000002.0"}, "re_rolled": {"g00000002"}}
 
 
+async def test_a_lost_copy_that_was_sent_twice_is_no_other_copy_of_what_was_rolled_out_in_its_place(run):
+    run.send(*group(3), flag=True)  # its sender missed the first answer, and no other copy was sent before
+    again = [replace(one, behaviour_logprobs=one.behaviour_logprobs * 2) for one in group(3)]
+    run.send(*again)
+    run.store.append(again)
+    run.sequence = 50
+    run.send(*group(4))
+    run.store.append(group(4))
+    found = await run.found()
+    assert found == {"lost": {"g00000003.0", "g00000003.1"}, "re_rolled": {"g00000003"}}
+
+
+async def test_a_rejection_that_keeps_no_trajectory_from_the_store_explains_no_loss(run):
+    """A group that lacks a lost trajectory is rejected as incomplete, by `admission.incomplete = "drop"`."""
+    run.send(*group(3), *group(4))
+    run.store.append([group(3)[0], *group(4)])
+    run.ledger.reject(3, "incomplete")
+    found = await run.verdicts()
+    assert found.found["lost"].keys() == {"g00000003.1"}
+    assert found.found["lost"]["g00000003.1"].endswith("its lease was rejected: incomplete")
+
+
 async def test_groups_that_end_without_a_trajectory_are_explained(run):
     short, rejected, settled = group(3), group(4), group(5)
     run.send(*short, *rejected, *settled)
     run.store.append(short[:1])
     run.store.close_short([3], fewest=1)
     run.store.append(short[1:])
-    run.ledger.reject(4, "zero_variance")
+    run.ledger.reject(4, "set_aside")
     assert run.store.settle(6, [0, 1, 3, 4], seen=3)
     run.store.append(settled)
     run.sequence = 50
     found = await run.verdicts()
     assert found.found["closed_short"].keys() == {"g00000003.1"}
-    assert found.found["rejected"] == dict.fromkeys(["g00000004.0", "g00000004.1"], "zero_variance")
+    assert found.found["rejected"] == dict.fromkeys(["g00000004.0", "g00000004.1"], "set_aside")
     assert found.found["settled"].keys() == {"g00000005.0", "g00000005.1"}
     assert not found.is_broken
 
