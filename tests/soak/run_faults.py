@@ -24,15 +24,22 @@ LOOK_S = 0.2
 HOLDS = {"learner": "learner", "storage": "dispatcher"}
 """Role by which a process of this command has its name."""
 CLOCK_JUMP_S = 3600
+ACK_PATIENCE_S = 8.0
+"""Longest wait for storage to ack trajectories."""
 
 
 async def kill_part(target: Target) -> None:
     """Kill the actors, storage or the learner."""
     name = target.random.choice(PARTS)
-    for process in target.local.find(name):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-            target.faults[f"killed {name}"] += 1
+    _kill(target, name, f"killed {name}")
+
+
+async def kill_after_ack(target: Target) -> None:
+    """Kill storage just when it has acked trajectories: what it did not write before is lost."""
+    await target.servers.on_ack(
+        target.local.run.name, ACK_PATIENCE_S,
+        lambda: _kill(target, "storage", "killed storage after an ack"),
+    )  # fmt: skip
 
 
 async def kill_supervisor(target: Target) -> None:
@@ -142,6 +149,13 @@ async def run_beside(
     return None if killed else process.returncode, output.decode(errors="replace")
 
 
+def _kill(target: Target, name: str, kind: str) -> None:
+    for process in target.local.find(name):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+            target.faults[kind] += 1
+
+
 async def _suspend(target: Target, seconds: float, kind: str) -> None:
     name = target.random.choice(PARTS)
     for process in target.local.find(name):
@@ -153,7 +167,8 @@ async def _suspend(target: Target, seconds: float, kind: str) -> None:
 
 
 RUN_FAULTS = (
-    Fault(60, kill_part),
+    Fault(50, kill_part),
+    Fault(10, kill_after_ack),
     Fault(8, kill_supervisor),
     Fault(4, power_cut),
     Fault(12, suspend_briefly),

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ log = structlog.get_logger()
 AGAIN_S = 1.0
 """Pause before a server that did not start is started again."""
 LEADER_TIMEOUT_S = 5.0
+ACKS = (b"", b"+ACK")
+"""What a client sends once it has done with a message; while it works on one, it sends another word."""
 
 
 class Server:
@@ -131,6 +133,21 @@ class BusServers:
         except (OSError, NatsError, BusError):  # TimeoutError is an OSError
             return None
         return found[0].pid if found is not None else None
+
+    async def on_ack(self, run: str, within_s: float, strike: Callable[[], None]) -> None:
+        """Call `strike` at the moment when storage acks trajectories, if it does so in time."""
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                Bus.connect(BusConfig(url=self.url), run, name="soak") as bus,
+            ):
+                acks = await bus.client.subscribe(f"$JS.ACK.{bus.topology.stream('TRAJECTORIES')}.>")
+                async for message in acks.messages:
+                    if message.data in ACKS:
+                        strike()
+                        return
+        except (OSError, NatsError, BusError) as error:  # TimeoutError is an OSError
+            log.debug("no_ack_heard", reason=repr(error))
 
 
 def copy_tree(source: Path, target: Path) -> None:

@@ -25,6 +25,7 @@ from learner.initial.scratch_model import character_tokenizer
 from soak import soak
 from soak.bus_faults import kill_server
 from soak.faults import Fault
+from soak.run_faults import kill_after_ack
 from soak.soak import SoakPlan, run_soak
 from soak.trajectory_account import exit_status
 from storage.account.records import ACTORS
@@ -175,6 +176,8 @@ async def test_a_soak_ends_with_status_1_and_names_what_a_planted_fault_struck(
     flags = [(f"--supervision.environment.{part}.{name}", value) for name, value in planted.items()]
     monkeypatch.setattr(soak, "SETTINGS", (*soak.SETTINGS, *itertools.chain.from_iterable(flags)))
     monkeypatch.setattr(soak, "bus_faults", lambda target: (KILL_SERVER,))
+    if fault == "early_ack":  # it harms only when storage dies between an ack and its write
+        monkeypatch.setattr(soak, "RUN_FAULTS", (Fault(1, kill_after_ack),))
     result = await run_soak(SoakPlan(minutes=1.0, seed=3, outages_s=(2.0, 5.0)), tmp_path, asyncio.Event())
     assert exit_status(result) == 1, result
     named = result["verify"]["named"][verdict]
