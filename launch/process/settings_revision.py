@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -61,10 +62,10 @@ async def refuse_unapplied(bus: Bus, config: RunConfig) -> None:
         return
     alive: dict[str, str] = {}
 
-    def hear(status: Status) -> None:
-        alive[status.role] = status.source
+    def hear(role: str, status: Status) -> None:  # by the subject: only the role's processes may write there
+        alive[role] = status.source
 
-    hearing = [await bus.listen(bus.subject("status", role), Status, hear) for role in READERS]
+    hearing = [await bus.listen(bus.subject("status", role), Status, partial(hear, role)) for role in READERS]
     await asyncio.sleep(LISTENING_PERIODS * STATUS_PERIOD_S * bus.slower)
     for one in hearing:
         await one.unsubscribe()

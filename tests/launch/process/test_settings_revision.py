@@ -19,6 +19,7 @@ from launch.run_view.waiting_reasons import problems
 from launch.screens.status_report import report
 from launch.services.storage import serve_storage
 from launch.settings.run_config import RunConfig, validate
+from tests.bus.security.secured import by_role, make_streams, secured_bus
 from tests.launch.messages import state_of
 
 LR = "learner.optimizer.lr"
@@ -145,3 +146,37 @@ def test_a_revision_is_that_of_the_settings_whatever_their_order():
     assert (
         revision_of(backwards) == revision_of(json.dumps(config)) != revision_of(record(lr=2e-4).config_json)
     )
+
+
+@pytest.mark.nats
+async def test_on_a_secured_bus_each_role_is_heard_as_itself_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(settings_revision, "STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr(status, "PERIOD_S", 0.02)
+    run = {"run": "mine", "data": {"task": "sort"}}
+    other = validate({**run, "replay": {"linger_s": 9.0}, "learner": {"optimizer": {"lr": 5e-4}}})
+    async with secured_bus(tmp_path, "mine") as (secure, _):
+        as_role = by_role(secure)
+        await make_streams(as_role)
+        async with as_role("storage") as bus, as_role("storage") as shards, as_role("actor") as thief:
+            await bus.put("run", RunRecord(name="mine", config_json=validate(run).model_dump_json()))
+            for said in ("learner", "anything"):
+                forged = Status(source="thief", role=said, doing="", pid=1, peak_rss_bytes=0, values={})
+                sending = asyncio.create_task(_repeat(thief, forged))
+                await refuse_unapplied(bus, validate({**run, "learner": {"optimizer": {"lr": 5e-4}}}))
+                sending.cancel()
+            stop = asyncio.Event()
+            reporting = asyncio.create_task(
+                report_status(shards, source="shards-0", role="shards", look=lambda: Activity(""), stop=stop)
+            )
+            with pytest.raises(ConfigError, match=r"^shards-0 is alive"):
+                await refuse_unapplied(bus, other)
+            stop.set()
+            await reporting
+
+
+async def _repeat(bus: Bus, forged: Status) -> None:
+    while True:
+        await bus.notify(bus.subject("status", "actor"), forged)
+        await asyncio.sleep(0.02)
