@@ -16,7 +16,7 @@ COLUMNS = {
     "steps": ".0f", "start": ".2f", "end": ".2f", "area": ".3f", "steps_to_target": ".0f",
     "seconds_to_target": ".0f", "wall_s": ".0f", "trained_share": ".2f", "failed_share": ".3f",
 }  # fmt: skip
-"""Figures of the table, and how they are written."""
+"""Figures of the report, and how the table writes those that are not shares."""
 
 
 def arms(outcomes: Iterable[Outcome]) -> dict[Arm, list[Outcome]]:
@@ -84,12 +84,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """Return the table of `launch bench learning` in Markdown."""
     found = arms(outcomes)
     against = comparisons(found)
-    titles = [name.replace("_", " ").removesuffix(" s") for name in COLUMNS]
+    shown = [name for name in COLUMNS if not name.endswith("_share")]
+    titles = [name.replace("_", " ").removesuffix(" s") for name in shown]
     head = ["preset", "injected", "seeds", *titles, "p"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (preset, failures), arm in found.items():
         figures, p = spreads(arm), against.get((preset, failures), nan)
         cells = [preset, f"{failures:.0%}", str(len(arm))]
-        cells += [figures[name].text(form) for name, form in COLUMNS.items()]
+        cells += [figures[name].text(COLUMNS[name]) for name in shown]
         lines.append(f"| {' | '.join([*cells, '' if isnan(p) else f'{p:.2f}'])} |")
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ RUNS_AWAY = 0.1
 UNHELD = "token_tis"
 Arm = tuple[str, int, str]
 """What becomes of answers that are cut off, lag, method."""
-COLUMNS = {"runaway_share": ".2f", "completed_least": ".2f", "completed_end": ".2f", "right_end": ".2f"}
+COLUMNS = {"runaway_share": ".2f", "right_end": ".2f"}
 """Figures of the table, and how they are written."""
 
 
