@@ -72,11 +72,17 @@ class KeyBucket:
             return Entry(data, revision)
         try:
             return Entry(await self._opened(key, data) or None, revision)
+        except UnsignedError:
+            data, again = await self._read(key)  # a notice of the next version may have overtaken the answer
+        if data is None:
+            return Entry(None, again)
+        try:
+            return Entry(await self._opened(key, data) or None, again)
         except UnsignedError as error:
-            if self._set_aside.get(key) != revision:
-                self._set_aside[key] = revision
+            if self._set_aside.get(key) != again:
+                self._set_aside[key] = again
                 self._signatures.note(key, str(error))
-            return Entry(None, revision, set_aside=True)
+            return Entry(None, again, set_aside=True)
 
     async def write(self, key: str, content: bytes) -> None:
         """Set `key`."""

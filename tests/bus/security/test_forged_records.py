@@ -187,6 +187,26 @@ async def test_old_record_that_is_put_back_is_set_aside_and_replaced(as_role: As
         await keeping
 
 
+async def test_record_whose_next_version_is_taken_while_it_is_read_is_no_old_one(
+    as_role: As, monkeypatch: pytest.MonkeyPatch
+):
+    later = Pace(slower=3.0)
+    async with as_role("storage") as storage, as_role("actor") as actor:
+        await storage.put("pace", PACE)
+        read = actor._keys._read
+
+        async def overtaken(key: str) -> tuple[bytes | None, int]:
+            found = await read(key)
+            monkeypatch.undo()
+            await storage.put("pace", later)
+            assert await actor.holds("pace", later)
+            return found
+
+        monkeypatch.setattr(actor._keys, "_read", overtaken)
+        assert await actor.holds("pace", later)
+        assert actor.signatures.set_aside.total() == 0
+
+
 async def test_role_is_kept_by_its_holder_over_a_forged_claim(as_role: As):
     async with (
         as_role("learner") as learner,
