@@ -3,10 +3,11 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import structlog
 from nats.errors import Error as NatsError
 
@@ -18,11 +19,14 @@ from bus.server.nats_server import ClusterMember, NatsServer, free_port
 from bus.waiting import cancelled
 from launch.services.write_check import until_it_cannot_store
 from soak.link import HOST, FaultyLink
+from storage.disk.file_errors import lack_of_room
 
 log = structlog.get_logger()
 AGAIN_S = 1.0
 """Pause before a server that did not start is started again."""
 LEADER_TIMEOUT_S = 5.0
+HEALTH_S = 2.0
+UNAVAILABLE = 503
 ACKS = (b"", b"+ACK")
 """What a client sends once it has done with a message; while it works on one, it sends another word."""
 
@@ -42,8 +46,8 @@ class Server:
         self.down = asyncio.Event()
         """Says whether no process of it runs."""
         self.down.set()
-        self._nats = NatsServer(directory, port=port, cluster=cluster)
-        self._alone = cluster is None
+        self._health_port = free_port(HOST) if cluster is not None else None
+        self._nats = NatsServer(directory, port=port, cluster=cluster, http_port=self._health_port)
 
     @property
     def url(self) -> str:
@@ -73,11 +77,37 @@ class Server:
 
     async def _until_useless(self) -> None:
         """Return when the server has ended, or cannot store any more after its disk was full."""
+        port = self._health_port
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._nats.wait())]
-        if self._alone:
+        if port is None:
             tasks.append(asyncio.create_task(until_it_cannot_store(self._nats.url)))
+        else:
+            tasks.append(asyncio.create_task(until_jetstream_is_off(port)))
+            tasks.append(asyncio.create_task(until_disk_was_full(self.directory)))
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         await cancelled(*tasks)
+
+
+async def until_jetstream_is_off(port: int) -> None:
+    """Return when a member of a cluster says that it stores nothing any more, as it does after a full disk.
+
+    The others go on without it, and a cluster stops where most are so: an operator's probe restarts it."""
+    timeout = aiohttp.ClientTimeout(total=HEALTH_S)
+    async with aiohttp.ClientSession(f"http://{HOST}:{port}", timeout=timeout) as session:
+        while True:
+            with suppress(aiohttp.ClientError, TimeoutError):  # it starts, ends, or is suspended by a fault
+                async with session.get("/healthz?js-enabled-only=true") as answer:
+                    if answer.status == UNAVAILABLE:
+                        return
+            await asyncio.sleep(AGAIN_S)
+
+
+async def until_disk_was_full(directory: Path) -> None:
+    """Return once the disk of a server was full and has room: some streams it writes no more until it starts
+    again."""
+    for is_full in (True, False):
+        while bool(lack_of_room(directory)) is not is_full:  # noqa: ASYNC110 - of a disk nobody sets an event
+            await asyncio.sleep(AGAIN_S / 2)
 
 
 class BusServers:

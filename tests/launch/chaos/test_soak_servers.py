@@ -1,9 +1,15 @@
 import asyncio
+from contextlib import suppress
+
+import nats
+import nats.errors
+import pytest
 
 from bus.waiting import cancelled
 from soak import servers
+from soak.disk import fill, small_disk
 from soak.faults import send_signal
-from soak.servers import Server
+from soak.servers import BusServers, Server
 from tests.storage.serving import until
 
 
@@ -33,3 +39,37 @@ async def test_a_server_that_ends_gets_no_signal(tmp_path, monkeypatch):
         assert server.pid is None
     finally:
         await cancelled(keeping)
+
+
+@pytest.mark.nightly
+async def test_a_cluster_whose_disk_was_full_stores_again(tmp_path):
+    with small_disk(tmp_path / "disk") as mounted:
+        if not mounted:
+            pytest.skip("this host allows no loop mount")
+        bus = BusServers(tmp_path / "disk", 3)
+        async with bus.running():
+            client = await nats.connect(bus.url.split(","), connect_timeout=60, allow_reconnect=True)
+            js = client.jetstream(timeout=5)
+
+            async def stored() -> bool:
+                with suppress(nats.errors.Error, OSError):
+                    return bool(await js.publish("kept", bytes(1 << 19)))
+                return False
+
+            async def made() -> bool:
+                with suppress(nats.errors.Error, OSError):
+                    return bool(await js.add_stream(name="KEPT", subjects=["kept"], num_replicas=3))
+                return False
+
+            await until(made, seconds=60)
+            ballast = await asyncio.to_thread(fill, tmp_path / "disk")
+
+            async def off() -> bool:
+                await stored()
+                logs = [(one.directory / "nats.log").read_bytes() for one in bus.servers]
+                return sum(b"will be DISABLED" in log for log in logs) > 1
+
+            await until(off, seconds=60)
+            ballast.unlink()
+            await until(stored, seconds=120)
+            await client.close()
