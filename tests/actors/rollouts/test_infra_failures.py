@@ -83,8 +83,8 @@ class Breaking:
 
 async def trained(bus, engine, share, retries):
     """Roll out all groups, sending nothing: the groups, the worker, and the advantages of what is trained."""
-    worker = Actor(bus, engine, PluginEnvironment("mine:Env", Breaking(share))).worker
-    worker.retries, groups = retries, []
+    worker = Actor(bus, engine, PluginEnvironment("mine:Env", Breaking(share)), retries=retries).worker
+    groups = []
     for lease_id in range(LEASES):
         group = Group(make_lease(lease_id, samples=SAMPLES, policy_version=4), 1, "tester", 4)
         await worker._gather(group)
