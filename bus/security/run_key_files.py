@@ -3,7 +3,6 @@ each role."""
 
 import base64
 import json
-import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from bus.errors import ConfigError
 from bus.security.credentials import Credentials, read_credentials
 from bus.security.role_keys import RoleKeys, new_seed, public_key
 from bus.security.signatures import keys_in, sign_keys
+from bus.security.whole_files import write_secret
 
 SECRET_BYTES = 24
 """Size of the secret by which a role reaches the run's streams."""
@@ -87,14 +87,3 @@ class RunKeyFiles:
             made = replace(found, run_key=public_key(run_seed), role_keys=base64.b64encode(signed).decode())
             write_secret(self.creds(role), json.dumps(asdict(made), indent=1).encode())
         write_secret(self._list, signed)
-
-
-def write_secret(path: Path, data: bytes) -> None:
-    """Write a file whole, readable by its owner alone from the beginning."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -1,8 +1,6 @@
 """The newest version that a process has taken of each signed record; a file keeps them over its restart."""
 
 import json
-import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,6 +10,7 @@ import structlog
 
 from bus.errors import UnsignedError
 from bus.security.record_rules import Order
+from bus.security.whole_files import write_whole
 
 log = structlog.get_logger()
 DAY_NS = 86_400 * 10**9
@@ -28,7 +27,7 @@ class Seen:
 
     sequence: int
     digest: str
-    """Of its content, in hexadecimal."""
+    """Digest of its content, in hexadecimal."""
     key: str
     """Public key of its signer."""
 
@@ -82,8 +81,6 @@ class SeenRecords:
             return
         self._is_saved = True  # before the copy below: what another thread notes meanwhile is not
         newest = dict(self._newest)
-        # processes with one number, of containers, may share the directory
-        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
         try:
             if not self._path.parent.is_dir():
                 self._is_saved = False
@@ -91,14 +88,8 @@ class SeenRecords:
             for record, seen in self._kept().items():
                 if record not in newest or newest[record].sequence < seen.sequence:
                     newest[record] = seen
-            try:
-                with temporary.open("w") as file:
-                    json.dump({record: asdict(seen) for record, seen in newest.items()}, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(self._path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            content = json.dumps({record: asdict(seen) for record, seen in newest.items()})
+            write_whole(self._path, content.encode())
         except OSError as error:
             self._is_saved = False
             if not self._is_refused:

@@ -11,8 +11,9 @@ from bus.security.certificates import make_certificate, pem
 from bus.security.credentials import BUS_NAME, Credentials, load_credentials
 from bus.security.permissions import ROLES, permissions
 from bus.security.role_keys import public_key
-from bus.security.run_key_files import RunKeyFiles, write_secret
+from bus.security.run_key_files import RunKeyFiles
 from bus.security.stream_access import MULTIPLE_ANSWERS_S, StreamAccess, has_several_answers
+from bus.security.whole_files import write_secret
 from bus.server.server_config import quoted
 from bus.topology import Topology
 
