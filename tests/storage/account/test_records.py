@@ -126,6 +126,7 @@ def test_a_full_disk_is_freed_of_the_oldest_records(tmp_path, monkeypatch):
     for n in range(100):
         writer.add([record(n)])
     assert len([*tmp_path.glob(f"*{records.SUFFIX}")]) <= 3
+    assert max(one.copy.lease_id for one in read(tmp_path)) == 99
 
 
 def test_records_of_an_earlier_run_of_the_same_name_are_left_out(tmp_path):
