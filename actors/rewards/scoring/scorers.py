@@ -2,9 +2,9 @@
 
 import asyncio
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeVar
 
 from actors.episodes.policy_faults import LatestUses, is_of_host
 from actors.episodes.task import Answer
@@ -26,6 +26,7 @@ from actors.rewards.scoring.call_times import CallTimes
 from actors.rewards.scoring.results import checked
 from actors.settings.rewards import SAMPLE_TEXT, RewardConfig
 
+Found = TypeVar("Found")
 CHOICE = "reward"
 """Field of a prompt's metadata that names the reward of its answers."""
 
@@ -89,9 +90,7 @@ class Scorer:
         if isinstance(found, RewardError):
             raise found
         if isinstance(found, Failure):
-            # The label may be scored without a server that others need: nothing says that one is there.
-            unknown = self._newest is None and _is_of_host(found.error.__cause__)
-            if found.broken is not None or unknown or lowest is None:
+            if lowest is None or not _is_to_blame(found, self._newest):
                 raise found.error
             return Scored(lowest, fault=f"{found.error}; it works on another answer")
         if isinstance(found, Scored) and not found.fault:
@@ -101,16 +100,12 @@ class Scorer:
         return found
 
     async def _tried(self, answer: Answer) -> Scored | Late | RewardError:
-        """Return the reward, or how the function failed. Raises a `RewardError` that it raises itself, unless
-        the answer may be to blame for that."""
+        """Return the reward, or how the function failed; raises as `_or_failure` does."""
         outcome = await self._calls.call(answer)
         where = f"reward {self._name} on task {answer.task_id}"
-        try:
-            return checked(outcome, where, weights=self._weights, timeout_s=self._timeout_s)
-        except RewardError as error:
-            if error is outcome and not isinstance(error, UnscoredError):
-                raise
-            return error
+        return _or_failure(
+            outcome, lambda: checked(outcome, where, weights=self._weights, timeout_s=self._timeout_s)
+        )
 
     async def close(self) -> None:
         """Give up the reward's connections and processes."""
@@ -123,8 +118,26 @@ def control_of(answer: Answer) -> Answer:
     return replace(answer, text=SAMPLE_TEXT if answer.label is None else answer.label, finish_reason="stop")
 
 
-def _is_of_host(error: BaseException | None) -> bool:
-    return is_of_host(error) and not isinstance(error, TimeoutError)  # as that of a call which hangs
+def _or_failure(outcome: object, check: Callable[[], Found]) -> Found | RewardError:
+    """Return what `check` finds in the outcome of a call, or how the function failed. Raises a `RewardError`
+    that it raised itself, unless an answer may be to blame for that."""
+    try:
+        return check()
+    except RewardError as error:
+        if error is outcome and not isinstance(error, UnscoredError):
+            raise
+        return error
+
+
+def _is_to_blame(failure: Failure, newest: object) -> bool:
+    """Tell whether an answer is to blame for a failure.
+
+    The controls may be scored without a server that others need: while nothing else was scored, and `newest`
+    is None, nothing says that one is there."""
+    cause = failure.error.__cause__
+    # that of a call which hangs is no sign of the host
+    of_host = is_of_host(cause) and not isinstance(cause, TimeoutError)
+    return failure.broken is None and not (newest is None and of_host)
 
 
 class RewardChoice:
@@ -254,23 +267,14 @@ class GroupScorer:
         alone = [[*own[:n], one, *own[n + 1 :]] for n, one in enumerate(answers)]
         found = await asyncio.gather(*(judged(self._tried, one, controls=controls) for one in alone))
         failures = {n: one for n, one in enumerate(found) if isinstance(one, Failure)}
-        # The controls may be scored without a server that others need: nothing says that one is there.
-        unknown = any(
-            one.broken or (newest is None and _is_of_host(one.error.__cause__)) for one in failures.values()
-        )
-        if unknown or not failures:
+        if not failures or not all(_is_to_blame(one, newest) for one in failures.values()):
             raise error
         return {n: one.error for n, one in failures.items()}
 
     async def _tried(self, answers: Sequence[Answer]) -> list[Scored] | RewardError:
-        """Return the rewards, or how the function failed. Raises a `RewardError` that it raises itself."""
+        """Return the rewards, or how the function failed; raises as `_or_failure` does."""
         outcome = await self._calls.call(answers)
-        try:
-            return self._checked(answers, outcome)
-        except RewardError as error:
-            if error is outcome and not isinstance(error, UnscoredError):
-                raise
-            return error
+        return _or_failure(outcome, lambda: self._checked(answers, outcome))
 
     def _checked(self, answers: Sequence[Answer], outcome: object) -> list[Scored]:
         where = f"group reward {self._name} on {len(answers)} answers, the first {answers[0].task_id},"
