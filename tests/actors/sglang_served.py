@@ -73,13 +73,15 @@ async def requests_at_the_worker(engine) -> int:
 
 
 async def in_flight(engine, *generations) -> None:
-    """Return when the worker decodes so many; they are long enough to go on for a while."""
+    """Return when the worker decodes so many and the engine has a token of each, before which an update may
+    end them; they are long enough to go on for a while."""
 
     async def running():
         assert not any(generation.done() for generation in generations)
-        return await requests_at_the_worker(engine) == len(generations)
+        begun = not any(flight.may_wait for flight in engine.in_progress)
+        return begun and await requests_at_the_worker(engine) == len(generations)
 
-    await until(running, f"{len(generations)} requests at the worker")
+    await until(running, f"{len(generations)} requests that the worker has begun with")
 
 
 def noted(call, names, name):
