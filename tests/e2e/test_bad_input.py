@@ -198,6 +198,7 @@ def test_two_buses_do_not_share_a_directory(refused: Refused, bus_directory: Pat
     assert "another `launch bus` keeps its streams in" in refused(*bus)
 
 
+@pytest.mark.slow
 @pytest.mark.nats
 @pytest.mark.parametrize("command", ["actors", "learner"])
 def test_a_run_that_nobody_stores_is_waited_for_and_named(refused: Refused, bus_url: str, command: str):

@@ -148,6 +148,7 @@ def stops_before_it_sends(sender, published):
     published.begin = stopped
 
 
+@pytest.mark.slow
 async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
     async with serving() as (engine, server):
         await engine.start()

@@ -37,6 +37,7 @@ def model():
     return Qwen3ForCausalLM._from_config(config).eval()
 
 
+@pytest.mark.slow
 async def test_an_actor_keeps_one_set_of_weights_however_many_versions_come(model, tmp_path, monkeypatch):
     files = FileBlobs(tmp_path)
     blobs = [

@@ -127,7 +127,7 @@ async def test_answer_of_which_a_part_was_lost_is_an_error(bus: Bus):
 
 
 @pytest.mark.nats
-@pytest.mark.slow  # the link needs its time
+@pytest.mark.nightly  # the link needs its time
 async def test_answer_above_what_the_server_holds_arrives_over_a_link_slower_than_the_sender(
     bus: Bus, server: NatsServer
 ):

@@ -114,7 +114,7 @@ async def test_nothing_at_random_for_long_changes_what_a_role_may_not_write(role
     assert after.foreign_to(role) == before.foreign_to(role)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_on_a_cluster_no_request_reply_or_header_changes_what_a_role_may_not_write(tmp_path: Path):
     secure = SecureDirectory(tmp_path / "keys")
     ports = tuple(free_port("127.0.0.1") for _ in range(3))

@@ -186,6 +186,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
     assert checkpoints.steps(tmp_path) == [1, 3]  # that of step 2 was left out
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -128,7 +128,7 @@ def offline(directory: Path) -> tuple[list[dict], dict[str, str]]:
     return rows, axes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of wandb's own
 async def test_wandb_offline_has_the_rows_and_a_restart_keeps_the_id(run: RunDirectory, monkeypatch):
     import wandb

@@ -407,6 +407,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_reported_as_appended_is_there(tmp_path):
     here = Path(__file__).parent
     script = APPENDING.format(root=str(here.parents[2]), here=str(here), directory=str(tmp_path / "shard"))
