@@ -118,6 +118,19 @@ class RequestRefusedError(EngineError):
     """An engine that is well can never serve this request: it does not fit, or its id is in use."""
 
 
+class ContextFullError(RequestRefusedError):
+    """A prompt leaves no room for an answer in the longest context of any engine."""
+
+    def __init__(self, tokens: int, longest: int) -> None:
+        super().__init__(
+            f"a prompt of {tokens} tokens leaves no room for an answer in a context of {longest}: shorten it"
+        )
+        self.tokens = tokens
+        """Tokens of the prompt."""
+        self.longest = longest
+        """Most tokens of prompt and answer together."""
+
+
 class WeightsKeptError(EngineError):
     """New weights could not be had. The engine is well and goes on with the weights it has."""
 

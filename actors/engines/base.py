@@ -206,6 +206,15 @@ class TellsKvTokens(Protocol):
 
 
 @runtime_checkable
+class TellsContext(Protocol):
+    """An engine that knows how long its contexts may be."""
+
+    @property
+    def longest_context(self) -> int | None:
+        """Return the most tokens of a prompt and its answer together; None while that is not known."""
+
+
+@runtime_checkable
 class TakesPublished(Protocol):
     """An engine to which the learner itself can send the weights that it announced."""
 

@@ -89,6 +89,10 @@ class Completion:
     """What looked like a tool call and is none, as text."""
     prompt_tokens: int = 0
     """Number of tokens that it continues."""
+    stop_text: str | None = None
+    """The text that ended it, which is in `text` and not in `content`; None where something else did."""
+    logprobs: np.ndarray | None = None
+    """float32 [N], nats of the tokens as they were sampled."""
 
     @property
     def message(self) -> ChatMessage:

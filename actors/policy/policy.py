@@ -10,7 +10,14 @@ from itertools import count
 
 import numpy as np
 
-from actors.engines.base import AnswersChats, Engine, Generation, GenerationRequest, Sampling
+from actors.engines.base import (
+    AnswersChats,
+    Engine,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    TellsContext,
+)
 from actors.engines.continued_generation import joined, next_piece
 from actors.episodes.agents import DEFAULT_AGENT, policy_of
 from actors.episodes.episode import AgentTrajectory
@@ -19,12 +26,13 @@ from actors.episodes.task import ChatMessage
 from actors.policy.answers import ParsedAnswer
 from actors.policy.chat_format import ChatFormat, Context, Tokenizer
 from actors.policy.context_tokens import ContextTokens
-from actors.policy.messages import Completion, Tool, ToolCall
+from actors.policy.messages import Completion, MessagesError, Tool, ToolCall
 from actors.policy.other_engines import ALONE, OtherEngines
 from actors.policy.rollout_turns import SampledTurn, TurnsByRollout, context_of, trained_turn
 from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import TRAIN_ALL, Masking
+from bus.errors import ContextFullError, RequestRefusedError
 from bus.images import PlacedImage
 from bus.policy_names import DEFAULT_POLICY
 from bus.trajectory import End
@@ -95,27 +103,35 @@ class Policy:
     async def chat(
         self, messages: Sequence[ChatMessage] | str, agent: str = DEFAULT_AGENT, *,
         tools: Sequence[Tool] | None = None, sampling: Sampling | None = None,
-        trainable: bool = True, policy: str = DEFAULT_POLICY,
+        trainable: bool = True, policy: str = DEFAULT_POLICY, prefix: str = "",
     ) -> Completion:  # fmt: skip
         """Answer a chat; a string is one user message. Raises EngineError, and MessagesError for no chat.
 
         `tools` are functions in the shape of OpenAI's; calls are looked for only where there are tools.
         `policy` is the name of the policy that answers: of one that is trained beside this one, or of an
-        opponent. Raises EpisodeError for a name that none of them has.
+        opponent. Raises EpisodeError for a name that none of them has. With a `prefix` the answer begins by
+        this text, which is not trained; MessagesError where the template lets the model think first.
         """
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
         call = self._call(agent, policy, sampling, trainable)
         if isinstance(engine := self._engine_of(call.policy), AnswersChats):
-            return await self._answered_in_text(engine, messages, tools, call)
+            begun_by = [{"role": "assistant", "content": prefix}] if prefix else []
+            return await self._answered_in_text(engine, [*messages, *begun_by], tools, call)
         known = [(s.number, s.conversation) for s in self._of(call) if s.conversation is not None]
         context = await self._format.context(messages, tools, known)
+        if prefix and context.in_reasoning:
+            raise MessagesError("the chat template has the model think first: its answer cannot be begun")
         begun, images = self._begun(context)
-        strand, generation = await self._complete([*begun, *context.added.tolist()], call, images)
+        given = await self._format.in_thread(self._format.encode, prefix) if prefix else []
+        strand, generation = await self._complete([*begun, *context.added.tolist(), *given], call, images)
         answer_end = len(strand.tokens)
         try:
             text, answer = await self._format.read(
-                generation.token_ids, in_reasoning=context.in_reasoning, tools=tools, number=call.number
+                np.array([*given, *generation.token_ids], np.int32),
+                in_reasoning=context.in_reasoning,
+                tools=tools,
+                number=call.number,
             )
         except asyncio.CancelledError:
             self.leave_untrained(call.number)
@@ -183,6 +199,14 @@ class Policy:
 
         Raises MessagesError for no chat."""
         return len(await self._format.in_thread(self._format.encode_chat, messages, tools))
+
+    async def token_texts(self, token_ids: np.ndarray) -> list[str]:
+        """Return the text of each token; one that is part of a character is U+FFFD."""
+
+        def texts() -> list[str]:
+            return [self._format.decode([token], skip_special_tokens=False) for token in token_ids.tolist()]
+
+        return await self._format.in_thread(texts)
 
     def reward_turn(self, completion: Completion, reward: float) -> None:
         """Note the reward of this turn alone, beside that of the outcome."""
@@ -254,7 +278,7 @@ class Policy:
         experts_from = self._experts_from(call, token_ids, images)
         request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from, images)
         self.contexts.note(self._rollout_id, call.agent, len(token_ids), call.sampling.max_new_tokens)
-        generation = await self._sampled(request, call)
+        generation = await self._fitting(request, call)
         strand = self._continued(call, token_ids, images)
         if strand is None:
             fork = forked_from(token_ids, self._of(call), images)
@@ -265,6 +289,22 @@ class Policy:
 
     def _engine_of(self, policy: str) -> Engine:
         return self._others.opponents.get(policy) or self._others.further.get(policy) or self._engine
+
+    async def _fitting(self, request: GenerationRequest, call: Call) -> Generation:
+        """Return what is sampled for `request`, of as many tokens as its context has room for.
+
+        Raises ContextFullError where there is none. Engines that start do not tell how much there is."""
+        engine = self._engine_of(call.policy)
+        fitted = _fitted(request, engine)
+        try:
+            return await self._sampled(fitted, call)
+        except ContextFullError:
+            raise
+        except RequestRefusedError:
+            again = _fitted(request, engine)
+            if again.sampling == fitted.sampling:
+                raise
+            return await self._sampled(again, call)
 
     async def _sampled(self, request: GenerationRequest, call: Call) -> Generation:
         """Return what is sampled for `request`, or was by an actor that had begun the rollout."""
@@ -324,19 +364,34 @@ class Policy:
         return [strand for strand in reversed(self._strands) if (strand.agent, strand.policy) == whose]
 
 
+def _fitted(request: GenerationRequest, engine: Engine) -> GenerationRequest:
+    longest = engine.longest_context if isinstance(engine, TellsContext) else None
+    if longest is None:
+        return request
+    room = longest - len(request.token_ids)
+    if room < 1:
+        raise ContextFullError(len(request.token_ids), longest)
+    if request.sampling.max_new_tokens <= room:
+        return request
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=room))
+
+
 def _completion(
     text: str, answer: ParsedAnswer, generation: Generation, call: Call, prompt_tokens: int
 ) -> Completion:
     """Put an answer together; a stop string that ended it is in its text, but not in its content."""
-    ends = (stop for stop in call.sampling.stop if answer.content.endswith(stop))
+    ends = (stop for stop in call.sampling.stop if stop and answer.content.endswith(stop))
+    stop_text = max(ends, key=len, default="")
     return Completion(
         text,
         generation.token_ids,
         generation.finish_reason,
         call.number,
-        content=answer.content.removesuffix(max(ends, key=len, default="")),
+        content=answer.content.removesuffix(stop_text),
         reasoning=answer.reasoning,
         tool_calls=answer.tool_calls,
         malformed_calls=answer.malformed_calls,
         prompt_tokens=prompt_tokens,
+        stop_text=stop_text or None,
+        logprobs=generation.logprobs,
     )

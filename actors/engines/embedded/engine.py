@@ -146,6 +146,11 @@ class EmbeddedEngine:
         return max(0, len(self._generations) - self._decoder.running)
 
     @property
+    def longest_context(self) -> int:
+        """Return the most tokens of a prompt and its answer together."""
+        return self._decoder.context_length
+
+    @property
     def kv_tokens(self) -> KvTokens | None:
         """Return how full its cache is, by the capacity that its settings name; None if they name none."""
         if self._config.kv_tokens is None:

@@ -144,6 +144,14 @@ class Fleet:
         return self._request_s_of_the_left + here
 
     @property
+    def longest_context(self) -> int | None:
+        """Return the most tokens of a prompt and its answer together at any engine in service; None while
+        one of them does not tell, or none serves."""
+        told = [m.longest_context for m in self._members.values() if m.state == "serving"]
+        known = [longest for longest in told if longest is not None]
+        return max(known) if known and len(known) == len(told) else None
+
+    @property
     def kv_tokens(self) -> KvTokens | None:
         """Return how full the caches of the engines in service are; None unless all of them tell."""
         return total_of(m.cache_use.kv_tokens for m in self._members.values() if m.state == "serving")

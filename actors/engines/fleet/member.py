@@ -15,6 +15,7 @@ from actors.engines.base import (
     GenerationRequest,
     HealthChecked,
     SharesDevice,
+    TellsContext,
 )
 from actors.engines.fleet.cache_use import CacheUse
 from actors.engines.fleet.engine_state import EngineState, ScoredTokens
@@ -97,6 +98,12 @@ class Member:
     def load(self) -> int:
         """Places that are taken: also by what its engine has yet to abort."""
         return len(self.requests) + (len(self._life.ending) if self._life else 0)
+
+    @property
+    def longest_context(self) -> int | None:
+        """Return the most tokens of a prompt and its answer together; None where its engine does not tell."""
+        engine = self._life.engine if self._life else None
+        return engine.longest_context if isinstance(engine, TellsContext) else None
 
     @property
     def request_limit(self) -> int:

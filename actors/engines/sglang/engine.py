@@ -147,6 +147,11 @@ class SglangEngine:
         return self.in_progress.of_others(self._own)
 
     @property
+    def longest_context(self) -> int | None:
+        """Return the most tokens of a prompt and its answer together; None before the server has said it."""
+        return None if self._facts is None else self._facts.longest_prompt
+
+    @property
     def kv_tokens(self) -> KvTokens | None:
         """Return how full the server's cache is; None where it does not say."""
         return self._loads_of_cache.tokens

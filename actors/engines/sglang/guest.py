@@ -57,6 +57,11 @@ class GuestEngine:
         return 0 if self._policy is None else self._policy.tokens_generated - self._tokens_before
 
     @property
+    def longest_context(self) -> int | None:
+        """Return the most tokens of a prompt and its answer together, as its host knows them."""
+        return self._host.longest_context
+
+    @property
     def kv_tokens(self) -> KvTokens | None:
         """Return how full the server's cache is, with the requests of all policies."""
         return self._host.kv_tokens
