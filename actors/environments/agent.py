@@ -232,13 +232,15 @@ class AgentEnvironment:
         if session.end is None:
             kind = EpisodeError if session.last is None else ProgramFaultError
             raise self._failed(task, f"status {ended.status}: {ended.output}", kind)
-        log.info("agent_was_cut_off", task=task.task_id, end=session.end, status=ended.status)
+        log.info("agent_was_cut_off", task=task.task_id, cause=session.end_cause, status=ended.status)
 
     async def _reward(self, task: Task, session: Session) -> PostedReward:
         """Return the reward that the program posted. Raises `UnpaidError` where none is in time."""
         if await session.rewarded_within(0.0 if session.end else self._config.reward_timeout_s):
             assert session.reward is not None
             return session.reward
+        if session.end_cause:
+            raise UnpaidError(f"task {task.task_id} has no reward: {session.end_cause}")
         raise UnpaidError(
             f"nobody posted a reward for task {task.task_id}: have the program POST a number to the "
             "reward_url that it reads on its standard input, or set another actors.environment.reward"

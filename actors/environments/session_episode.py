@@ -21,6 +21,8 @@ from bus.codec import Json
 log = structlog.get_logger()
 REFUSED_REWARDS = "refused_rewards"
 """Entry of the metadata of trajectories whose agent posted a reward without the key for it."""
+END_CAUSE = "end_cause"
+"""Entry of the metadata of trajectories whose episode the gateway ended: why."""
 
 
 class UnpaidError(RewardError):
@@ -68,9 +70,11 @@ def metrics_of(session: Session) -> dict[str, float]:
 
 
 def noted(session: Session) -> dict[str, Json]:
-    """Return what is kept with each trajectory of a session: how often its agent tried to pay itself."""
+    """Return what is kept with each trajectory of a session: how often its agent tried to pay itself, and why
+    the gateway ended its episode."""
     refused = session.counts["refused_rewards"]
-    return {REFUSED_REWARDS: refused} if refused else {}
+    found: dict[str, Json] = {REFUSED_REWARDS: refused} if refused else {}
+    return {**found, END_CAUSE: session.end_cause} if session.end_cause else found
 
 
 def posted_episode(

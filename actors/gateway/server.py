@@ -8,6 +8,7 @@ import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TypeAlias
 
 import structlog
@@ -47,11 +48,12 @@ async def streamed(
 
     A client that leaves cancels this, and with it the answer."""
     pending = asyncio.create_task(answer, name="gateway stream")
+    unmet: dict[str, str] = {}
     try:
         await asyncio.wait([pending], timeout=keep_alive_s)
         if pending.done():
-            pending.result()  # raises before a status was sent
-        response = web.StreamResponse(headers=EVENT_STREAM_HEADERS)
+            unmet = _known_before_the_status(dialect, pending)
+        response = web.StreamResponse(headers={**EVENT_STREAM_HEADERS, **unmet})
         await response.prepare(request)
         while not pending.done():
             await response.write(dialect.keep_alive)
@@ -61,6 +63,21 @@ async def streamed(
         return response
     finally:
         await cancelled(pending)
+
+
+def _known_before_the_status(dialect: Dialect, answered: asyncio.Task[Reply]) -> dict[str, str]:
+    """Return the headers of an answer. Raises `RefusedError` but for what its clients read in the stream."""
+    try:
+        return _unmet_headers(answered.result())
+    except RefusedError as refusal:
+        if refusal.code not in dialect.told_in_streams:
+            raise
+        return {}
+
+
+def _unmet_headers(reply: Reply) -> dict[str, str]:
+    unmet = ", ".join(dict.fromkeys(chain.from_iterable(each.unmet for each in reply.all)))
+    return {UNMET_HEADER: unmet} if unmet else {}
 
 
 def _rest_of_stream(dialect: Dialect, ask: Ask, answered: asyncio.Task[Reply]) -> bytes:
@@ -82,6 +99,8 @@ CLOSED_REMEMBERED = 4096
 """Closed sessions whose late requests are told so."""
 BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted: agents begin in waves."""
+UNMET_HEADER = "X-Sluice-Unmet"
+"""Names what a request asked for and its answer does not give."""
 AGENT_HEADER = "X-Sluice-Agent"
 AGENT_NAME = re.compile(r"[\w.-]{1,64}")
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -218,7 +237,8 @@ class Gateway:
         answer = session.answer(ask, _agent(request), attempt)
         if ask.stream:
             return await streamed(request, dialect, ask, answer, keep_alive_s=self._config.keep_alive_s)
-        return web.json_response(dialect.body(ask, await answer))
+        reply = await answer
+        return web.json_response(dialect.body(ask, reply), headers=_unmet_headers(reply))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self.session_of(request)

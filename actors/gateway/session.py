@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import structlog
 
@@ -14,17 +15,17 @@ from actors.engines.base import Sampling
 from actors.episodes.errors import EpisodeError
 from actors.episodes.policy_faults import LatestUses, is_of_host
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
-from actors.gateway.dialects.refusal import RefusedError, invalid
+from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.retries import Attempt, Exchanges
 from actors.gateway.tool_hooks import ToolHook, passed
-from actors.policy.messages import Completion, MessagesError
+from actors.policy.messages import Completion, MessagesError, ToolCall
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig, Pin
-from bus.errors import EngineError, HandBackError, RequestRefusedError, SluiceError
+from bus.errors import ContextFullError, EngineError, HandBackError, RequestRefusedError, SluiceError
 from bus.process.log_throttle import LogThrottle
 from bus.trajectory import End
-from bus.waiting import set_within
+from bus.waiting import cancelled, set_within
 
 log = structlog.get_logger()
 DIFFERENCES_LOG_PERIOD_S = 10.0
@@ -51,7 +52,7 @@ class Session:
         self.reward_owner: str | None = "client"
         """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
-        """The newest answer that the agent got, as the policy gave it."""
+        """The newest answer that the agent got, as the policy gave it; of several choices the first."""
         self.agents: set[str] = set()
         """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()
@@ -76,17 +77,24 @@ class Session:
         self._exchanges = Exchanges(config.retry_grace_s)
         self._failures: dict[bytes, SluiceError] = {}
         """What failed for reasons other than the request, by its digest, until its retry succeeds."""
-        self._unclaimed: dict[str, Completion] = {}
-        """Answers that no request has got yet, by the name of the reply."""
+        self._unclaimed: dict[str, list[Completion]] = {}
+        """Answers that no request has got yet, by the name of the first reply."""
         self._rewarded = asyncio.Event()
         self._is_closed = False
         self._cap: End | None = None
-        self._is_over_long = False
+        self._cap_reason = ""
+        self._over_long = ""
+        """Why the newest request that was refused was too long, unless one was answered since."""
 
     @property
     def end(self) -> End | None:
         """Return how the episode ended if the gateway ended it: a cap, or a context that does not fit."""
-        return self._cap or ("length" if self._is_over_long else None)
+        return self._cap or ("length" if self._over_long else None)
+
+    @property
+    def end_cause(self) -> str:
+        """Return why the gateway ended the episode, in words; nothing where it did not."""
+        return self._cap_reason or self._over_long
 
     @property
     def failure(self) -> SluiceError | None:
@@ -97,14 +105,15 @@ class Session:
         """Answer a request, or give a retry the answer of its first attempt. Raises `RefusedError`."""
         exchange = self._exchanges.earlier(attempt)
         if exchange is None:
-            self._refuse_if_over()
+            self._refuse_if_over(ask.choices)
+            self._refuse_unmeetable(ask)
             exchange = self._exchanges.begin(attempt, self._turn(ask, agent, attempt.digest))
         else:
             self.counts["retries"] += 1
         self.last_request_s = time.monotonic()
         reply = await self._exchanges.answer(exchange)
         self.last_request_s = time.monotonic()
-        self.last = self._unclaimed.pop(reply.reply_id, self.last)
+        self.last = self._unclaimed.pop(reply.reply_id, [self.last])[0]
         return reply
 
     async def count_tokens(self, ask: Ask) -> int:
@@ -160,7 +169,7 @@ class Session:
         What was sampled and reached no request is not trained on."""
         self._is_closed = True
         await self._exchanges.close()
-        for completion in self._unclaimed.values():
+        for completion in chain.from_iterable(self._unclaimed.values()):
             self._policy.leave_untrained(completion.number)
         self._unclaimed.clear()
 
@@ -169,16 +178,29 @@ class Session:
         sampling = replace(sampling, stop=(*sampling.stop, *ask.stop))
         self._note_differences(ask, lost)
         with self._refusing(digest), self._timed():
-            completion = await self._policy.chat(
-                ask.messages, agent, tools=ask.tools or None, sampling=sampling
-            )
-            reply = self._shown(completion)
+            completions = await self._completions(ask, agent, sampling)
+            reply, *further = [await self._shown(ask, completion) for completion in completions]
         self._requests.note(worked=True)
         self._failures.pop(digest, None)
-        self._is_over_long = False
+        self._over_long = ""
         self.agents.add(agent)
-        self._unclaimed[reply.reply_id] = completion
-        return reply
+        self._unclaimed[reply.reply_id] = completions
+        return replace(reply, further=tuple(further))
+
+    async def _completions(self, ask: Ask, agent: str, sampling: Sampling) -> list[Completion]:
+        """Return as many answers as the request wants, each of which is recorded."""
+        answering = [
+            asyncio.create_task(
+                self._policy.chat(
+                    ask.messages, agent, tools=ask.tools or None, sampling=sampling, prefix=ask.prefix
+                )
+            )
+            for _ in range(ask.choices)
+        ]
+        try:
+            return list(await asyncio.gather(*answering))
+        finally:
+            await cancelled(*answering)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -196,8 +218,11 @@ class Session:
         """Translate what the policy raises, and note what is not the request's fault."""
         try:
             yield
+        except ContextFullError as error:
+            self._over_long = str(error)
+            raise TooLongError(error.tokens, error.longest) from error
         except RequestRefusedError as error:
-            self._is_over_long = True
+            self._over_long = str(error)
             raise RefusedError(400, "context_length_exceeded", str(error)) from error
         except MessagesError as error:
             raise invalid(str(error)) from error
@@ -215,7 +240,7 @@ class Session:
             self._failures[digest] = EpisodeError(f"the gateway failed: {error!r}")
             raise RefusedError(500, "internal_error", f"the gateway failed: {error!r}") from error
 
-    def _shown(self, completion: Completion) -> Reply:
+    async def _shown(self, ask: Ask, completion: Completion) -> Reply:
         """Return what the agent gets of a completion, which is recorded whole."""
         self.counts["turns"] += 1
         self.counts["tokens"] += len(completion.token_ids)
@@ -224,41 +249,73 @@ class Session:
             self.counts["denied_calls"] += len(words)
             log.info("tool_calls_denied", session=self._name, reasons=words)
         finish: Finish = "stop" if completion.finish_reason == "stop" else "length"
+        content = str(completion.message["content"]).removeprefix(ask.prefix)
+        nats = completion.logprobs
+        told = nats is not None and ask.tells_logprobs
+        texts = await self._policy.token_texts(completion.token_ids) if told else []
         return Reply(
             reply_id=secrets.token_hex(12),
             created_s=int(time.time()),
-            content="\n".join(filter(None, [str(completion.message["content"]), *words])),
+            content="\n".join(filter(None, [content, *words])),
             reasoning=completion.reasoning,
             tool_calls=calls,
             finish="tool_calls" if calls and finish == "stop" else finish,
             prompt_tokens=completion.prompt_tokens,
             completion_tokens=len(completion.token_ids),
+            stop_text=completion.stop_text if completion.stop_text in ask.stop else None,
+            logprobs=tuple(zip(texts, nats.tolist(), strict=True)) if told and nats is not None else None,
+            unmet=self._unmet(ask, calls),
         )
 
-    def _refuse_if_over(self) -> None:
+    def _unmet(self, ask: Ask, calls: Sequence[ToolCall]) -> tuple[str, ...]:
+        """Return the names of what was asked for and an answer with these calls does not give."""
+        wanted, unmet = ask.must_call, (*ask.unmet, *ask.unmeetable)
+        if wanted is None or any(not wanted or call.name in wanted for call in calls):
+            return unmet
+        self.counts["answers_without_demanded_call"] += 1
+        return (*unmet, "tool_choice")
+
+    def _refuse_unmeetable(self, ask: Ask) -> None:
+        """Raise `RefusedError` for what cannot be given, unless the settings say to go on without it."""
+        if ask.unmeetable and self._config.unmeetable == "refuse":
+            names = ", ".join(ask.unmeetable)
+            raise invalid(
+                f"{names}: answers are sampled freely, since a grammar would change the probabilities that "
+                "are trained on. Leave it out, or set actors.environment.gateway.unmeetable=ignore"
+            )
+
+    def _refuse_if_over(self, choices: int = 1) -> None:
         if self._is_closed:
             raise RefusedError(403, "session_closed", "this session is closed: its episode has ended")
         turns, tokens = self._config.most_turns, self._config.most_tokens
-        if self.counts["turns"] + self._exchanges.under_way >= turns:
-            self._cap = self._cap or "turn_limit"
-            raise RefusedError(403, "turn_limit", f"this session has had its {turns} completions")
+        if self.counts["turns"] + self._exchanges.under_way + choices > turns:
+            raise self._capped("turn_limit", "turn_limit", f"this session has had its {turns} completions")
         if tokens is not None and self.counts["tokens"] >= tokens:
-            self._cap = self._cap or "length"
-            raise RefusedError(403, "token_limit", f"this session has had its {tokens} sampled tokens")
+            reason = f"this session has had its {tokens} sampled tokens"
+            raise self._capped("length", "token_limit", reason)
+
+    def _capped(self, end: End, code: str, reason: str) -> RefusedError:
+        if self._cap is None:
+            self._cap, self._cap_reason = end, reason
+        return RefusedError(403, code, reason)
 
     def _note_differences(self, ask: Ask, lost: dict[str, tuple[float, float]]) -> None:
         """Log what the agent asked for and does not get: once in a while, since each request repeats it."""
-        if not (lost or ask.unmet):
+        without = [*ask.unmet, *ask.unmeetable]
+        if not (lost or without or ask.left_out):
             return
         self.counts["requests_with_differences"] += 1
-        if times := self._differences.due(time.monotonic()):
+        times = self._differences.due(time.monotonic())
+        if times and (lost or without):
             log.info(
                 "sampling_is_the_runs",
                 session=self._name,
                 times=times,
                 asked_and_instead=lost,
-                without=list(ask.unmet),
+                without=without,
             )
+        if times and ask.left_out:
+            log.info("hosted_tools_are_left_out", session=self._name, times=times, types=ask.left_out)
 
 
 def pinned(

@@ -37,6 +37,10 @@ class GatewayConfig(Config):
     """Sampling that an agent cannot change: the run's own holds. An agent may always ask for fewer tokens
     than `sampling.max_new_tokens`, and never gets more."""
 
+    unmeetable: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of a request for a schema of the answer or for the likeliest tokens, which are not given:
+    it is refused by name, or answered without."""
+
     most_turns: int = Field(64, ge=1)
     """Completions of one session. Further requests are refused, and its episode ends by `turn_limit`."""
 

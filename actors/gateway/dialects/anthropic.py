@@ -6,21 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from actors.episodes.task import ChatMessage
+from actors.episodes.task import JSON, ChatMessage
+from actors.gateway.dialects.anthropic_tools import client_side
 from actors.gateway.dialects.base import (
     MOST_STOPS,
     Body,
     Dialect,
     Part,
     Shown,
+    content_of,
     data_event,
     parsed,
     text_of,
-    unmet,
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
-from actors.gateway.dialects.refusal import RefusedError, invalid
+from actors.gateway.dialects.refusal import RefusedError, TooLongError
 from actors.policy.messages import Tool, ToolCall, ToolCallError
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -31,19 +32,39 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
 }
+FAILED = "Error"
+"""Word before the answer of a tool that failed."""
 SIGNATURE = "recorded"
 """Thinking is signed, as clients expect; the gateway accepts any signature."""
 
 
-class _Block(Body):
+class _Source(Body):
     type: str
-    text: str = ""
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
+class _Part(Part):
+    source: _Source | None = None
+
+    @property
+    def image(self) -> str | None:
+        """Return the address of the image."""
+        if self.type != "image" or self.source is None:
+            return None
+        source = self.source
+        return source.url or f"data:{source.media_type};base64,{source.data}"
+
+
+class _Block(_Part):
     thinking: str = ""
     id: str = ""
     name: str = ""
     input: dict[str, JsonValue] = {}  # noqa: RUF012 - pydantic copies defaults
     tool_use_id: str = ""
-    content: str | list[Part] | None = None
+    content: str | list[_Part] | None = None
+    is_error: bool | None = None
 
 
 class _Message(Body):
@@ -53,13 +74,14 @@ class _Message(Body):
 
 class _Tool(Body):
     type: str | None = None
-    name: Annotated[str, Field(min_length=1)]
+    name: str = ""
     description: str | None = None
     input_schema: dict[str, JsonValue] | None = None
 
 
 class _Choice(Body):
     type: str
+    name: str = ""
 
 
 class _Thinking(Body):
@@ -83,16 +105,18 @@ class _Request(Body):
 
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
+    said, prefix = _without_prefill(request.messages)
     choice = request.tool_choice.type if request.tool_choice is not None else "auto"
     messages: list[ChatMessage] = []
     if system := text_of(request.system):
         messages.append({"role": "system", "content": system})
-    for message in request.messages:
+    for message in said:
         messages.extend(_messages(message))
     return Ask(
         model=request.model,
         messages=tuple(messages),
-        tools=() if choice == "none" else tuple(map(_declared, request.tools or ())),
+        tools=() if choice == "none" else tuple(filter(None, map(_declared, request.tools or ()))),
+        left_out=tuple(str(tool.type) for tool in request.tools or () if _declared(tool) is None),
         stream=bool(request.stream),
         sampling=wanted(
             temperature=request.temperature,
@@ -101,19 +125,36 @@ def _parse(raw: bytes) -> Ask:
             max_new_tokens=request.max_tokens,
         ),
         stop=tuple(filter(None, request.stop_sequences or ())),
-        unmet=unmet({"tool_choice": choice}),
+        prefix=prefix,
+        must_call=_demanded(request.tool_choice),
         shows_reasoning=request.thinking is not None and request.thinking.type != "disabled",
     )
 
 
-def _declared(tool: _Tool) -> Tool:
-    if tool.type not in (None, "custom"):
-        raise invalid(
-            f"tool {tool.name!r} of type {tool.type!r} runs at Anthropic: declare tools of your own"
-        )
-    function: Shown = {"name": tool.name, "parameters": tool.input_schema or {"type": "object"}}
-    if tool.description is not None:
-        function["description"] = tool.description
+def _demanded(choice: _Choice | None) -> tuple[str, ...] | None:
+    if choice is None or choice.type not in ("any", "tool"):
+        return None
+    return (choice.name,) if choice.type == "tool" else ()
+
+
+def _without_prefill(messages: list[_Message]) -> tuple[list[_Message], str]:
+    """Return the messages, and the words by which the client has begun the answer."""
+    last = messages[-1]
+    if last.role != "assistant" or len(messages) == 1:
+        return messages, ""
+    text = last.content if isinstance(last.content, str) else text_of(last.content)
+    return messages[:-1], text
+
+
+def _declared(tool: _Tool) -> Tool | None:
+    """Return a tool as templates take it; None for one that runs at Anthropic."""
+    known = None
+    if tool.type not in (None, "custom") and (known := client_side(tool.type)) is None:
+        return None
+    described, parameters = known or (tool.description, tool.input_schema or {"type": "object"})
+    function: Shown = {"name": tool.name, "parameters": parameters}
+    if described is not None:
+        function["description"] = described
     return {"type": "function", "function": function}
 
 
@@ -127,17 +168,27 @@ def _messages(given: _Message) -> Iterator[ChatMessage]:
         return
     for block in blocks:
         if block.type == "tool_result":
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
     rest = [block for block in blocks if block.type != "tool_result"]
     if rest:
-        yield {"role": given.role, "content": text_of([Part(type=b.type, text=b.text) for b in rest])}
+        yield {"role": given.role, "content": content_of(rest)}
+
+
+def _result(block: _Block) -> JSON:
+    """Return what a tool answered; one that failed says so, as a field that templates do not know does."""
+    content = content_of(block.content)
+    if not block.is_error:
+        return content
+    if isinstance(content, str):
+        return content if content.lower().startswith(FAILED.lower()) else f"{FAILED}: {content}"
+    return [{"type": "text", "text": f"{FAILED}: "}, *content] if isinstance(content, list) else content
 
 
 def _assistant(blocks: list[_Block]) -> ChatMessage:
     thoughts = "".join(block.thinking for block in blocks if block.type == "thinking")
     calls = [ToolCall(b.id, b.name, json.dumps(b.input)).as_json for b in blocks if b.type == "tool_use"]
     beside = ("thinking", "redacted_thinking", "tool_use")
-    parts = [Part(type=b.type, text=b.text) for b in blocks if b.type not in beside]
+    parts = [block for block in blocks if block.type not in beside]
     message: Shown = {"role": "assistant", "content": text_of(parts)}
     if thoughts:
         message["reasoning_content"] = thoughts
@@ -150,9 +201,14 @@ def _body(ask: Ask, reply: Reply) -> Shown:
     return {
         **_head(ask, reply),
         "content": list(_blocks(ask, reply)),
-        "stop_reason": FINISH[reply.finish],
+        **_ended(reply),
         "usage": _usage(reply),
     }
+
+
+def _ended(reply: Reply) -> Shown:
+    reason = FINISH[reply.finish] if reply.stop_text is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": reply.stop_text}
 
 
 def _head(ask: Ask, reply: Reply) -> Shown:
@@ -200,8 +256,7 @@ def _events(ask: Ask, reply: Reply) -> Iterator[bytes]:
         for delta in deltas:
             yield _event("content_block_delta", {"index": index, "delta": delta})
         yield _event("content_block_stop", {"index": index})
-    ended: Shown = {"stop_reason": FINISH[reply.finish], "stop_sequence": None}
-    yield _event("message_delta", {"delta": ended, "usage": _usage(reply)})
+    yield _event("message_delta", {"delta": _ended(reply), "usage": _usage(reply)})
     yield _event("message_stop", {})
 
 
@@ -224,7 +279,10 @@ def _event(name: str, content: Shown) -> bytes:
 
 def _error(refusal: RefusedError) -> Shown:
     kind = ERROR_TYPES.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+    message = str(refusal)
+    if isinstance(refusal, TooLongError):  # agents that read it shorten their history and go on
+        message = f"prompt is too long: {refusal.tokens} tokens > {refusal.limit} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _error_event(refusal: RefusedError) -> bytes:

@@ -34,6 +34,8 @@ class Dialect:
     """Return a refusal for a stream that has begun."""
     keep_alive: bytes
     """What a stream carries while nothing is known."""
+    told_in_streams: frozenset[str] = frozenset()
+    """Codes of refusals that a client which asked for a stream reads there, and not with a status."""
 
 
 class Body(BaseModel):
@@ -48,6 +50,11 @@ class Part(Body):
     type: str
     text: str | None = None
 
+    @property
+    def image(self) -> str | None:
+        """Return the address of the image that the part shows, most often a data URI; None for others."""
+        return None
+
 
 def parsed(kind: type[B], raw: bytes) -> B:
     """Read a body of JSON. Raises `RefusedError`, which names the field that is wrong."""
@@ -59,7 +66,7 @@ def parsed(kind: type[B], raw: bytes) -> B:
         raise invalid(f"{where}: {first['msg']}" if where else first["msg"]) from error
 
 
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def text_of(content: str | Sequence[Part] | None) -> str:
@@ -68,8 +75,24 @@ def text_of(content: str | Sequence[Part] | None) -> str:
         return content or ""
     for part in content:
         if part.type not in TEXT_PARTS:
-            raise invalid(f"content of type {part.type!r}: the policy reads text only")
+            raise invalid(f"content of type {part.type!r}: only text is read here")
     return "".join(part.text or "" for part in content)
+
+
+def content_of(content: str | Sequence[Part] | None) -> JSON:
+    """Return a message's content, as parts where it shows images. Raises `RefusedError` for what is neither
+    text nor an image."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return content or ""
+    images = {number: url for number, part in enumerate(content) if (url := part.image) is not None}
+    if not images:
+        return text_of(content)
+    return [
+        {"type": "image_url", "image_url": {"url": images[number]}}
+        if number in images
+        else {"type": "text", "text": text_of([part])}
+        for number, part in enumerate(content)
+    ]
 
 
 def wanted(**asked: float | None) -> dict[str, float]:

@@ -2,12 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from actors.episodes.task import ChatMessage
 from actors.policy.messages import Tool, ToolCall
 
 Finish = Literal["stop", "length", "tool_calls"]
+
+
+class Origin(NamedTuple):
+    """A tool as the client declared it, where that is more than a function's name."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+    """Whether it takes one text in place of JSON arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +28,26 @@ class Ask:
     messages: tuple[ChatMessage, ...]
     """The conversation, in the shape of OpenAI's chat completions."""
     tools: tuple[Tool, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    """Tools of namespaces and custom ones, by the name under which the policy calls them."""
+    left_out: tuple[str, ...] = ()
+    """Types of the tools that run at the provider, which the policy is not offered."""
     stream: bool = False
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What it asked for of temperature, top_p, top_k and max_new_tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
+    prefix: str = ""
+    """How the answer is to begin, by the client's own words."""
+    choices: int = 1
+    """Answers that it wants."""
+    tells_logprobs: bool = False
+    must_call: tuple[str, ...] | None = None
+    """Tools of which the answer is to call one, any where none is named; None where it may call none."""
     unmet: tuple[str, ...] = ()
     """Names of what it asked for and does not get."""
+    unmeetable: tuple[str, ...] = ()
+    """Names of what an answer without it would be of no use for, such as a schema, and does not get."""
     usage_in_stream: bool = False
     shows_reasoning: bool = True
 
@@ -43,3 +65,16 @@ class Reply:
     finish: Finish
     prompt_tokens: int
     completion_tokens: int
+    stop_text: str | None = None
+    """The text of the request's that ended it."""
+    logprobs: tuple[tuple[str, float], ...] | None = None
+    """Each sampled token with its nats, where they were asked for."""
+    further: tuple["Reply", ...] = ()
+    """The other answers, where several were asked for."""
+    unmet: tuple[str, ...] = ()
+    """Names of what was asked for and is not given."""
+
+    @property
+    def all(self) -> tuple["Reply", ...]:
+        """Return all answers, this one first."""
+        return (self, *self.further)

@@ -12,15 +12,18 @@ from actors.gateway.dialects.base import (
     Dialect,
     Part,
     Shown,
+    content_of,
     data_event,
     parsed,
-    text_of,
     unmet,
     wanted,
 )
 from actors.gateway.dialects.exchange import Ask, Reply
-from actors.gateway.dialects.refusal import RefusedError, invalid
+from actors.gateway.dialects.refusal import RefusedError
 from actors.policy.messages import Tool, ToolCall
+
+MOST_CHOICES = 16
+"""Answers to one request: each takes a place at the engine."""
 
 
 class _Function(Body):
@@ -39,6 +42,11 @@ class _Image(Body):
 
 class _ChatPart(Part):
     image_url: _Image | None = None
+
+    @property
+    def image(self) -> str | None:
+        """Return the address of the image."""
+        return None if self.image_url is None else self.image_url.url
 
 
 class _Message(Body):
@@ -72,7 +80,7 @@ class _Request(Body):
     tool_choice: JsonValue = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: int | None = None
@@ -83,14 +91,13 @@ class _Request(Body):
     presence_penalty: float | None = None
     logit_bias: JsonValue = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     response_format: JsonValue = None
     seed: int | None = None
 
 
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
-    if request.n not in (None, 1):
-        raise invalid(f"n={request.n}: one completion at a time is recorded; send the request again for more")
     tools = () if request.tool_choice == "none" else tuple(map(declared, request.tools or ()))
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     return Ask(
@@ -105,15 +112,27 @@ def _parse(raw: bytes) -> Ask:
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
         ),
         stop=tuple(filter(None, stop)),
+        choices=request.n or 1,
+        tells_logprobs=bool(request.logprobs),
+        must_call=demanded(request.tool_choice),
         unmet=unmet({name: getattr(request, name) for name in _UNMET}),
+        unmeetable=unmet({name: getattr(request, name) for name in ("response_format", "top_logprobs")}),
         usage_in_stream=bool(request.stream_options and request.stream_options.include_usage),
     )
 
 
-_UNMET = (
-    "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "response_format", "seed",
-    "tool_choice",
-)  # fmt: skip
+_UNMET = ("frequency_penalty", "presence_penalty", "logit_bias", "seed")
+
+
+def demanded(choice: JsonValue) -> tuple[str, ...] | None:
+    """Return the tools of which OpenAI's `tool_choice` demands one, none for any; None where it does not."""
+    if choice == "required":
+        return ()
+    if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
+        return None
+    named = choice.get("function", choice)
+    name = named.get("name") if isinstance(named, dict) else None
+    return (name,) if isinstance(name, str) else ()
 
 
 def declared(tool: _Tool) -> Tool:
@@ -121,21 +140,9 @@ def declared(tool: _Tool) -> Tool:
     return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
 
 
-def _content(content: str | list[_ChatPart] | None) -> JSON:
-    """Return a message's content, as parts where it shows images. Raises `RefusedError`."""
-    if not isinstance(content, list) or all(part.image_url is None for part in content):
-        return text_of(content)
-    return [
-        {"type": "text", "text": text_of([part])}
-        if part.image_url is None
-        else {"type": "image_url", "image_url": {"url": part.image_url.url}}
-        for part in content
-    ]
-
-
 def _message(given: _Message) -> ChatMessage:
     role = "system" if given.role == "developer" else given.role
-    message: Shown = {"role": role, "content": _content(given.content)}
+    message: Shown = {"role": role, "content": content_of(given.content)}
     if (reasoning := given.reasoning_content or given.reasoning) is not None:
         message["reasoning_content"] = reasoning
     if given.tool_calls:
@@ -149,21 +156,38 @@ def _message(given: _Message) -> ChatMessage:
 
 
 def _body(ask: Ask, reply: Reply) -> Shown:
+    choices: list[JSON] = [_choice(number, each) for number, each in enumerate(reply.all)]
+    return {**_head(ask, reply, "chat.completion"), "choices": choices, "usage": _usage(reply)}
+
+
+def _choice(number: int, reply: Reply) -> Shown:
     message: Shown = {"role": "assistant", "content": reply.content or (None if reply.tool_calls else "")}
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
         message["tool_calls"] = [call.as_json for call in reply.tool_calls]
-    choice: Shown = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish}
-    return {**_head(ask, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    told = _logprobs(reply)
+    return {"index": number, "message": message, "logprobs": told, "finish_reason": reply.finish}
+
+
+def _logprobs(reply: Reply) -> Shown | None:
+    if reply.logprobs is None:
+        return None
+    tokens: list[JSON] = [
+        {"token": text, "logprob": nats, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, nats in reply.logprobs
+    ]
+    return {"content": tokens, "refusal": None}
 
 
 def _events(ask: Ask, reply: Reply) -> Iterator[bytes]:
     head = _head(ask, reply, "chat.completion.chunk")
     usage: Shown = {"usage": None} if ask.usage_in_stream else {}
-    for delta in _deltas(reply):
-        yield data_event({**head, "choices": [_chunk(delta, None)], **usage})
-    yield data_event({**head, "choices": [_chunk({}, reply.finish)], **usage})
+    for number, each in enumerate(reply.all):
+        for delta in _deltas(each):
+            yield data_event({**head, "choices": [_chunk(number, delta)], **usage})
+        last = {**_chunk(number, {}), "logprobs": _logprobs(each), "finish_reason": each.finish}
+        yield data_event({**head, "choices": [last], **usage})
     if ask.usage_in_stream:
         yield data_event({**head, "choices": [], "usage": _usage(reply)})
     yield b"data: [DONE]\n\n"
@@ -179,8 +203,8 @@ def _deltas(reply: Reply) -> Iterator[Shown]:
         yield {"tool_calls": [{"index": index, **call.as_json}]}
 
 
-def _chunk(delta: Shown, finish: str | None) -> Shown:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+def _chunk(number: int, delta: Shown) -> Shown:
+    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _head(ask: Ask, reply: Reply, kind: str) -> Shown:
@@ -194,10 +218,11 @@ def _head(ask: Ask, reply: Reply, kind: str) -> Shown:
 
 def _usage(reply: Reply) -> Shown:
     """Return the counts; clients read the details unasked, so that none may be null."""
+    sampled = sum(each.completion_tokens for each in reply.all)
     return {
         "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": reply.prompt_tokens + sampled,
         "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }

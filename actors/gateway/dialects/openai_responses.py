@@ -12,34 +12,47 @@ from actors.gateway.dialects.base import (
     Dialect,
     Part,
     Shown,
+    content_of,
     data_event,
     parsed,
     text_of,
     unmet,
     wanted,
 )
-from actors.gateway.dialects.exchange import Ask, Reply
-from actors.gateway.dialects.openai_chat import error
+from actors.gateway.dialects.exchange import Ask, Origin, Reply
+from actors.gateway.dialects.openai_chat import demanded, error
 from actors.gateway.dialects.refusal import RefusedError, invalid
-from actors.policy.messages import Tool, ToolCall
+from actors.gateway.dialects.responses_tools import (
+    DeclaredTool,
+    OfferedTools,
+    custom_call,
+    custom_input,
+    flat_name,
+)
+from actors.policy.messages import ToolCall
+
+
+class _Part(Part):
+    image_url: str | None = None
+
+    @property
+    def image(self) -> str | None:
+        """Return the address of the image."""
+        return self.image_url
 
 
 class _Item(Body):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str | list[Part] | None = None
+    content: str | list[_Part] | None = None
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     arguments: str = ""
-    output: str | list[Part] | None = None
+    input: str = ""
+    tools: list[DeclaredTool] = []  # noqa: RUF012 - pydantic copies defaults
+    output: str | list[_Part] | None = None
     summary: list[Part] | None = None
-
-
-class _Tool(Body):
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
 
 
 class _Text(Body):
@@ -51,7 +64,8 @@ class _Request(Body):
     input: str | Annotated[list[_Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[_Tool] | None = None
+    conversation: JsonValue = None
+    tools: list[DeclaredTool] | None = None
     tool_choice: JsonValue = None
     stream: bool | None = None
     temperature: Annotated[float | None, Field(ge=0)] = None
@@ -63,41 +77,35 @@ class _Request(Body):
 
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
-    if request.previous_response_id is not None:
-        raise invalid("previous_response_id: responses are not kept here, send the whole input")
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name) is not None:
+            raise invalid(f"{name}: responses are not kept here, send the whole input")
     items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
     system: list[ChatMessage] = []
     if request.instructions:
         system.append({"role": "system", "content": request.instructions})
+    declared = [*(request.tools or ()), *(tool for item in items for tool in item.tools)]
+    offered = OfferedTools(() if request.tool_choice == "none" else declared)
     return Ask(
         model=request.model,
         messages=(*system, *_messages(items)),
-        tools=() if request.tool_choice == "none" else tuple(map(_declared, request.tools or ())),
+        tools=tuple(offered.functions),
+        origins=offered.origins,
+        left_out=tuple(offered.left_out),
         stream=bool(request.stream),
         sampling=wanted(
             temperature=request.temperature,
             top_p=request.top_p,
             max_new_tokens=request.max_output_tokens,
         ),
-        unmet=unmet(
+        must_call=demanded(request.tool_choice),
+        unmeetable=unmet(
             {
-                "tool_choice": request.tool_choice,
                 "text.format": request.text.format if request.text is not None else None,
                 "top_logprobs": request.top_logprobs,
             }
         ),
     )
-
-
-def _declared(tool: _Tool) -> Tool:
-    if tool.type != "function" or not tool.name:
-        raise invalid(f"tool of type {tool.type!r}: only named functions are run by clients")
-    function: Shown = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.parameters is not None:
-        function["parameters"] = tool.parameters
-    return {"type": "function", "function": function}
 
 
 def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
@@ -107,18 +115,22 @@ def _messages(items: Sequence[_Item]) -> list[ChatMessage]:
         match item.type:
             case "message" if item.role != "assistant":
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": text_of(item.content)})
-            case "function_call_output":
+                messages.append({"role": role, "content": content_of(item.content)})
+            case "function_call_output" | "custom_tool_call_output":
                 answer: Shown = {
                     "role": "tool",
                     "tool_call_id": item.call_id,
-                    "content": text_of(item.output),
+                    "content": content_of(item.output),
                 }
                 messages.append(answer)
-            case "message" | "function_call" | "reasoning":
+            case "message" | "function_call" | "custom_tool_call" | "reasoning":
                 _add_to_assistant(messages, item)
+            case "agent_message":  # of another agent of Codex's
+                messages.append({"role": "user", "content": text_of(item.content)})
+            case "additional_tools" | "configuration_update":  # tools are read elsewhere, effort is the run's
+                pass
             case _:
-                raise invalid(f"input of type {item.type!r}: give messages, function calls and their outputs")
+                raise invalid(f"input of type {item.type!r}: give messages, calls of tools and their outputs")
     return list(messages)
 
 
@@ -134,7 +146,10 @@ def _add_to_assistant(messages: list[Shown], item: _Item) -> None:
     else:
         calls = message.setdefault("tool_calls", [])
         assert isinstance(calls, list)
-        calls.append(ToolCall(item.call_id, item.name, item.arguments).as_json)
+        name = flat_name(item.name, item.namespace)
+        is_custom = item.type == "custom_tool_call"
+        called = custom_call(item.call_id, name, item.input) if is_custom else None
+        calls.append((called or ToolCall(item.call_id, name, item.arguments)).as_json)
 
 
 def _body(ask: Ask, reply: Reply) -> Shown:
@@ -142,7 +157,7 @@ def _body(ask: Ask, reply: Reply) -> Shown:
     return {
         **_head(ask, reply, status),
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "output": list(_items(reply, "completed")),
+        "output": list(_items(ask, reply, "completed")),
         "usage": _usage(reply),
     }
 
@@ -168,7 +183,7 @@ def _head(ask: Ask, reply: Reply, status: str) -> Shown:
     }
 
 
-def _items(reply: Reply, status: str) -> Iterator[Shown]:
+def _items(ask: Ask, reply: Reply, status: str) -> Iterator[Shown]:
     if reply.reasoning:
         thought: Shown = {"type": "reasoning_text", "text": reply.reasoning}
         yield {"id": f"rs_{reply.reply_id}", "type": "reasoning", "summary": [], "content": [thought]}
@@ -181,13 +196,15 @@ def _items(reply: Reply, status: str) -> Iterator[Shown]:
             "content": [_text_part(reply.content)],
         }
     for number, call in enumerate(reply.tool_calls):
+        origin = ask.origins.get(call.name, Origin(call.name))
         yield {
-            "id": f"fc_{reply.reply_id}_{number}",
-            "type": "function_call",
+            "id": f"{'ctc' if origin.is_custom else 'fc'}_{reply.reply_id}_{number}",
+            "type": "custom_tool_call" if origin.is_custom else "function_call",
             "status": status,
             "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
+            "name": origin.name,
+            **({"namespace": origin.namespace} if origin.namespace else {}),
+            **({"input": custom_input(call)} if origin.is_custom else {"arguments": call.arguments}),
         }
 
 
@@ -215,11 +232,18 @@ def _named_events(ask: Ask, reply: Reply) -> Iterator[tuple[str, Shown]]:
     begun = _head(ask, reply, "in_progress")
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
-    for index, item in enumerate(_items(reply, "completed")):
+    for index, item in enumerate(_items(ask, reply, "completed")):
         where: Shown = {"output_index": index, "item_id": item["id"]}
         yield from _item_events(item, where)
     ended = _body(ask, reply)
     yield f"response.{ended['status']}", {"response": ended}
+
+
+CALL_EVENTS = {
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""Names of the events of a call, and where its item has what was written, by the type of the item."""
 
 
 def _item_events(item: Shown, where: Shown) -> Iterator[tuple[str, Shown]]:
@@ -231,13 +255,12 @@ def _item_events(item: Shown, where: Shown) -> Iterator[tuple[str, Shown]]:
                 {**index, "item": {**item, "status": "in_progress", "content": []}},
             )
             yield from _text_events(item, where)
-        case "function_call":
-            begun = {**item, "status": "in_progress", "arguments": ""}
+        case "function_call" | "custom_tool_call":
+            kind, key = CALL_EVENTS[str(item["type"])]
+            begun = {**item, "status": "in_progress", key: ""}
             yield "response.output_item.added", {**index, "item": begun}
-            arguments = item["arguments"]
-            yield "response.function_call_arguments.delta", {**where, "delta": arguments}
-            done: Shown = {**where, "name": item["name"], "arguments": arguments}
-            yield "response.function_call_arguments.done", done
+            yield f"response.{kind}.delta", {**where, "delta": item[key]}
+            yield f"response.{kind}.done", {**where, "name": item["name"], key: item[key]}
         case _:
             yield "response.output_item.added", {**index, "item": item}
     yield "response.output_item.done", {**index, "item": item}
@@ -254,8 +277,19 @@ def _text_events(item: Shown, where: Shown) -> Iterator[tuple[str, Shown]]:
 
 
 def _error_event(refusal: RefusedError) -> bytes:
+    if refusal.code in TOLD_IN_STREAMS:
+        failed: Shown = {"code": refusal.code, "message": str(refusal)}
+        response: Shown = {"id": "resp_0", "object": "response", "status": "failed", "error": failed}
+        return data_event(
+            {"type": "response.failed", "sequence_number": 0, "response": response}, "response.failed"
+        )
     content: Shown = {"type": "error", "code": refusal.code, "message": str(refusal), "param": None}
     return data_event({**content, "sequence_number": 0}, "error")
 
 
-OPENAI_RESPONSES = Dialect(_parse, _body, _events, error, _error_event, keep_alive=b": keep-alive\n\n")
+TOLD_IN_STREAMS = frozenset(("context_length_exceeded",))
+"""Codex shortens its history where a stream says so, and gives up where a status does."""
+OPENAI_RESPONSES = Dialect(
+    _parse, _body, _events, error, _error_event,
+    keep_alive=b": keep-alive\n\n", told_in_streams=TOLD_IN_STREAMS,
+)  # fmt: skip

@@ -16,6 +16,22 @@ class RefusedError(SluiceError):
         """Whether the same request may succeed later."""
 
 
+class TooLongError(RefusedError):
+    """The prompt of a request leaves no room for an answer. Each API has words of its own for it, by which
+    agents know that they are to shorten their history."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            400, "context_length_exceeded",
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"{tokens} tokens. Please reduce the length of the messages.",
+        )  # fmt: skip
+        self.tokens = tokens
+        """Tokens of the prompt."""
+        self.limit = limit
+        """Most tokens that a prompt may have."""
+
+
 def invalid(reason: str) -> RefusedError:
     """Return the refusal of a request that can never be served."""
     return RefusedError(400, "invalid_request", reason)

@@ -9,7 +9,7 @@ from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
-from actors.gateway.dialects.refusal import RefusedError
+from actors.gateway.dialects.refusal import RefusedError, TooLongError
 from actors.gateway.session import pinned
 from actors.gateway.tool_hooks import ToolHookError, passed
 from actors.policy.messages import ToolCall
@@ -127,43 +127,181 @@ def test_developer_messages_are_system_messages():
     assert ask(OPENAI_RESPONSES, input=messages).messages[0]["role"] == "system"
 
 
-def test_images_of_chat_completions_are_parts_of_their_message():
-    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}}
-    parts = [{"type": "text", "text": "how many?"}, shown]
-    [message] = ask(OPENAI_CHAT, messages=[{"role": "user", "content": parts}]).messages
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    assert message == {"role": "user", "content": [parts[0], image]}
+URI = "data:image/png;base64,AA=="
+SHOWN = {
+    OPENAI_CHAT: {"type": "image_url", "image_url": {"url": URI, "detail": "low"}},
+    OPENAI_RESPONSES: {"type": "input_image", "image_url": URI, "detail": "auto"},
+    ANTHROPIC: {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+}
+"""An image as each API has it."""
+
+
+@pytest.mark.parametrize("dialect", SHOWN)
+def test_images_are_parts_of_their_message_in_each_api(dialect):
+    text = {"type": "text", "text": "how many?"}
+    image = {"type": "image_url", "image_url": {"url": URI}}
+    asked = {"role": "user", "content": [text, SHOWN[dialect]]}
+    [message] = ask(dialect, **{"input" if dialect is OPENAI_RESPONSES else "messages": [asked]}).messages
+    assert message == {"role": "user", "content": [text, image]}
+
+
+def test_images_that_tools_answer_are_parts_of_their_answers():
+    image = {"type": "image_url", "image_url": {"url": URI}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [SHOWN[ANTHROPIC]]}
+    [message] = ask(ANTHROPIC, messages=[{"role": "user", "content": [result]}]).messages
+    assert message == {"role": "tool", "tool_call_id": "c", "content": [image]}
+    output = {"type": "function_call_output", "call_id": "c", "output": [SHOWN[OPENAI_RESPONSES]]}
+    assert ask(OPENAI_RESPONSES, input=[output]).messages == (message,)
+
+
+def test_a_tool_that_failed_says_so_to_the_policy():
+    def said(content):
+        result = {"type": "tool_result", "tool_use_id": "c", "content": content, "is_error": True}
+        [message] = ask(ANTHROPIC, messages=[{"role": "user", "content": [result]}]).messages
+        return message["content"]
+
+    assert said("no such file") == "Error: no such file"
+    assert said("Error: no such file") == "Error: no such file"
+    assert said([SHOWN[ANTHROPIC]])[0] == {"type": "text", "text": "Error: "}
+
+
+def test_tools_that_anthropics_clients_carry_out_are_offered_and_hosted_ones_left_out():
+    kinds = ("bash_20250124", "text_editor_20250728", "memory_20250818", "web_search_20250305")
+    tools = [{"type": kind, "name": kind.split("_")[0]} for kind in kinds] + [{"type": "mcp_toolset"}]
+    asked = ask(ANTHROPIC, messages=CONVERSATION[1:2], tools=tools)
+    offered = {tool["function"]["name"]: tool["function"] for tool in asked.tools}
+    assert list(offered) == ["bash", "text", "memory"]
+    assert "command" in offered["bash"]["parameters"]["properties"]
+    assert "str_replace" in offered["text"]["parameters"]["properties"]["command"]["enum"]
+    assert asked.left_out == ("web_search_20250305", "mcp_toolset")
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+CODEX_TOOLS = [
+    {"type": "function", "name": "shell", "parameters": SCHEMA},
+    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+    {
+        "type": "namespace",
+        "name": "functions",
+        "tools": [{"type": "custom", "name": "exec", "description": "Runs it.", "format": GRAMMAR}],
+    },
+    {"type": "web_search", "external_web_access": False},
+]
+"""Tools as Codex 0.171 declares them."""
+
+
+@pytest.mark.parametrize("as_item", [False, True])
+def test_namespaces_are_flat_custom_tools_are_offered_and_hosted_ones_left_out(as_item):
+    user = {"role": "user", "content": "hi"}
+    added = {"type": "additional_tools", "role": "developer", "tools": CODEX_TOOLS}
+    body = {"input": [added, user]} if as_item else {"input": [user], "tools": CODEX_TOOLS}
+    asked = ask(OPENAI_RESPONSES, **body)
+    assert asked.messages == (user,)
+    offered = {tool["function"]["name"]: tool["function"] for tool in asked.tools}
+    assert list(offered) == ["shell", "agents__spawn", "exec"]
+    assert "start: /.+/" in offered["exec"]["description"]
+    assert offered["exec"]["parameters"]["required"] == ["input"]
+    assert asked.left_out == ("web_search",)
+
+
+def test_calls_come_back_as_their_tools_were_declared_and_are_read_again():
+    asked = ask(OPENAI_RESPONSES, input="hi", tools=CODEX_TOOLS)
+    called = (
+        ToolCall("a", "agents__spawn", '{"n": 1}'),
+        ToolCall("b", "exec", '{"input": "ls\\n"}'),
+        ToolCall("c", "exec", "no JSON"),
+    )
+    what = reply(content="", tool_calls=called, finish="tool_calls")
+    spawn, run, broken = items = OPENAI_RESPONSES.body(asked, what)["output"]
+    assert (spawn["type"], spawn["name"], spawn["namespace"]) == ("function_call", "spawn", "agents")
+    assert (run["type"], run["name"], run["input"]) == ("custom_tool_call", "exec", "ls\n")
+    assert broken["input"] == "no JSON"
+    streamed = events(OPENAI_RESPONSES, what, asked)
+    assert "response.custom_tool_call_input.done" in [event["type"] for event in streamed]
+    answered = {"type": "custom_tool_call_output", "call_id": "b", "output": "a.py"}
+    again = ask(OPENAI_RESPONSES, input=[{"role": "user", "content": "hi"}, *items[:2], answered])
+    _, assistant, output = again.messages
+    assert assistant["tool_calls"] == [call.as_json for call in called[:2]]
+    assert output == {"role": "tool", "tool_call_id": "b", "content": "a.py"}
+
+
+def test_words_that_an_anthropic_client_begins_the_answer_with_are_a_prefix():
+    said = [{"role": "user", "content": "40+2?"}, {"role": "assistant", "content": "It is"}]
+    asked = ask(ANTHROPIC, messages=said)
+    assert (len(asked.messages), asked.prefix) == (1, "It is")
+
+
+def test_a_stop_sequence_is_named_to_anthropics_clients():
+    body = ANTHROPIC.body(ASK, reply(stop_text="END"))
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
+    delta = events(ANTHROPIC, reply(stop_text="END"))[-2]["delta"]
+    assert (delta["stop_reason"], delta["stop_sequence"]) == ("stop_sequence", "END")
+
+
+def test_several_choices_have_numbers_log_probs_and_one_sum_of_tokens():
+    two = reply(further=(reply(content="43"),), logprobs=(("4", -0.5), ("2", -1.0)))
+    body = OPENAI_CHAT.body(ASK, two)
+    first, second = body["choices"]
+    assert [token["logprob"] for token in first["logprobs"]["content"]] == [-0.5, -1.0]
+    assert (second["index"], second["message"]["content"], second["logprobs"]) == (1, "43", None)
+    assert body["usage"]["completion_tokens"] == 6
+    numbers = {chunk["choices"][0]["index"] for chunk in events(OPENAI_CHAT, two)}
+    assert numbers == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words"),
+    [
+        (OPENAI_CHAT, "This model's maximum context length is 110 tokens"),
+        (ANTHROPIC, "prompt is too long: 112 tokens > 110 maximum"),
+    ],
+)
+def test_too_long_a_prompt_is_told_in_the_words_of_the_api(dialect, words):
+    assert words in dialect.error(TooLongError(112, 110))["error"]["message"]
 
 
 def test_what_is_asked_for_and_not_done_is_named():
     hello = [{"role": "user", "content": "hi"}]
-    asked = ask(OPENAI_CHAT, messages=hello, tool_choice="required", frequency_penalty=0.5, seed=0, stop="x")
-    assert (set(asked.unmet), asked.stop) == ({"tool_choice", "frequency_penalty"}, ("x",))
+    asked = ask(OPENAI_CHAT, messages=hello, frequency_penalty=0.5, seed=0, stop="x")
+    assert (asked.unmet, asked.stop) == (("frequency_penalty",), ("x",))
     assert ask(OPENAI_CHAT, messages=hello, tool_choice="auto", presence_penalty=0.0).unmet == ()
+    shaped = ask(OPENAI_CHAT, messages=hello, response_format={"type": "json_object"}, top_logprobs=3)
+    assert shaped.unmeetable == ("response_format", "top_logprobs")
     schema = {"type": "json_schema", "name": "A", "schema": SCHEMA}  # openai-agents with an output_type
     structured = ask(OPENAI_RESPONSES, input="hi", text={"format": schema, "verbosity": "low"})
-    assert structured.unmet == ("text.format",)
-    assert ask(OPENAI_RESPONSES, input="hi", text={"format": {"type": "text"}}).unmet == ()
+    assert structured.unmeetable == ("text.format",)
+    assert ask(OPENAI_RESPONSES, input="hi", text={"format": {"type": "text"}}).unmeetable == ()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "choice", "tools"),
+    [
+        (OPENAI_CHAT, "auto", None),
+        (OPENAI_CHAT, "required", ()),
+        (OPENAI_CHAT, {"type": "function", "function": {"name": "add"}}, ("add",)),
+        (OPENAI_RESPONSES, {"type": "function", "name": "add"}, ("add",)),
+        (ANTHROPIC, {"type": "any"}, ()),
+        (ANTHROPIC, {"type": "tool", "name": "add"}, ("add",)),
+        (ANTHROPIC, {"type": "auto"}, None),
+    ],
+)
+def test_a_demanded_call_is_known(dialect, choice, tools):
+    hello = {"input": "hi"} if dialect is OPENAI_RESPONSES else {"messages": CONVERSATION[1:2]}
+    assert ask(dialect, **hello, tool_choice=choice).must_call == tools
 
 
 @pytest.mark.parametrize(
     ("dialect", "body", "reason"),
     [
         (OPENAI_CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         (ANTHROPIC, {"messages": [], "max_tokens": 1}, "messages"),
         (ANTHROPIC, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, "max_tokens"),
-        (
-            ANTHROPIC,
-            {
-                "messages": [{"role": "user", "content": "a"}],
-                "tools": [{"type": "web_search_1", "name": "search"}],
-            },
-            "web_search_1",
-        ),
+        (OPENAI_CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 17}, "n: .* 16"),
         (OPENAI_RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, "whole input"),
+        (OPENAI_RESPONSES, {"input": "hi", "conversation": {"id": "conv_1"}}, "^conversation: .*whole input"),
         (OPENAI_RESPONSES, {"input": [{"type": "computer_call"}]}, "computer_call"),
-        (OPENAI_RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, "web_search"),
+        (OPENAI_RESPONSES, {"input": "hi", "tools": [{"type": "function"}]}, "has no name"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(dialect, body, reason):

@@ -87,7 +87,7 @@ BAD = {
     "NaN": b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
     "unknown role": b'{"messages": [{"role": "god", "content": "a"}]}',
     "a picture": b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-    "two answers": b'{"messages": [{"role": "user", "content": "a"}], "n": 2}',
+    "no answer": b'{"messages": [{"role": "user", "content": "a"}], "n": 0}',
 }
 
 
