@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -29,15 +29,18 @@ from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.tool_chat import ToolsConfig
 from actors.tools.base import Arguments, EndsCalls, Tool, ToolResult, function_schema, shortened
 from actors.tools.build import build_tools
+from actors.tools.episode_tools import EpisodeTools
 from actors.tools.prompt_tools import names_of, refused_names
 from bus.codec import Json
 from bus.trajectory import End
+from bus.waiting import cancelled
 
 log = structlog.get_logger()
 LOGGED_CHARACTERS = 1000
-COUNTED = ("tool_calls", "tool_failures", "malformed_calls")
+LOST = ", and what it kept is gone"
+COUNTED = ("tool_calls", "tool_failures", "malformed_calls", "tool_bytes")
 """What is counted in an episode, and kept with its trajectories: calls carried out, those of them that failed
-by the model's mistake, and those that could not be carried out."""
+by the model's mistake, those that could not be carried out, and bytes that tools answered before any cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class ToolConversation:
 
     messages: list[ChatMessage]
     offer: OfferedTools
+    tools: EpisodeTools
     inserted: str | None = None
     """Results after which the last completion goes on; None where messages follow it."""
     completions: list[Completion] = field(default_factory=list)
@@ -101,7 +105,13 @@ class ToolChat:
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError, RewardError, ToolError or EpisodeError."""
         policy = policy.fresh(task.task_id)
-        chat = ToolConversation(self._opening(task), self._offered(task))
+        chat = ToolConversation(self._opening(task), self._offered(task), EpisodeTools(task))
+        try:
+            return await self._led(task, policy, chat)
+        finally:
+            await chat.tools.close()
+
+    async def _led(self, task: Task, policy: Policy, chat: ToolConversation) -> Episode:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._converse(chat, policy)
@@ -163,7 +173,7 @@ class ToolChat:
             if len(chat.completions) == self._config.max_turns:
                 chat.end = "turn_limit"
                 return
-            answered = [(call, await self._answer(n, call, chat)) for n, call in enumerate(calls)]
+            answered = await self._answers(calls, chat)
             if self._config.results == "inline":
                 chat.inserted = tagged_results(answered)
             else:
@@ -201,6 +211,22 @@ class ToolChat:
             chat.end = None if isinstance(error, MessagesError) else "length"
             return None
 
+    async def _answers(
+        self, calls: Sequence[FoundCall], chat: ToolConversation
+    ) -> list[tuple[FoundCall, ToolResult]]:
+        """Carry out the calls of a turn, one after the other or side by side; each goes with its result."""
+        started = monotonic()
+        try:
+            if not self._config.parallel_calls:
+                return [(call, await self._answer(n, call, chat)) for n, call in enumerate(calls)]
+            answers = [asyncio.create_task(self._answer(n, call, chat)) for n, call in enumerate(calls)]
+            try:
+                return list(zip(calls, await asyncio.gather(*answers), strict=True))
+            finally:
+                await cancelled(*answers)  # one that fails ends the episode, and the others with it
+        finally:
+            chat.tool_time_s += monotonic() - started
+
     async def _answer(self, number: int, call: FoundCall, chat: ToolConversation) -> ToolResult:
         if isinstance(call, MalformedCall):
             chat.counts["malformed_calls"] += 1
@@ -210,34 +236,32 @@ class ToolChat:
             limit = self._config.calls_per_turn
             return ToolResult(f"error: only {limit} calls are carried out at a time", failed=True)
         chat.counts["tool_calls"] += 1
-        started = monotonic()
-        try:
-            result = await self._result(call.tool, call.arguments)
-        finally:
-            chat.tool_time_s += monotonic() - started
+        result = await self._result(call.tool, call.arguments, chat.tools)
         chat.counts["tool_failures"] += result.failed
+        chat.counts["tool_bytes"] += len(result.text.encode(errors="replace"))
         return replace(result, text=shortened(result.text, self._config.output_characters))
 
-    async def _result(self, tool: Tool, arguments: Arguments) -> ToolResult:
+    async def _result(self, tool: Tool, arguments: Arguments, tools: EpisodeTools) -> ToolResult:
         """Call a tool; where it works for others, its failure is a result that says so, without the words of
         the error, which may tell of the host. Raises ToolError for what is not the model's mistake."""
         try:
-            result = await self._called(tool, arguments)
+            result = await self._called(tool, arguments, tools)
         except ToolFailedError as error:
+            kept = tools.give_up(tool)
             calls = self._calls_of[tool.name]
             calls.note(worked=False)
             if not calls.work:
                 raise
             log.info("tool_failed_on_a_call", tool=tool.name, reason=str(error)[:LOGGED_CHARACTERS])
-            return ToolResult("error: the tool failed on these arguments", failed=True)
+            return ToolResult(f"error: the tool failed on these arguments{LOST if kept else ''}", failed=True)
         self._calls_of[tool.name].note(worked=True)
         return result
 
-    async def _called(self, tool: Tool, arguments: Arguments) -> ToolResult:
+    async def _called(self, tool: Tool, arguments: Arguments, tools: EpisodeTools) -> ToolResult:
         limit = self._config.tool_timeout_s
         try:
             async with asyncio.timeout(limit) as clock:
-                result = await tool.call(arguments)
+                result = await tools.call(tool, arguments)
         except ToolError:
             raise
         except Exception as error:  # a tool of the user's own may raise anything

@@ -52,6 +52,9 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     calls_per_turn: int = Field(4, ge=1)
     """Calls in one completion that are carried out; further ones are answered with an error."""
 
+    parallel_calls: bool = False
+    """Whether the calls of one completion are carried out side by side, instead of one after the other."""
+
     output_characters: int = Field(4000, ge=16)
     """Length to which a tool's answer is cut, in the middle and with a note."""
 

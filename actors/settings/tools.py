@@ -122,6 +122,10 @@ class McpConfig(Config):
     allowed: tuple[str, ...] = ()
     """Names of the server's tools that the model may call; without any it may call all."""
 
+    sessions: Literal["episode", "shared"] = "episode"
+    """Whether each episode has a session of its own, and with `command` a program of its own; `shared` is for
+    servers that keep nothing between calls, or that all rollouts may change."""
+
     start_timeout_s: float = Field(60.0, gt=0)
     """Longest time until the server has said which tools it has."""
 

@@ -1,13 +1,17 @@
 """Contract of tools: what they are called with, what they return and how they fail."""
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from actors.episodes.errors import ToolError
-from actors.episodes.task import JSON
+from actors.episodes.task import JSON, Task
 
-__all__ = ["Arguments", "EndsCalls", "Tool", "ToolError", "ToolResult", "function_schema", "shortened"]
+__all__ = [
+    "Arguments", "EndsCalls", "EpisodeState", "KeepsState", "Tool", "ToolError", "ToolResult",
+    "function_schema", "shortened",
+]  # fmt: skip
 
 Arguments = Mapping[str, JSON]
 """Arguments of a call, by name, as its JSON had them."""
@@ -39,6 +43,23 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """Free what the tool holds."""
+
+
+class EpisodeState(Protocol):
+    """What one or more tools keep for one episode, such as files or a session at a server."""
+
+    async def call(self, tool: str, arguments: Arguments) -> ToolResult:
+        """Do what `Tool.call` does, for the tool of this name; calls of one turn may come at once.
+
+        A call that raises, or takes too long, ends the state; the next one finds a new state."""
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A tool that keeps a state for each episode, which then carries out its calls in place of `call`."""
+
+    def episode(self, task: Task) -> AbstractAsyncContextManager[EpisodeState]:
+        """Open the state of one episode, until the episode ends. Tools with the same `episode` share it."""
 
 
 @runtime_checkable

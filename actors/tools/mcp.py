@@ -1,15 +1,18 @@
 """Tools of servers that speak the Model Context Protocol (package `mcp`, optional).
 
-A server's connection lives in a thread with an event loop of its own: the tools are known before the actor's
-loop runs, and a connection must be closed by the task that opened it."""
+Sessions live in a thread with an event loop of its own: the tools are known before the actor's loop runs, and
+a session must be closed by the task that opened it."""
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
+import structlog
 from mcp import ClientSession, StdioServerParameters
 from mcp.client._transport import TransportStreams
 from mcp.client.stdio import stdio_client
@@ -18,25 +21,31 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, TextContent, Tool
 
 from actors.episodes.errors import ToolError, ToolFailedError
-from actors.episodes.task import JSON
+from actors.episodes.task import JSON, Task
 from actors.settings.programs import with_own_python
 from actors.settings.tools import McpConfig
 from actors.tools.base import Arguments, ToolResult
 from bus.errors import ConfigError
+from bus.waiting import cancelled
 
+log = structlog.get_logger()
+T = TypeVar("T")
 END_TIMEOUT_S = 10.0
+PING_S = 5.0
+"""Longest time that a server may take to say that it is there, after a call took too long."""
 
 
 class McpServer:
-    """A connection to one server, which is opened again after it broke. It ends with its owner."""
+    """One server: a session that episodes share, or one of each episode. All end with their owner."""
 
     def __init__(self, config: McpConfig) -> None:
         """Connect, and ask for the tools. Raises ConfigError where that fails."""
         self._config = config
-        self._connection = _Connection(config)
-        self._end = weakref.finalize(self, self._connection.end)
+        self._thread = _LoopThread(config)
+        self._shared = _Session(config)
+        self._end = weakref.finalize(self, self._thread.end, self._shared)
         try:
-            found = self._connection.tools(config.start_timeout_s)
+            found = self._thread.wait_for(self._first_tools())
         # what a server and its transport raise is open; a wrong one is wrong at the start
         except Exception as error:
             self._end()
@@ -46,10 +55,17 @@ class McpServer:
             ) from error
         self._found = self._chosen(found)
 
+    async def _first_tools(self) -> Sequence[Tool]:
+        found = await asyncio.wait_for(self._shared.tools(), self._config.start_timeout_s)
+        if self._config.sessions == "episode":
+            await self._shared.close()
+        return found
+
     @property
     def tools(self) -> list["McpTool"]:
         """The tools that may be called; each keeps the connection open."""
-        return [McpTool(self, tool) for tool in self._found]
+        kind = McpTool if self._config.sessions == "shared" else McpEpisodeTool
+        return [kind(self, tool) for tool in self._found]
 
     def _chosen(self, found: Sequence[Tool]) -> list[Tool]:
         names = [tool.name for tool in found]
@@ -60,14 +76,20 @@ class McpServer:
             )
         return [tool for tool in found if not self._config.allowed or tool.name in self._config.allowed]
 
-    async def call(self, name: str, arguments: Arguments) -> ToolResult:
-        """Call one of the server's tools. Raises ToolFailedError where the server or its connection failed,
-        which it may have done because of the arguments."""
-        call = asyncio.run_coroutine_threadsafe(
-            self._connection.call(name, dict(arguments)), self._connection.loop
-        )
+    @asynccontextmanager
+    async def episode(self, _: Task) -> AsyncIterator["McpSession"]:
+        """Have a session of its own while inside."""
+        session = McpSession(self, _Session(self._config))
         try:
-            return _result(await asyncio.wrap_future(call))
+            yield session
+        finally:
+            await self._thread.run(session.opened.close())
+
+    async def call(self, name: str, arguments: Arguments, session: "_Session | None" = None) -> ToolResult:
+        """Call one of the server's tools in a session, or else in the shared one. Raises ToolFailedError
+        where the server or its connection failed, which it may have done because of the arguments."""
+        try:
+            return _result(await self._thread.run((session or self._shared).call(name, dict(arguments))))
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 return ToolResult(f"error: {error.message}", failed=True)
@@ -96,40 +118,101 @@ class McpTool:
         await self._server.close()
 
 
-class _Connection:
-    """A thread with an event loop, and in it at most one open session."""
+class McpEpisodeTool(McpTool):
+    """One tool of a server with which each episode has a session of its own."""
+
+    def __init__(self, server: McpServer, tool: Tool) -> None:
+        super().__init__(server, tool)
+        self.episode = server.episode
+
+
+@dataclass(frozen=True, slots=True)
+class McpSession:
+    """The session of one episode."""
+
+    server: McpServer
+    opened: "_Session"
+
+    async def call(self, tool: str, arguments: Arguments) -> ToolResult:
+        """Have the server do it. Raises ToolError where the server failed."""
+        return await self.server.call(tool, arguments, self.opened)
+
+
+class _LoopThread:
+    """A thread with an event loop, in which the sessions live."""
 
     def __init__(self, config: McpConfig) -> None:
-        self.loop = asyncio.new_event_loop()
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name=f"mcp {config.server}", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, work: Coroutine[object, object, T]) -> T:
+        """Do something there, and wait for it in this thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def run(self, work: Coroutine[object, object, T]) -> T:
+        """Do something there, and wait for it in another loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def end(self, session: "_Session") -> None:
+        """Close the session, and end the thread."""
+        asyncio.run_coroutine_threadsafe(session.close(), self._loop).result(END_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_TIMEOUT_S)
+        self._loop.close()
+
+
+class _Session:
+    """A session that is opened by its first use, and again after it broke. It lives in one loop."""
+
+    def __init__(self, config: McpConfig) -> None:
         self._config = config
         self._opening = asyncio.Lock()
         self._opened: asyncio.Future[ClientSession] | None = None
         """The session of `_holder`, once it is open."""
         self._holder: asyncio.Task[None] | None = None
-        self._thread = Thread(target=self.loop.run_forever, name=f"mcp {config.server}", daemon=True)
-        self._thread.start()
+        self._calls: Counter[asyncio.Task[None] | None] = Counter()
+        """Calls in progress, by the holder of their session."""
+        self._pings: set[asyncio.Task[None]] = set()
 
-    def tools(self, timeout_s: float) -> Sequence[Tool]:
-        """Connect and return the server's tools, from another thread; raises TimeoutError and what fails."""
-        listed = asyncio.wait_for(self._tools(), timeout_s)
-        return asyncio.run_coroutine_threadsafe(listed, self.loop).result()
-
-    async def _tools(self) -> Sequence[Tool]:
+    async def tools(self) -> Sequence[Tool]:
         session = await self._open()
         return (await session.list_tools()).tools
 
     async def call(self, name: str, arguments: dict[str, JSON]) -> CallToolResult:
         session = await self._open()
         holder = self._holder
+        self._calls[holder] += 1
         try:
             result = await session.call_tool(name, arguments)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 await _ended(holder)  # the next call connects again
             raise
+        except asyncio.CancelledError:
+            ping = asyncio.create_task(self._leave_if_hung(session, holder), name="mcp ping")
+            self._pings.add(ping)
+            ping.add_done_callback(self._pings.discard)
+            raise
+        finally:
+            self._calls[holder] -= 1
         if not isinstance(result, CallToolResult):
             raise ToolError(f"MCP server {self._config.server} answered {name} with {type(result).__name__}")
         return result
+
+    async def _leave_if_hung(self, session: ClientSession, holder: asyncio.Task[None] | None) -> None:
+        """Leave a session whose server answers no ping: the next call opens another one, and this one ends
+        once the calls in progress have ended."""
+        try:
+            async with asyncio.timeout(PING_S):
+                await session.send_ping()
+        except (TimeoutError, MCPError):
+            log.warning("mcp_server_hangs", server=self._config.server)
+            if self._holder is holder:
+                self._holder = None
+            while self._calls[holder] and holder is not None and not holder.done():
+                await asyncio.wait([holder], timeout=PING_S)
+            await _ended(holder)
 
     async def _open(self) -> ClientSession:
         """Return the session; open one where there is none, or where it broke.
@@ -137,8 +220,8 @@ class _Connection:
         A call that is cancelled meanwhile leaves the opening to the next one, which waits for the same."""
         async with self._opening:
             if self._opened is None or self._holder is None or self._holder.done():
-                self._opened = self.loop.create_future()
-                self._holder = self.loop.create_task(self._hold(self._opened))
+                self._opened = asyncio.get_running_loop().create_future()
+                self._holder = asyncio.create_task(self._hold(self._opened))
             both: list[asyncio.Future[Any]] = [self._opened, self._holder]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not self._opened.done():
@@ -154,14 +237,9 @@ class _Connection:
             opened.set_result(session)
             await asyncio.Event().wait()
 
-    def end(self) -> None:
-        """Close the session, and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(END_TIMEOUT_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(END_TIMEOUT_S)
-        self.loop.close()
-
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """End the session; the next use opens another one."""
+        await cancelled(*self._pings)
         await _ended(self._holder)
 
 

@@ -4,6 +4,8 @@ import asyncio
 import json
 import string
 import sys
+from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from actors.tools.calculator import Calculator
 from bus.errors import ConfigError, RequestRefusedError
 from bus.process import plugins
 from bus.process.plugins import ImportPolicy
+from bus.waiting import cancelled
 from tests.actors.gateway.served import TOKENIZER, encoded
 from tests.actors.scripted_engine import ScriptedEngine
 
@@ -147,7 +150,7 @@ async def test_several_calls_are_carried_out_in_order_up_to_a_limit(tokenizer):
 async def test_a_call_that_is_not_closed_is_told_to_the_model_and_counted(tokenizer):
     episode, model = await rolled_out(environment_of(), tokenizer, "<calculator>6*7<|end|>", ANSWER)
     assert "<result>error: <calculator> has no </calculator></result>" in model.saw[1]
-    kept = {"tool_calls": 0, "tool_failures": 0, "malformed_calls": 1}
+    kept = {"tool_calls": 0, "tool_failures": 0, "malformed_calls": 1, "tool_bytes": 0}
     assert [dict(trajectory.metadata) for trajectory in episode.trajectories] == [kept]
     assert counted(episode, "malformed_calls", "turns", "reward") == [1, 2, 1]
 
@@ -472,3 +475,121 @@ async def test_call_that_waits_for_its_turn_is_not_said_to_have_failed_by_its_ar
         assert all("waited for 0.8 s" in str(one) for one in failed)
     finally:
         await chat.close()
+
+
+class Notes:
+    """A tool of the user's that keeps notes for each episode, and may break, hang, or wait for others."""
+
+    name, description = "tool", "Keeps notes."
+    parameters = Tool.parameters
+    open = 0
+    opened = 0
+    meeting: asyncio.Barrier
+    """Of two calls: each goes on once the other has come."""
+    has_opened: asyncio.Event
+
+    async def call(self, arguments):
+        raise AssertionError("each episode has a state")
+
+    @asynccontextmanager
+    async def episode(self, task):
+        Notes.open += 1
+        Notes.opened += 1
+        Notes.has_opened.set()
+        async with asyncio.TaskGroup():  # it wants to be left by the task that entered it
+            try:
+                yield NotesOfEpisode()
+            finally:
+                Notes.open -= 1
+
+    async def close(self):
+        pass
+
+
+class NotesOfEpisode:
+    def __init__(self):
+        self.notes = []
+
+    async def call(self, tool, arguments):
+        self.notes.append(arguments["x"])
+        if arguments["x"] == "break":
+            raise KeyError("x")
+        if arguments["x"] == "hang":
+            await hang()
+        if arguments["x"] == "meet":
+            await Notes.meeting.wait()
+        return ToolResult(f"{tool}:{'+'.join(self.notes)}")
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_tools", sys.modules[__name__])
+    for name in ("open", "opened"):
+        monkeypatch.setattr(Notes, name, 0)
+    monkeypatch.setattr(Notes, "meeting", asyncio.Barrier(2), raising=False)
+    monkeypatch.setattr(Notes, "has_opened", asyncio.Event(), raising=False)
+    return partial(environment_of, {"type": "plugin", "tool": "users_tools:Notes"})
+
+
+def noted(*texts):
+    return "".join(f"<tool>{text}</tool>" for text in texts) + "<|end|>"
+
+
+async def test_a_tool_keeps_a_state_for_each_episode_which_ends_with_it(notes, tokenizer):
+    environment = notes()
+    talks = [rolled_out(environment, tokenizer, noted(x), noted("b", "c"), ANSWER) for x in "ad"]
+    for (episode, model), x in zip(await asyncio.gather(*talks), "ad", strict=True):
+        assert f"<result>tool:{x}</result>" in model.saw[1]
+        assert f"<result>tool:{x}+b</result>\n<result>tool:{x}+b+c</result>" in model.saw[2]
+        assert counted(episode, "tool_bytes", "tool_calls") == [6 + 8 + 10, 3]
+    assert (Notes.opened, Notes.open) == (2, 0)
+    await rolled_out(environment, tokenizer, ANSWER)
+    assert Notes.opened == 2  # an episode that calls nothing opens nothing
+
+
+@pytest.mark.parametrize("fault", ["break", "hang"])
+async def test_a_tool_that_breaks_or_hangs_is_started_again_and_other_episodes_keep_their_state(
+    notes, tokenizer, fault
+):
+    environment = notes(tool_timeout_s=0.1)
+    other, go_on = Model(tokenizer, noted("a"), noted("b"), ANSWER), asyncio.Event()
+
+    async def later(request):
+        if len(other.saw) == 1:
+            await go_on.wait()
+        return await ScriptedEngine.generate(engine, request)
+
+    engine = ScriptedEngine(other)
+    slow = type("Slow", (), {"generate": staticmethod(later), "__getattr__": lambda _, n: getattr(engine, n)})
+    meanwhile = asyncio.create_task(
+        environment.run(Task(task_id="o", prompt="x", label="42"), Policy(slow(), tokenizer, LONG))
+    )
+    _, model = await rolled_out(environment, tokenizer, noted("a"), noted(fault), noted("c"), ANSWER)
+    assert (
+        "<result>error: the tool failed on these arguments, and what it kept is gone</result>" in model.saw[2]
+    )
+    assert "<result>tool:c</result>" in model.saw[3]
+    go_on.set()
+    await meanwhile
+    assert "<result>tool:a+b</result>" in other.saw[2]
+    assert (Notes.opened, Notes.open) == (3, 0)
+
+
+async def test_a_state_is_closed_when_its_episode_is_cancelled_or_its_tool_ends_it(notes, tokenizer):
+    task = asyncio.create_task(rolled_out(notes(), tokenizer, noted("hang"), ANSWER))
+    await asyncio.wait_for(Notes.has_opened.wait(), 20)
+    await cancelled(task)
+    assert (Notes.opened, Notes.open) == (1, 0)
+    with pytest.raises(ToolError, match="raised KeyError"):
+        await rolled_out(notes(), tokenizer, noted("break"))
+    assert (Notes.opened, Notes.open) == (2, 0)
+
+
+async def test_calls_of_a_turn_run_side_by_side_if_asked_and_their_results_keep_their_order(notes, tokenizer):
+    together = noted("meet", "meet"), ANSWER
+    _, model = await rolled_out(notes(parallel_calls=True), tokenizer, *together)
+    assert model.saw[1].count("<result>tool:meet") == 2
+    _, model = await rolled_out(notes(parallel_calls=True), tokenizer, noted("meet", "b", "meet"), ANSWER)
+    assert [part[:6] for part in model.saw[1].split("<result>tool:")[1:]] == ["meet+b", "meet+b", "meet+b"]
+    with pytest.raises(ToolError, match="took longer"):  # one after the other they never meet
+        await rolled_out(notes(tool_timeout_s=0.1), tokenizer, *together)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 from mcp.server import MCPServer
 
@@ -30,6 +31,23 @@ def die() -> str:
 def environment() -> str:
     """Return the names of the environment's variables."""
     return " ".join(sorted(os.environ))
+
+
+kept: list[str] = []
+
+
+@server.tool()
+def keep(text: str) -> str:
+    """Keep a text, and return all that were kept."""
+    kept.append(text)
+    return " ".join(kept)
+
+
+@server.tool()
+async def hang() -> str:
+    """Let nothing go on any more."""
+    time.sleep(600)  # noqa: ASYNC251  # this is what it is for
+    return ""
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from actors.episodes.errors import ToolError
+from actors.episodes.task import Task
 from actors.settings.tools import McpConfig
 from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
+from actors.tools.episode_tools import EpisodeTools
 from bus.errors import ConfigError
 from bus.process.plugins import ImportPolicy, restrict_imports
 
@@ -26,7 +28,7 @@ async def test_a_servers_tools_are_called_over_stdio(monkeypatch):
     monkeypatch.setenv("SLUICE_BUS", "nats://user:password@host")
     tools = build_tools([McpConfig(command=("{python}", SERVER, "stdio"), environment={"OWN": "1"})])
     try:
-        assert set(tools) == {"add", "fail", "die", "environment"}
+        assert set(tools) == {"add", "fail", "die", "environment", "keep", "hang"}
         assert tools["add"].description == "Add two numbers."
         assert set(tools["add"].parameters["properties"]) == {"a", "b"}
         assert await tools["add"].call({"a": 2, "b": 3}) == ToolResult("5")
@@ -42,6 +44,49 @@ async def test_a_servers_tools_are_called_over_stdio(monkeypatch):
         assert await tools["add"].call({"a": 1, "b": 1}) == ToolResult("2")  # it is started again
     finally:
         await tools["add"].close()
+
+
+@pytest.mark.slow
+async def test_each_episode_has_a_session_of_its_own():
+    tools = build_tools([McpConfig(command=STDIO)])
+    episodes = [EpisodeTools(Task(task_id=name, prompt=name)) for name in ("a", "b")]
+    try:
+        said = [await one.call(tools["keep"], {"text": text}) for text in "xy" for one in episodes]
+        assert [one.text for one in said] == ["x", "x", "x y", "x y"]
+        other = await episodes[0].call(tools["add"], {"a": 1, "b": 1})  # of the same session
+        assert other == ToolResult("2")
+        assert len(episodes[0].states) == 1
+    finally:
+        await asyncio.gather(*(one.close() for one in episodes))
+        await tools["add"].close()
+
+
+@pytest.mark.slow
+async def test_a_server_that_episodes_share_is_started_again_when_it_hangs(monkeypatch):
+    from actors.tools import mcp
+
+    monkeypatch.setattr(mcp, "PING_S", 0.2)
+    tools = build_tools([McpConfig(command=STDIO, sessions="shared")])
+    try:
+        for text, kept in ("x", "x"), ("y", "x y"):
+            episode = EpisodeTools(Task(task_id=text, prompt="go"))
+            assert (await episode.call(tools["keep"], {"text": text})).text == kept
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await tools["hang"].call({})
+        async with asyncio.timeout(20):
+            while (said := await kept_by(tools)) != "z":  # the program that kept "x" is gone
+                assert said is None
+    finally:
+        await tools["add"].close()
+
+
+async def kept_by(tools):
+    try:
+        async with asyncio.timeout(2):
+            return (await tools["keep"].call({"text": "z"})).text
+    except TimeoutError:
+        return None
 
 
 @pytest.mark.slow
@@ -116,7 +161,10 @@ def await_port(port, process):
             "TimeoutError",
         ),
         ({"url": "http://127.0.0.1:9/mcp"}, "no list of its tools"),
-        ({"command": STDIO, "allowed": ("sub",)}, "has no tool sub; there are: add, fail, die, environment"),
+        (
+            {"command": STDIO, "allowed": ("sub",)},
+            "has no tool sub; there are: add, fail, die, environment, ",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used_is_a_config_error(settings, said):

@@ -1,0 +1,99 @@
+"""The tools of one episode: what they keep for it is opened by their first call, and closed with it."""
+
+import asyncio
+from collections.abc import Hashable
+from contextlib import AbstractAsyncContextManager
+
+import structlog
+
+from actors.episodes.task import Task
+from actors.tools.base import Arguments, EpisodeState, KeepsState, Tool, ToolResult
+from bus.waiting import cancelled
+
+log = structlog.get_logger()
+CLOSE_S = 10.0
+"""Longest time that a tool may take to close what it kept for an episode."""
+
+
+class EpisodeTools:
+    """Carries out the calls of one episode: by the tools, or by what they keep for the episode."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._states: dict[Hashable, _HeldState] = {}
+        self._left: list[asyncio.Task[None]] = []
+        """States that failed and are being closed."""
+
+    async def call(self, tool: Tool, arguments: Arguments) -> ToolResult:
+        """Carry out a call. Raises what the tool raises, or what opening its state raises."""
+        if not isinstance(tool, KeepsState):
+            return await tool.call(arguments)
+        held = self._states.get(tool.episode)
+        if held is None or held.is_over:
+            held = self._states[tool.episode] = _HeldState(tool.episode(self._task), tool.name)
+        return await (await held.state()).call(tool.name, arguments)
+
+    def give_up(self, tool: Tool) -> bool:
+        """Close what a tool keeps, since the tool hangs or broke; its next call opens it anew.
+
+        Returns whether the tool kept anything."""
+        held = self._states.pop(tool.episode, None) if isinstance(tool, KeepsState) else None
+        if held is not None:
+            self._left.append(asyncio.create_task(held.close(), name=f"close {tool.name}"))
+        return held is not None
+
+    @property
+    def states(self) -> list[EpisodeState]:
+        """Return what the tools keep at this moment."""
+        return [held.now for held in self._states.values() if held.now is not None]
+
+    async def close(self) -> None:
+        """Close all that was opened; what fails, or takes too long, is logged."""
+        await asyncio.gather(*self._left, *(held.close() for held in self._states.values()))
+
+
+class _HeldState:
+    """Holds a state open in a task of its own: a context manager wants to be left where it was entered."""
+
+    def __init__(self, opening: AbstractAsyncContextManager[EpisodeState], name: str) -> None:
+        self._name = name
+        self._opened: asyncio.Future[EpisodeState] = asyncio.get_running_loop().create_future()
+        self._close = asyncio.Event()
+        self._holder = asyncio.create_task(self._hold(opening), name=f"state of {name}")
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing holds it open any more."""
+        return self._holder.done()
+
+    @property
+    def now(self) -> EpisodeState | None:
+        """Return the state, if it is open."""
+        return self._opened.result() if self._opened.done() and not self.is_over else None
+
+    async def state(self) -> EpisodeState:
+        """Wait until it is open. Raises what opening raised."""
+        both: list[asyncio.Future[EpisodeState] | asyncio.Task[None]] = [self._opened, self._holder]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not self._opened.done():
+            self._holder.result()
+        return self._opened.result()
+
+    async def close(self) -> None:
+        """Leave the state, by cancellation where it is not open yet or does not close in time."""
+        self._close.set()
+        try:
+            if self._opened.done():
+                await asyncio.wait([self._holder], timeout=CLOSE_S)
+                if not self._holder.done():
+                    log.warning("tool_does_not_close", tool=self._name, waited_s=CLOSE_S)
+        finally:
+            self._holder.cancel()  # also where this wait is cancelled
+        await cancelled(self._holder)
+        if not self._holder.cancelled() and (error := self._holder.exception()) is not None:
+            log.info("tool_state_ended", tool=self._name, reason=repr(error))
+
+    async def _hold(self, opening: AbstractAsyncContextManager[EpisodeState]) -> None:
+        async with opening as state:
+            self._opened.set_result(state)
+            await self._close.wait()
