@@ -120,6 +120,10 @@ Insecure = Annotated[bool, Parameter(name="--insecure", group=SHORT, negative=()
 EnginePython = Annotated[Path | None, Parameter(name="--engine-python", group=SHORT)]
 RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
 AgentCommand = Annotated[str | None, Parameter(name="--agent", group=SHORT)]
+EnvironmentName = Annotated[
+    str | None,
+    Parameter(name="--environment", group=SHORT, help="Environment of others, as textarena:Nim-v0."),
+]
 
 LOOK = Group("Instead of a start", sort_key=2)
 PrintConfig = Annotated[

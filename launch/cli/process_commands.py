@@ -20,6 +20,7 @@ from launch.cli.app import (
     CertificateKey,
     CredsFile,
     EnginePython,
+    EnvironmentName,
     GatewayHost,
     GatewayPort,
     Insecure,
@@ -40,6 +41,7 @@ from launch.cli.app import (
     log_as,
     run_and_own_settings,
 )
+from launch.external_environments.environment import external_environment
 from launch.process.ranks import become_rank, is_rank
 from launch.process.runtime import run
 from launch.settings.run_config import (
@@ -220,6 +222,7 @@ def actors(  # noqa: PLR0913 - each is a flag
     creds: CredsFile = None,
     reward: RewardName = None,
     agent: AgentCommand = None,
+    environment: EnvironmentName = None,
     plugins_from: PluginsFrom = None,
     engine_python: EnginePython = None,
     insecure: Insecure = False,
@@ -248,7 +251,11 @@ def actors(  # noqa: PLR0913 - each is a flag
     from launch.services.actors import serve_actors
 
     log_as(log, "actors")
+    external = None if environment is None else external_environment(environment)
+    if external is not None:
+        external.prepare()
     short = merge(
+        {} if external is None else {"actors": external.settings["actors"]},
         short_forms(bus, creds, reward=reward, agent=agent),
         allowed_here(plugins_from, insecure, engine_python),
     )

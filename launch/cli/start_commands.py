@@ -18,6 +18,7 @@ from launch.cli.app import (
     ConfigFiles,
     CredsFile,
     DryRun,
+    EnvironmentName,
     Logging,
     LogOptions,
     PresetName,
@@ -28,6 +29,11 @@ from launch.cli.app import (
     Settings,
     app,
     log_as,
+)
+from launch.external_environments.environment import (
+    ExternalEnvironment,
+    environment_sources,
+    external_environment,
 )
 from launch.process.runtime import run
 from launch.recipes.recipe import Recipe
@@ -49,6 +55,7 @@ def local(  # noqa: PLR0913 - each is a flag
     prompts: Prompts = None,
     reward: RewardName = None,
     agent: AgentCommand = None,
+    environment: EnvironmentName = None,
     print_config: PrintConfig = False,
     as_json: AsJsonConfig = False,
     dry_run: DryRun = False,
@@ -75,16 +82,19 @@ def local(  # noqa: PLR0913 - each is a flag
     reward
         Built-in reward, or yours: my_pkg.my_module:function.
     agent
-        Command run per episode, a client of OpenAI's or Anthropic's API; without --reward it posts its own.
+        Command of a program that is run for each episode.
     """
     log_as(log, "local", level="warning")
-    short = [*run_variables(), *short_sources(bus, creds, prompts, reward, agent)]
+    external = None if environment is None else external_environment(environment)
+    short = [
+        *run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward, agent),
+    ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
     sources = _sources(preset_name, config, short, settings, recipe=recipe)
     layer = merged(sources)
     resolved = resolve(layer)
-    if recipe is not None and not print_config:
-        recipe.prepare()
+    if not print_config:
+        _prepare(recipe, external)
     own_bus = "url" not in layer.get("bus", {})
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
@@ -108,6 +118,7 @@ def try_(  # noqa: PLR0913 - each is a flag
     prompts: Prompts = None,
     reward: RewardName = None,
     agent: AgentCommand = None,
+    environment: EnvironmentName = None,
     count: Annotated[int, Parameter(name="--count", group=SHORT, validator=Number(gte=1))] = 3,
     log: Logging = LogOptions(),
     settings: Settings = RunConfig(),
@@ -137,11 +148,13 @@ def try_(  # noqa: PLR0913 - each is a flag
     from launch.checks.trial import try_model
 
     log_as(log, "try", level="warning")
-    short = [*run_variables(), *short_sources(None, creds, prompts, reward, agent)]
+    external = None if environment is None else external_environment(environment)
+    short = [
+        *run_variables(), *environment_sources(external), *short_sources(None, creds, prompts, reward, agent),
+    ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
     resolved = resolve(merged(_sources(preset_name, config, short, settings, recipe=recipe)))
-    if recipe is not None:
-        recipe.prepare()
+    _prepare(recipe, external)
     run(partial(try_model, resolved, count=count, say=partial(print, flush=True)))
 
 
@@ -154,6 +167,7 @@ def storage(  # noqa: PLR0913 - each is a flag
     creds: CredsFile = None,
     prompts: Prompts = None,
     reward: RewardName = None,
+    environment: EnvironmentName = None,
     summary: Annotated[bool, Parameter(name="--summary", group=SHORT)] = True,
     print_config: PrintConfig = False,
     as_json: AsJsonConfig = False,
@@ -180,9 +194,12 @@ def storage(  # noqa: PLR0913 - each is a flag
         Draw curves.png and write summary.json when the learner is done, and when storage ends.
     """
     log_as(log, "storage")
-    short = [*run_variables(), *short_sources(bus, creds, prompts, reward)]
+    external = None if environment is None else external_environment(environment)
+    short = [*run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward)]
     sources = _sources(preset_name, config, short, settings)
     resolved = resolve(merged(sources))
+    if not print_config:
+        _prepare(external)
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
         from launch.checks.start_checks import rehearse_storage
@@ -193,6 +210,13 @@ def storage(  # noqa: PLR0913 - each is a flag
     from launch.services.storage import serve_storage
 
     run(partial(serve_storage, resolved, summary=summary))
+
+
+def _prepare(*needed: Recipe | ExternalEnvironment | None) -> None:
+    """Make what a start needs beside its settings."""
+    for one in needed:
+        if one is not None:
+            one.prepare()
 
 
 def _sources(

@@ -1,0 +1,70 @@
+"""Games of textarena. The policy has every side, each in a chat of its own."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import textarena
+from adapter_process import ChatEndedError, Policy
+
+HELDOUT_SEED = 1 << 20
+"""Seed of the first held-out task; those to train on count from 0."""
+_RESETTING = threading.Lock()
+"""Held while a game begins: textarena seeds the random numbers of the whole process."""
+
+
+class Games:
+    """A game by its name, whose tasks are seeds."""
+
+    def __init__(self, name: str, players: int, max_turns: int, settings: Mapping[str, Any]) -> None:
+        self._name, self._players, self._max_turns, self._settings = name, players, max_turns, settings
+        textarena.make(self._raw, **settings)  # loads its words, and raises for a name that is none
+
+    @property
+    def _raw(self) -> str:
+        """Return the name without wrappers, which would repeat the whole game in each observation."""
+        return self._name if self._name.endswith("-raw") else f"{self._name}-raw"
+
+    def rows(self, training: int, heldout: int) -> Sequence[Iterator[Mapping[str, Any]]]:
+        """Return a seed for each row."""
+        return self._seeds(0, training), self._seeds(HELDOUT_SEED, heldout)
+
+    def _seeds(self, first: int, count: int) -> Iterator[Mapping[str, Any]]:
+        for seed in range(first, first + count):
+            yield {"prompt": f"{self._name}, seed {seed}", "entry": {"seed": seed}}
+
+    def play(self, entry: Mapping[str, int], policy: Policy) -> Mapping[str, Any]:
+        """Play until the game, the turns or a chat end; a side that wins nothing has 0."""
+        with _RESETTING:
+            game = textarena.make(self._raw, **self._settings)
+            game.reset(num_players=self._players, seed=entry["seed"])
+        chats: dict[int, list[Any]] = {side: [] for side in range(self._players)}
+        for _ in range(self._max_turns):
+            side, seen = game.get_observation()
+            chats[side].append({"role": "user", "content": _told(side, seen)})
+            try:
+                answer = policy.chat(chats[side], self._agent(side))
+            except ChatEndedError:
+                if not any(len(chat) > 1 for chat in chats.values()):
+                    raise
+                break
+            chats[side].append(answer)
+            if game.step(answer["content"] or "")[0]:
+                break
+        given = game.state.rewards or {}
+        rewards = {self._agent(side): float(given.get(side, 0.0)) for side in chats}
+        return {"reward": rewards, "outcome": rewards[self._agent(0)]}
+
+    def _agent(self, side: int) -> str:
+        return "player" if self._players == 1 else f"player-{side + 1}"
+
+
+def _told(side: int, seen: Sequence[Any]) -> str:
+    """Return what a side has not seen yet: what the game says, and what others did."""
+    lines = [str(text) if who == -1 else f"[Player {who}] {text}" for who, text, _ in seen if who != side]
+    return "\n".join(lines) or "Go on."
+
+
+def open_source(name: str, settings: dict[str, Any]) -> Games:
+    """Open a game: settings are `players`, `max_turns`, and what the game itself takes."""
+    return Games(name, settings.pop("players", 1), settings.pop("max_turns", 64), settings)

@@ -1,0 +1,180 @@
+"""Environments of other packages as tasks: what `--environment KIND:NAME` stands for.
+
+Each is installed into an environment of its own, which is kept. A process there makes the prompts, and one
+plays many episodes at a time; Sluice knows it as a long-lived agent."""
+
+import json
+import re
+import shlex
+import sys
+import tomllib
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import Field, JsonValue, ValidationError
+
+from bus.config import Config
+from bus.errors import ConfigError
+from launch.external_environments.kinds import KINDS
+from launch.external_environments.virtual_environment import VirtualEnvironment, variables_of
+from launch.recipes.recipe import user_cache
+from launch.settings.run_config import Layer
+from launch.settings.sources import Source
+from launch.settings.tree import nearest
+
+ADAPTERS = Path(__file__).with_name("adapters")
+PROCESS = ADAPTERS / "adapter_process.py"
+ROWS_TIMEOUT_S = 3600.0
+REASONING_GYM = "reasoning_gym"
+
+
+class EnvironmentFile(Config):
+    """What a file for `--environment` says."""
+
+    source: str
+    """Environment as `KIND:NAME`."""
+
+    packages: tuple[str, ...] = ()
+    """What pip installs besides the packages of the kind, such as `verifiers==0.1.14`, a directory, a URL of
+    git, or an option such as `--extra-index-url=https://host/simple`."""
+
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of the environment itself."""
+
+    prompts: int = Field(2000, ge=1)
+    """Most prompts to train on."""
+
+    heldout: int = Field(100, ge=1)
+    """Most held-out prompts."""
+
+    episodes_at_once: int = Field(64, ge=1, le=1024)
+    """Episodes that one process of the environment plays at a time."""
+
+
+@dataclass(frozen=True)
+class ExternalEnvironment:
+    """An environment of another package."""
+
+    file: EnvironmentFile
+
+    @property
+    def kind(self) -> str:
+        """Return what stands before the colon."""
+        return self.file.source.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """Return what stands behind the colon."""
+        return self.file.source.partition(":")[2]
+
+    @property
+    def settings(self) -> Layer:
+        """Return the run's settings; what they name is there after `prepare`."""
+        if self.kind == REASONING_GYM:
+            one_answer = {"type": "single_turn", "reward": REASONING_GYM}
+            return {"data": {"task": f"{REASONING_GYM}/{self.name}"}, "actors": {"environment": one_answer}}
+        command = [*self._command(), "play", str(self.file.episodes_at_once)]
+        environment: dict[str, Any] = {
+            "type": "agent",
+            "command": shlex.join(command),
+            "long_lived": True,
+            "reward": "posted",
+            "program_owns_reward": True,
+            "variables": variables_of(self.place),
+            "isolation": {"network": KINDS[self.kind].network, "writable": [str(self.place / "cache")]},
+        }
+        files = {name: self._rows / f"{name}.jsonl" for name in ("prompts", "heldout")}
+        return {"data": files, "actors": {"environment": environment}}
+
+    def prepare(self) -> None:
+        """Install it and write its prompts, unless that was done. Raises `ConfigError` for what cannot be."""
+        if self.kind == REASONING_GYM:
+            return  # its package is one of Sluice's own, and its prompts are a task
+        from storage.disk.atomic_files import one_at_a_time  # not for help
+
+        with one_at_a_time(self.place, timeout_s=ROWS_TIMEOUT_S):
+            self._virtual_environment.make()
+            if not self._rows.is_dir():
+                self._write_rows()
+
+    @property
+    def place(self) -> Path:
+        """Return the directory in which its packages, caches and prompts are kept, with those of other names
+        that need the same packages."""
+        kept = f"{self.kind}-{_digest([*self._packages, sys.version])}"
+        return user_cache() / "sluice" / "environments" / kept
+
+    @property
+    def _packages(self) -> tuple[str, ...]:
+        return (*KINDS[self.kind].packages(self.name), *self.file.packages)
+
+    @property
+    def _virtual_environment(self) -> VirtualEnvironment:
+        return VirtualEnvironment(self.place, self._packages)
+
+    @property
+    def _rows(self) -> Path:
+        asked = [self.name, self.file.settings, self.file.prompts, self.file.heldout]
+        code = [file.read_text() for file in (PROCESS, self._adapter)]
+        slug = re.sub(r"[^A-Za-z0-9.-]+", "-", self.name)[-60:]
+        return self.place / f"{slug}-{_digest([asked, code])}"
+
+    @property
+    def _adapter(self) -> Path:
+        return ADAPTERS / f"{self.kind}_adapter.py"
+
+    def _command(self) -> list[str]:
+        python = self._virtual_environment.python
+        settings = json.dumps(self.file.settings)
+        return [str(python), str(PROCESS), str(self._adapter), self.name, settings]
+
+    def _write_rows(self) -> None:
+        counts = [str(self.file.prompts), str(self.file.heldout)]
+        with TemporaryDirectory(dir=self.place, prefix="rows-new-") as scratch:
+            command = [*self._command(), "rows", *counts, scratch]
+            what = f"writing the prompts of {self.file.source}"
+            self._virtual_environment.run(command, ROWS_TIMEOUT_S, what)
+            for name in ("prompts", "heldout"):
+                if not (Path(scratch) / f"{name}.jsonl").stat().st_size:
+                    raise ConfigError(f"{self.file.source} has no {name}: it gave no row for them")
+            Path(scratch).rename(self._rows)
+            Path(scratch).mkdir()  # which the end of the block removes
+
+
+def external_environment(named: str) -> ExternalEnvironment:
+    """Return what `--environment` names: `KIND:NAME`, or a TOML file that says more.
+
+    Raises `ConfigError` for a kind that is none, and for a file that is wrong."""
+    given: dict[str, Any] = {"source": named}
+    if named.endswith(".toml"):
+        try:
+            given = tomllib.loads(Path(named).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"--environment {named}: {error}") from error
+    try:
+        file = EnvironmentFile.model_validate(given)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"--environment {named}: {'; '.join(problems)}") from error
+    kind, colon, name = file.source.partition(":")
+    kinds = {**{known: one.about for known, one in KINDS.items()}, REASONING_GYM: "the name of a data set"}
+    if kind not in kinds:
+        raise ConfigError(
+            f"--environment {named}: no kind {kind!r}: {nearest(kind, kinds)}write KIND:NAME, with one of "
+            f"{', '.join(sorted(kinds))}; a file of settings ends with .toml"
+        )
+    if not (colon and name):
+        raise ConfigError(f"--environment {named}: write {kind}:NAME, where NAME is {kinds[kind]}")
+    return ExternalEnvironment(file)
+
+
+def environment_sources(external: ExternalEnvironment | None) -> list[Source]:
+    """Return the settings that `--environment` stands for, if it was given."""
+    return [] if external is None else [Source("flag --environment", external.settings)]
+
+
+def _digest(what: Any) -> str:
+    return blake2b(json.dumps(what).encode(), digest_size=6).hexdigest()
