@@ -23,6 +23,7 @@ from actors.settings.actors import ActorsConfig
 from actors.weights.first_policy import actor_name
 from actors.weights.follow import PolicyFollower
 from actors.weights.probe import ProbeCheck
+from bus.actor_counters import MEANS
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.status import Activity, report_status
@@ -130,8 +131,10 @@ class Actor:
         return "" if self._engine.policy_version >= 0 else "weights of its engines"
 
     def _counters(self) -> tuple[int, dict[str, Json]]:
+        means = self._worker.episode_metrics.metrics
         return self._report.step, {
-            **self._worker.episode_metrics.metrics,
+            **means,
+            MEANS: [*sorted(means)],
             **self._report.counters(),
             **self._worker.ends.metrics,
             **self._worker.failures.metrics,

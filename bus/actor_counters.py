@@ -11,6 +11,8 @@ RECENT_EPISODES = "rollout/recent_episodes"
 RECENT_INFRA_FAILED = "rollout/recent_infra_failed_episodes"
 INFRA_FAILED_FRACTION = "rollout/infra_failed_fraction"
 """Names of an actor's counters; over several actors the third is the second by the first, and no sum."""
+MEANS = "rollout/means"
+"""Name under which an actor lists those of its numbers that are means over its recent episodes."""
 FAILED_BY: Mapping[str, str] = {
     "reward_error": "reward",
     "environment_error": "environment",

@@ -17,6 +17,7 @@ from launch.run_view.units import size
 from launch.run_view.waiting_reasons import waits_for_leases
 from launch.settings.run_config import RunConfig
 from learner.config.process_settings import used_diagnostics
+from learner.metrics.learning_alarm import LearningAlarm
 from learner.metrics.range_warnings import ranges
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, integer, number
@@ -69,6 +70,8 @@ class StepAlerts:
         self._last: Record = {}
         self._reward = Trend()
         self._entropy = Trend()
+        self.learning = LearningAlarm()
+        """What a live learner says itself."""
 
     def add(self, row: Record) -> None:
         """Take the metrics of the next step."""
@@ -76,26 +79,17 @@ class StepAlerts:
         if step <= integer(self._last, "step"):  # a learner resumed, and what followed is undone
             self._reward, self._entropy = Trend(), Trend()
         self._last = row
+        self.learning.look(step, row)
         self._reward.add(step, number(row, "reward/mean"))
         self._entropy.add(step, number(row, "policy/entropy_nats"))
 
     def words(self, config: RunConfig) -> list[str]:
         """Return what is wrong in the latest step, each in a sentence."""
         return [
-            *self._equal_rewards(),
             *self._collapses(),
             *self._staleness(config),
             *self._out_of_range(config),
         ]
-
-    def _equal_rewards(self) -> Iterator[str]:
-        if number(self._last, "reward/equal_groups_fraction") != 1:
-            return
-        which = "each was 0" if number(self._last, "reward/zero_fraction") == 1 else "though not 0"
-        yield (
-            f"the rewards within each group of the last step were equal, {which}: nothing was learnt from "
-            "them; the tasks are too easy or too hard, or the reward does not tell answers apart"
-        )
 
     def _collapses(self) -> Iterator[str]:
         reward, entropy = self._reward, self._entropy
@@ -183,7 +177,9 @@ class RunAlerts:
         """Return what is wrong, each in a sentence; `state` is that of a run that answers."""
         config = (None if state is None else state.config) or self._settings()
         found = [] if config is None else steps.words(config)
-        if state is not None:
+        if state is None:
+            found += [text for text in [steps.learning.text] if text]
+        else:
             found += [*state_alerts(state), *disk_alerts(self._directory)]
         return found
 

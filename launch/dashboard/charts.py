@@ -1,7 +1,7 @@
 """The charts of a run: which quantities are drawn together, and those that are computed from others."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite, nan
 
 from storage.metrics.records import Record, number
@@ -17,24 +17,40 @@ class Chart:
 
     title: str
     unit: str
-    curves: dict[str, str]
+    curves: dict[str, str] = field(default_factory=dict)
     """Label of each curve, by the name of its quantity in the rows of metrics.jsonl."""
     log: bool = False
     """Says whether the axis is logarithmic."""
     shades: tuple[float, ...] = ()
     """Shade of each curve, from -1 to 1, of a distribution: its curves are shares of a whole, and stacked."""
+    prefix: str = ""
+    """Beginning of the names of further quantities that are drawn, labelled with the rest of their names."""
+
+    def draws(self, name: str) -> bool:
+        """Return whether the quantity has a curve here."""
+        return name in self.curves or bool(self.prefix and name.startswith(self.prefix))
 
 
 _STALENESS = ("0", "1", "2", "4", "8", "16", "32", "more")
 _RATIOS = ("0.5", "0.8", "0.95", "1.05", "1.25", "2.0", "more")
 CHARTS = (
     Chart("Reward", "mean of a step's trajectories", {"reward/mean": "reward"}),
+    Chart(
+        "Spread of the reward",
+        "standard deviation",
+        {"reward/group_std_mean": "within groups", "reward/std": "within a step"},
+    ),
+    Chart("Parts of the reward", "mean of a step's trajectories", prefix="reward_part/"),
     Chart("Loss", "", {"train/loss": "loss"}),
     Chart("Entropy", "nats a token", {"policy/entropy_nats": "entropy"}),
     Chart(
         "Response length",
         "tokens",
-        {"train/response_tokens_mean": "mean", "train/response_tokens_p95": "95th percentile"},
+        {
+            "train/response_tokens_mean": "mean",
+            "train/response_tokens_p95": "95th percentile",
+            "train/response_tokens_max": "longest",
+        },
     ),
     Chart("Gradient norm", "", {"train/grad_norm": "gradient norm"}, log=True),
     Chart(

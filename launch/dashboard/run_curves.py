@@ -65,8 +65,7 @@ class RunCurves:
         the rows have. The warm-up and the scores of data sets are always all there."""
         names = self.steps.names
         if not everything:
-            drawn = {name for chart in CHARTS for name in chart.curves}
-            names = [name for name in names if name in drawn]
+            names = [name for name in names if any(chart.draws(name) for chart in CHARTS)]
         return {
             "steps": _table(self.steps, [name for name in names if name != "time_s"], begin),
             "warmup": _table(self.warmup, ["train/loss"]),

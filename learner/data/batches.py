@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bus.agent_rewards import AgentReward, are_equal, episode_rewards
 from bus.trajectory import SOURCE, Groups, Trajectory
+from learner.data.outcomes import Outcomes, outcomes
 from learner.data.packing import Sample
 
 DIGESTS = 1 << 128
@@ -29,7 +31,6 @@ class StepBatch:
     """Trajectories of policies that are not trained, as of frozen opponents and judges."""
     untrusted: int
     """Trajectories that would be trained, but for an end that says nothing about the policy."""
-    reward_sum: float
     staleness_max: int
     """Versions that the oldest trained token lags behind the learner. A token of a later version, from a
     learner that died, counts as 0."""
@@ -52,13 +53,15 @@ class StepBatch:
     """Trained groups in which no agent's rewards differ, but for rounding."""
     zero_rewards: int = 0
     """Trained trajectories whose reward is 0."""
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    """Rewards and lengths of the trained trajectories."""
     baselines: Mapping[str, float] = field(default_factory=dict)
     """What the advantage estimator keeps for the next step."""
 
     @property
     def reward_mean(self) -> float:
         """Return the mean over the batch's trajectories."""
-        return self.reward_sum / max(1, self.trajectories)
+        return self.outcomes.reward_mean
 
     @property
     def staleness_mean(self) -> float:
@@ -122,7 +125,6 @@ def make_step_batch(
         untrainable=untrainable,
         untrusted=len(everything) - len(trajectories) - untrainable,
         tokens=sum(len(t.token_ids) for t in trajectories),
-        reward_sum=sum(t.reward for t in trajectories),
         staleness_max=max(staleness, default=0),
         staleness_sum=sum(staleness),
         queued_sum=sum(max(0, policy_version - trajectory.newest_version) for trajectory in trajectories),
@@ -130,7 +132,7 @@ def make_step_batch(
         completed=sum(trajectory.end == "completed" for trajectory in trajectories),
         cut_off_tokens=sum(_cut_off_tokens(trajectory) for trajectory in trajectories),
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
-        **_reward_counts(groups),
+        **_rewards(groups),
         baselines=baselines,
     )
 
@@ -143,7 +145,7 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64], weight: fl
     return sample.with_streams(advantages=found, **({} if weight == 1.0 else {"group_weights": weight}))
 
 
-def _reward_counts(groups: Groups) -> dict[str, int]:
+def _rewards(groups: Groups) -> dict[str, Any]:
     """Return how many groups there are with something to train, in how many rewards are equal, and zeros."""
     trained = [[one for one in group if one.is_trained] for group in groups]
     compared = [
@@ -152,8 +154,15 @@ def _reward_counts(groups: Groups) -> dict[str, int]:
         if group
     ]
     equal = [all(are_equal(episodes.values()) for episodes in agents.values()) for agents in compared]
-    zero = sum(one.reward == 0 for group in trained for one in group)
-    return {"groups": len(compared), "equal_groups": sum(equal), "zero_rewards": zero}
+    everything = [one for group in trained for one in group]
+    return {
+        "groups": len(compared),
+        "equal_groups": sum(equal),
+        "zero_rewards": sum(one.reward == 0 for one in everything),
+        "outcomes": outcomes(
+            everything, [list(episodes.values()) for agents in compared for episodes in agents.values()]
+        ),
+    }
 
 
 def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None) -> Sample:

@@ -9,12 +9,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from learner.data.batches import DIGESTS, StepBatch
+from learner.data.outcomes import joined as joined_outcomes
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.exact_sums import Rows, SumsOverRanks, exact_sums, joined
 from learner.distributed.process_group import device
 
-WORDS = range(0, 128, 32)
-"""First bits of the 32-bit words of a digest; a million such words add up exactly in float64."""
+SUMS = (
+    "trajectories", "tokens", "untrainable", "untrusted", "groups", "equal_groups", "zero_rewards",
+    "staleness_sum", "queued_sum", "completed", "cut_off_tokens", "response_tokens",
+)  # fmt: skip
+"""Counts of a batch that ranks add up."""
 
 
 def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) -> list[MicroBatch]:
@@ -22,7 +26,8 @@ def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) 
 
     Collectives run in every micro-batch, so ranks with different numbers of them would wait for ever.
     """
-    [most] = _reduced([max(1, len(micro_batches))], dist.ReduceOp.MAX, group)
+    most = torch.tensor(max(1, len(micro_batches)), device=device())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     missing = int(most) - len(micro_batches)
     return [*micro_batches, *(empty_micro_batch() for _ in range(missing))]
 
@@ -42,33 +47,13 @@ def sums_over_ranks(group: dist.ProcessGroup) -> SumsOverRanks:
 
 def of_all_ranks(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:
     """Return this rank's samples with the counts and the digest of all ranks of `group`."""
-    names = (
-        "trajectories",
-        "tokens",
-        "untrainable",
-        "untrusted",
-        "reward_sum",
-        "groups",
-        "equal_groups",
-        "zero_rewards",
-        "staleness_sum",
-        "queued_sum",
-        "completed",
-        "cut_off_tokens",
-        "response_tokens",
-    )
-    sums = _reduced([getattr(batch, name) for name in names], dist.ReduceOp.SUM, group)
-    words = _reduced([batch.digest >> shift & 0xFFFFFFFF for shift in WORDS], dist.ReduceOp.SUM, group)
-    [staleness_max] = _reduced([batch.staleness_max], dist.ReduceOp.MAX, group)
+    parts = [replace(batch, samples=[])] * group.size()
+    if len(parts) > 1:
+        dist.all_gather_object(parts, parts[0], group=group)
     return replace(
         batch,
-        staleness_max=int(staleness_max),
-        digest=sum(int(word) << shift for word, shift in zip(words, WORDS, strict=True)) % DIGESTS,
-        **{name: type(getattr(batch, name))(total) for name, total in zip(names, sums, strict=True)},
+        **{name: sum(getattr(part, name) for part in parts) for name in SUMS},
+        staleness_max=max(part.staleness_max for part in parts),
+        digest=sum(part.digest for part in parts) % DIGESTS,
+        outcomes=joined_outcomes([part.outcomes for part in parts]),
     )
-
-
-def _reduced(values: Sequence[float], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> list[float]:
-    reduced = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(reduced, how, group=group)
-    return [float(value) for value in reduced]

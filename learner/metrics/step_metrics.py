@@ -156,6 +156,7 @@ def batch_values(batch: StepBatch) -> dict[str, Json]:
         "reward/mean": batch.reward_mean,
         "reward/equal_groups_fraction": batch.equal_groups / max(1, batch.groups),
         "reward/zero_fraction": batch.zero_rewards / max(1, batch.trajectories),
+        **batch.outcomes.figures,
         "staleness/max_versions": batch.staleness_max,
         "staleness/mean_versions": batch.staleness_mean,
         "staleness/queued_mean_versions": batch.queued_mean,

@@ -20,6 +20,7 @@ from learner.backends.contract.backend import StepResult
 from learner.config.process_settings import LearnerSettings, shared_kernels
 from learner.data.batches import StepBatch
 from learner.metrics import trained_logprobs
+from learner.metrics.learning_alarm import LearningAlarm
 from learner.metrics.policy_alarm import PolicyAlarm
 from learner.metrics.step_metrics import StepReporter, batch_values, read_values, step_values
 from learner.model_directories.dtypes import published_dtype
@@ -65,6 +66,7 @@ class Learner:
         self._activity, self._waits = Activity("starting"), {"batch": "", "devices": ""}
         publication = settings.learner.publication
         self._policy_alarm = PolicyAlarm(settings.learner.diagnostics)
+        self._learning_alarm = LearningAlarm()
         kept = settings.export.parent / "kept-versions"
         self._weights = WeightPublisher(
             bus, store, publication,
@@ -235,8 +237,10 @@ class Learner:
         seconds = time.monotonic() - started
         progress.rl_s += seconds
         self._tokens_per_s = batch.tokens / seconds
+        trained_on = batch_values(batch)
+        self._learning_alarm.look(progress.step, trained_on)
         self._steps.report("rl", progress.step, {
-            **batch_values(batch), **step_values(result),
+            **trained_on, **step_values(result),
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
             "time/publish_copy_s": self._world.rank.copy_s, **self._weights.figures, **self._device.figures,
@@ -398,7 +402,9 @@ class Learner:
             "trajectories_trained": progress.trajectories_trained,
             "max_staleness_seen": progress.max_staleness_seen,
             "trained_tokens_per_s": self._tokens_per_s,
-            "alarm": "; ".join(filter(None, [self._policy_alarm.text, self._weights.alarm])),
+            "alarm": "; ".join(
+                filter(None, [self._policy_alarm.text, self._learning_alarm.text, self._weights.alarm])
+            ),
             "best": None if progress.best is None else asdict(progress.best),
         }
         return replace(now, values=values)

@@ -7,17 +7,19 @@ import queue
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
+from statistics import fmean
 from time import monotonic
 from typing import Any, Protocol
 
 import structlog
 
-from bus.actor_counters import INFRA_FAILED_FRACTION, RECENT_EPISODES, RECENT_INFRA_FAILED
+from bus.actor_counters import INFRA_FAILED_FRACTION, MEANS, RECENT_EPISODES, RECENT_INFRA_FAILED
 from bus.codec import Json
 from bus.errors import ConfigError
 from storage.disk.atomic_files import read_json, write_json
@@ -56,8 +58,8 @@ class Point:
 
 
 class Points:
-    """Makes points of rows. Of actors, which come and go, the sums of the counters are drawn, or the
-    greatest where a sum says nothing."""
+    """Makes points of rows. Of actors, which come and go, the sums of the counters are drawn, the mean of
+    what are means of episodes, or the greatest where neither says anything."""
 
     def __init__(self) -> None:
         self._counters: dict[str, tuple[float, Record]] = {}
@@ -92,10 +94,16 @@ class Points:
             if now_s - at_s < COUNTERS_KEPT_S
         }
         sums: dict[str, float] = {"actors/count": float(len(self._counters))}
+        means: defaultdict[str, list[float]] = defaultdict(list)
         for _, latest in self._counters.values():
+            of_episodes = latest.get(MEANS) or ()
             for name, value in _numbers(latest):
+                if isinstance(of_episodes, list) and name in of_episodes:
+                    means[f"actors/{name}"].append(value)
+                    continue
                 before = sums.get(f"actors/{name}", 0.0)
                 sums[f"actors/{name}"] = max(before, value) if name in _GREATEST else before + value
+        sums |= {name: fmean(values) for name, values in means.items()}
         if episodes := sums.get(f"actors/{RECENT_EPISODES}"):
             failed = sums.get(f"actors/{RECENT_INFRA_FAILED}", 0.0)
             sums[f"actors/{INFRA_FAILED_FRACTION}"] = failed / episodes

@@ -51,6 +51,12 @@ export class Curves {
     return table.time_s.map((time) => Math.max(0, time - begin));
   }
 
+  /** Return the names and labels of a chart's curves; of those that a prefix finds, the first eight. */
+  labels({ curves, prefix }) {
+    const found = prefix ? Object.keys(this.steps.columns).filter((name) => name.startsWith(prefix)).sort().slice(0, 8) : [];
+    return [...Object.entries(curves), ...found.map((name) => [name, name.slice(prefix.length)])];
+  }
+
   /** Return the line of a quantity, or null if no row has it. */
   line(name, label, by) {
     const column = this.steps.columns[name];

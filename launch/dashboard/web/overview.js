@@ -126,7 +126,7 @@ export class Overview {
   }
 
   chartOf(chart) {
-    const lines = Object.entries(chart.curves).map(([name, label]) => this.curves.line(name, label, this.by)).filter(Boolean);
+    const lines = this.curves.labels(chart).map(([name, label]) => this.curves.line(name, label, this.by)).filter(Boolean);
     const allowed = this.known.max_staleness;
     if (chart.title === "Staleness" && lines.length && allowed != null) lines.push(bound("allowed", lines[0].x, allowed));
     return { ...chart, lines };
@@ -151,12 +151,12 @@ export class Overview {
   async showMore() {
     if (!this.more.open || this.others) return;
     const all = new Curves();
-    const drawn = new Set(this.known.charts.flatMap((chart) => Object.keys(chart.curves)));
     this.others = [];
     const grid = make("div", { class: "charts" });
     this.more.append(grid);
     all.take({ from: 0, ...await ask(`${runPath(this.run)}/curves?all=1`) });
     if (this.ended) return;
+    const drawn = new Set(this.known.charts.flatMap((chart) => all.labels(chart).map(([name]) => name)));
     for (const name of Object.keys(all.steps.columns).sort()) {
       const line = drawn.has(name) ? null : all.line(name, name.split("/").slice(1).join("/"), this.by);
       if (!line) continue;

@@ -90,7 +90,7 @@ export class Runs {
   draw() {
     this.comparison.hidden = this.chosen.length === 0;
     if (!this.chosen.length) return;
-    const [reward, ...others] = this.definitions.filter((chart) => !chart.shades.length);
+    const [reward, ...others] = this.definitions.filter((chart) => !chart.shades.length && !chart.prefix);
     const found = [this.lines(reward), ...this.evaluations(), ...others.map((chart) => this.lines(chart))];
     for (const { title, unit, log, lines } of found) {
       if (!this.charts.has(title)) {

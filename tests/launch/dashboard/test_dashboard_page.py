@@ -104,7 +104,7 @@ async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path
         await page.get_by_text("The run is complete.").wait_for()
         label = await page.locator("figure", has_text="Held-out evaluation").get_attribute("aria-label")
         assert label.startswith("Held-out evaluation at step 120: sampled 0.86"), label
-        assert await page.locator(".chart:visible canvas").count() == 13
+        assert await page.locator(".chart:visible canvas").count() == 15
         shares = await page.locator("figure", has_text="Distribution of importance weights").get_attribute(
             "aria-label"
         )
@@ -116,7 +116,7 @@ async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path
         await check(page)
         if (width, scheme) == (390, "dark"):
             await page.screenshot(path=picture("dashboard_narrow", tmp_path))
-        await go(page, url, "compare/sort-a,sort-b", ".charts .chart:nth-child(11) canvas")
+        await go(page, url, "compare/sort-a,sort-b", ".charts .chart:nth-child(12) canvas")
         await check(page)
         if (width, scheme) == (1280, "light"):
             await page.screenshot(path=picture("dashboard_comparison", tmp_path))

@@ -9,6 +9,7 @@ from bus.trajectory import Turn
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage, PluginAdvantage
 from learner.data.batches import DIGESTS, make_step_batch, recorded_samples
+from learner.data.outcomes import joined
 from learner.data.packing import pack
 from learner.metrics.step_metrics import batch_values
 from tests.factories import make_trajectory
@@ -246,6 +247,32 @@ def test_completed_answers_and_tokens_of_a_cut_off_distribution_are_counted():
     cut, trained = (sum(int(t.loss_mask.sum()) for t in some) for some in (group[1:3], group[:3]))
     assert values["rollout/cut_off_fraction"] == cut / trained
     assert batch_values(batch_of([]))["rollout/cut_off_fraction"] == 0.0
+
+
+def test_rewards_their_parts_and_lengths_are_told_by_step_whatever_ranks_have_which():
+    rewards = [[0.0, 1.0, 1.0], [0.25, 0.25, 0.25], [2.0]]
+    groups = [
+        [
+            make_trajectory(lease, n, group_size=len(of), reward=reward, tokens=9 + 10 * lease + n)
+            for n, reward in enumerate(of)
+        ]
+        for lease, of in enumerate(rewards)
+    ]
+    groups[0][1] = replace(groups[0][1], reward_components={"right": 1.0, "tidy": 0.5})
+    groups[1][0] = replace(groups[1][0], reward_components={"right": 0.0}, end="length")
+    values = batch_values(batch_of(groups))
+    every = np.array([reward for of in rewards for reward in of])
+    lengths = [int(t.loss_mask.sum()) for group in groups for t in group]
+    assert values["reward/mean"] == pytest.approx(every.mean(), rel=1e-12)
+    assert values["reward/std"] == pytest.approx(every.std(ddof=1), rel=1e-12)
+    assert (values["reward/min"], values["reward/max"]) == (0.0, 2.0)
+    assert values["reward/group_std_mean"] == pytest.approx(np.std(rewards[0], ddof=1) / 2, rel=1e-12)
+    assert (values["reward_part/right"], values["reward_part/tidy"]) == (0.5, 0.5)
+    assert values["train/response_tokens_p95"] == pytest.approx(np.percentile(lengths, 95), rel=1e-12)
+    assert values["train/response_tokens_max"] == max(lengths)
+    assert values["rollout/too_long_fraction"] == 1 / 7
+    parts = [batch_of(groups[:1]).outcomes, batch_of(groups[1:]).outcomes, batch_of([]).outcomes]
+    assert joined(parts).figures == pytest.approx(batch_of(groups).outcomes.figures, rel=1e-12)
 
 
 def test_sampled_tokens_that_are_not_trained_are_marked():

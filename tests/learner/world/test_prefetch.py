@@ -179,7 +179,9 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
             assert checkpoints.steps(tmp_path) == []
             on_disk.set()
             await send_groups(bus, range(4, 6))
-            await until(lambda: learner.progress.step == 3, seconds=20)
+            assert "equal in 3 steps" not in alarm(learner)
+            await until(lambda: learner.progress.step == 3 and waits_for_a_batch(learner), seconds=20)
+            assert "the rewards within each group were equal in 3 steps in a row" in alarm(learner)
             stop.set()
             async with asyncio.timeout(20):
                 await training
@@ -213,6 +215,11 @@ async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
                     await training
     released.set()
     assert ended.group_contains(StorageError, match="is not done after")
+
+
+def alarm(learner: Learner) -> str:
+    """Return what screens show of the learner as wrong."""
+    return str(learner._look().values["alarm"])
 
 
 def waits_for_a_batch(learner: Learner) -> bool:

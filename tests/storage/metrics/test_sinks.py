@@ -73,6 +73,20 @@ def test_counters_are_summed_over_the_actors():
     assert point.values == {"actors/count": 3, "actors/engine/busy_s": 12, "actors/engine/tokens": 300}
 
 
+def test_means_of_episodes_are_averaged_over_the_actors_that_have_them():
+    points = Points()
+    list(
+        points.of(
+            COUNTED | {"rollout/reward": 0.2, "my/turns": 4, "rollout/means": ["my/turns", "rollout/reward"]}
+        )
+    )
+    points._drawn_s -= 60
+    other = {"source": "actor-2", "rollout/reward": 0.4, "rollout/means": ["rollout/reward"]}
+    [point] = points.of(COUNTED | other)
+    assert point.values["actors/rollout/reward"] == pytest.approx(0.3)
+    assert (point.values["actors/my/turns"], point.values["actors/engine/tokens"]) == (4, 200)
+
+
 def test_of_how_far_engines_are_from_the_learner_the_greatest_is_drawn():
     points = Points()
     list(points.of(COUNTED | {"engine/probe_nats": 0.3}))

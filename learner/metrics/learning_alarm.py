@@ -1,0 +1,70 @@
+"""The alarm that nothing can be learnt: answers are all too long, worth nothing, or worth the same."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from bus.codec import Json
+from storage.metrics.records import integer, number
+
+STEPS = 3
+"""Steps in a row after which it is said."""
+PART = "reward_part/"
+FORMAT = "format"
+"""Text in the names of those parts of a reward that ask for a form of the answer."""
+
+
+Told = tuple[str, str]
+"""What is wrong, and where to look."""
+
+
+class LearningAlarm:
+    """Counts the steps in a row of which nothing can be learnt, by what their trajectories had in common."""
+
+    def __init__(self) -> None:
+        self._in_a_row = Counter[Told]()
+        self._last = 0
+
+    def look(self, step: int, values: Mapping[str, Json]) -> None:
+        """Count a step with these metrics; one that does not follow the one before begins anew."""
+        before = self._in_a_row if step > self._last else Counter[Told]()
+        self._last = step
+        self._in_a_row = Counter({told: before[told] + 1 for told in _in_common(values)})
+
+    @property
+    def text(self) -> str:
+        """Return what the latest steps have in common and where to look; empty where that is nothing."""
+        return "; ".join(
+            f"{wrong} in {n} steps in a row: {look}"
+            for (wrong, look), n in self._in_a_row.items()
+            if n >= STEPS
+        )
+
+
+def _in_common(values: Mapping[str, Json]) -> Iterator[Told]:
+    if not integer(values, "train/trajectories"):
+        return
+    if number(values, "rollout/too_long_fraction") == 1:
+        yield (
+            "each answer was cut off at its longest length",
+            "raise sampling.max_new_tokens, or see with `launch tail` whether answers end at all",
+        )
+    if number(values, "reward/zero_fraction") == 1:
+        yield (
+            "each reward was 0",
+            "the tasks are too hard for the policy, or the reward does not read its answers; `launch tail` "
+            "shows both",
+        )
+        return
+    if number(values, "reward/equal_groups_fraction") == 1:
+        yield (
+            "the rewards within each group were equal",
+            "the tasks are too easy or too hard, or the reward does not tell answers apart; `launch tail` "
+            "shows them",
+        )
+    for name in sorted(values):
+        if name.startswith(PART) and FORMAT in name.lower() and number(values, name) == 0:
+            yield (
+                f"{name.removeprefix(PART)}, a part of the reward, was 0 for each answer",
+                "the format that it asks for is never met; `launch tail` shows answers, and the prompt may "
+                "show the format",
+            )
