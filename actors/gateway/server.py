@@ -8,6 +8,7 @@ import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.base import Dialect
 from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.google import GOOGLE, parse_counted
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from actors.gateway.dialects.refusal import RefusedError, invalid
@@ -94,6 +96,9 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/responses": OPENAI_RESPONSES,
     "/v1/messages": ANTHROPIC,
 }
+GOOGLES = (
+    "/{version:v1|v1alpha|v1beta}/models/{model}:{method:generateContent|streamGenerateContent|countTokens}"
+)
 COUNT_TOKENS = "/v1/messages/count_tokens"
 CLOSED_REMEMBERED = 4096
 """Closed sessions whose late requests are told so."""
@@ -223,6 +228,7 @@ class Gateway:
             app.router.add_post(prefix + COUNT_TOKENS, self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
+            app.router.add_post(prefix + GOOGLES, self._generate)
             app.router.add_post(f"{prefix}/reward", self._reward)
         app.router.add_post("/rewards/{reward_key}", self._reward)
         if self._further is not None:
@@ -231,7 +237,20 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
-        ask = dialect.parse(raw)
+        return await self._answered(request, session, dialect, raw, dialect.parse(raw))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """Do what a path of Google's names behind its model."""
+        session, raw = self.session_of(request), await self.body_of(request)
+        model, method = request.match_info["model"], request.match_info["method"]
+        if method == "countTokens":
+            return web.json_response({"totalTokens": await session.count_tokens(parse_counted(raw))})
+        ask = replace(GOOGLE.parse(raw), model=model, stream=method == "streamGenerateContent")
+        return await self._answered(request, session, GOOGLE, raw, ask)
+
+    async def _answered(
+        self, request: web.Request, session: Session, dialect: Dialect, raw: bytes, ask: Ask
+    ) -> web.StreamResponse:
         key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
         attempt = Attempt.of(request.path, raw, key, counted)
         answer = session.answer(ask, _agent(request), attempt)
@@ -338,9 +357,13 @@ def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
 
 def dialect_of(request: web.Request) -> Dialect:
     """Return the dialect of a request's path, or else that of its client."""
+    if "method" in request.match_info:
+        return GOOGLE
     spoken = {**DIALECTS, COUNT_TOKENS: ANTHROPIC}
     found = (dialect for ending, dialect in spoken.items() if request.path.endswith(ending))
-    return next(found, ANTHROPIC if "anthropic-version" in request.headers else OPENAI_CHAT)
+    clients = {"anthropic-version": ANTHROPIC, "x-goog-api-key": GOOGLE, "x-goog-api-client": GOOGLE}
+    named = (dialect for header, dialect in clients.items() if header in request.headers)
+    return next(found, next(named, OPENAI_CHAT))
 
 
 @web.middleware
@@ -375,8 +398,8 @@ def _refused(request: web.Request, refusal: RefusedError) -> web.Response:
 def keys_of(request: web.Request) -> list[str]:
     """Return what may name the session or be a token: frameworks send ids of their own in `X-Session-ID`."""
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-    found = (request.headers.get("X-Session-ID"), request.headers.get("x-api-key"), bearer)
-    return [key for key in found if key]
+    headers = (request.headers.get(name) for name in ("X-Session-ID", "x-api-key", "x-goog-api-key"))
+    return [key for key in (*headers, bearer, request.query.get("key")) if key]
 
 
 def _agent(request: web.Request) -> str:

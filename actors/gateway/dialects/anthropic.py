@@ -9,11 +9,13 @@ from pydantic import Field, JsonValue
 from actors.episodes.task import JSON, ChatMessage
 from actors.gateway.dialects.anthropic_tools import client_side
 from actors.gateway.dialects.base import (
+    FAILED,
     MOST_STOPS,
     Body,
     Dialect,
     Part,
     Shown,
+    arguments_of,
     content_of,
     data_event,
     parsed,
@@ -22,7 +24,7 @@ from actors.gateway.dialects.base import (
 )
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.refusal import RefusedError, TooLongError
-from actors.policy.messages import Tool, ToolCall, ToolCallError
+from actors.policy.messages import Tool, ToolCall
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERROR_TYPES = {
@@ -32,8 +34,6 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
 }
-FAILED = "Error"
-"""Word before the answer of a tool that failed."""
 SIGNATURE = "recorded"
 """Thinking is signed, as clients expect; the gateway accepts any signature."""
 
@@ -227,15 +227,7 @@ def _blocks(ask: Ask, reply: Reply) -> Iterator[Shown]:
     if reply.content or not reply.tool_calls:
         yield {"type": "text", "text": reply.content}
     for call in reply.tool_calls:
-        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)}
-
-
-def _input(call: ToolCall) -> Shown:
-    """Return the arguments as an object, which this API wants; what is none stands in a field of its own."""
-    try:
-        return dict(call.parsed())
-    except ToolCallError:
-        return {"malformed_arguments": call.arguments}
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call)}
 
 
 def _usage(reply: Reply) -> Shown:

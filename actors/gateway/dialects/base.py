@@ -10,10 +10,15 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from actors.episodes.task import JSON
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.refusal import RefusedError, invalid
+from actors.policy.messages import ToolCall, ToolCallError
 
 B = TypeVar("B", bound="Body")
 MOST_STOPS = 16
 """Stop texts of a request: each is looked for in every answer."""
+MOST_CHOICES = 16
+"""Answers to one request: each takes a place at the engine."""
+FAILED = "Error"
+"""Word before the answer of a tool that failed."""
 Shown = dict[str, JSON]
 """A body of JSON."""
 
@@ -104,6 +109,14 @@ def unmet(asked: Mapping[str, JsonValue]) -> tuple[str, ...]:
     """Return the names of settings that are set and not to what holds anyway."""
     anyway = (None, 0, False, "auto", "none", {"type": "text"})
     return tuple(name for name, value in asked.items() if value not in anyway)
+
+
+def arguments_of(call: ToolCall) -> Shown:
+    """Return arguments as an object, which some APIs want; what is none stands in a field of its own."""
+    try:
+        return dict(call.parsed())
+    except ToolCallError:
+        return {"malformed_arguments": call.arguments}
 
 
 def data_event(content: Mapping[str, JSON], name: str | None = None) -> bytes:

@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue
 
 from actors.episodes.task import JSON, ChatMessage
 from actors.gateway.dialects.base import (
+    MOST_CHOICES,
     MOST_STOPS,
     Body,
     Dialect,
@@ -21,9 +22,6 @@ from actors.gateway.dialects.base import (
 from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.refusal import RefusedError
 from actors.policy.messages import Tool, ToolCall
-
-MOST_CHOICES = 16
-"""Answers to one request: each takes a place at the engine."""
 
 
 class _Function(Body):

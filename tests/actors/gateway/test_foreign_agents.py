@@ -3,7 +3,9 @@
 `SLUICE_TEST_AGENTS` names a directory that keeps the environments from one run of tests to the next."""
 
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,11 +16,11 @@ import pytest
 
 from actors.engines.base import Sampling
 from actors.environments.agent import AgentEnvironment
-from actors.episodes.episode import AgentTrajectory
+from actors.episodes.episode import AgentTrajectory, Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
-from tests.actors.gateway.served import TOKENIZER, encoded, script
+from tests.actors.gateway.served import END, TOKENIZER, Answering, encoded, script
 from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,6 +29,7 @@ CALL = 'I add.<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_c
 FINAL_CALL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "42"}}</tool_call>'
 TASK = Task(task_id="g00000000.0", prompt="40+2?", label="42")
 PREPARE_S = 600.0
+BEGIN = "<|im_start|>"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ AGENTS = [
     Foreign("langgraph", ("langgraph>=1.2,<2", "langchain-openai>=1.7,<2"), (CALL, "42", CALL, "42"), 2),
     Foreign("smolagents", ("smolagents[openai]>=1.26,<2",), (CALL, FINAL_CALL), 2),
     Foreign("verifiers", ("verifiers>=0.4,<0.5",), (CALL, "42"), 1),
+    Foreign("google_adk", ("google-genai>=2,<3", "google-adk>=2,<3"), (CALL, "42", "wrong", CALL, "42"), 3),
     Foreign("openenv", ("openenv>=0.10,<0.11", "openai>=2,<4"), ("wrong", "42"), 1),
 ]
 
@@ -85,18 +89,16 @@ def sampled(trajectories: Sequence[AgentTrajectory]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("foreign", AGENTS, ids=lambda foreign: foreign.name)
-async def test_foreign_agent_is_recorded_token_by_token_with_the_reward_that_it_posts(
-    foreign: Foreign, environments: Path
-):
-    python = await asyncio.to_thread(prepared, environments / foreign.name, foreign.packages)
+async def played(command: str, answering: Answering, **settings: object) -> tuple[Episode, ScriptedEngine]:
+    """The episode of a program that posts its reward."""
     environment = AgentEnvironment.from_config(
         AgentConfig(
-            command=f"{python} {PROGRAMS / foreign.name}_program.py",
+            command=command,
             reward="posted",
             program_owns_reward=True,
             program_timeout_s=180,
             variables={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+            **settings,
         )
     )
     engine = ScriptedEngine(script(answering))
@@ -104,9 +106,64 @@ async def test_foreign_agent_is_recorded_token_by_token_with_the_reward_that_it_
         episode = await environment.run(TASK, Policy(engine, TOKENIZER, Sampling(max_new_tokens=256)))
     finally:
         await environment.close()
-    assert [part.reward for part in episode.trajectories] == [1.0] * foreign.trajectories
+    return episode, engine
+
+
+def assert_exact(episode: Episode, engine: ScriptedEngine) -> None:
+    """Each turn's context is what the engine was given, and the reward was posted."""
+    assert {part.reward for part in episode.trajectories} == {1.0}
     assert {part.end for part in episode.trajectories} == {"completed"}
-    assert sampled(episode.trajectories) == [encoded(f"{text}<|im_end|>") for text in foreign.answers]
     asked = [list(request.token_ids) for request in engine.requests]
     recorded = [part.token_ids[: turn.start].tolist() for part in episode.trajectories for turn in part.turns]
-    assert sorted(recorded) == sorted(asked)  # each turn's context is what the engine was given
+    assert sorted(recorded) == sorted(asked)
+
+
+@pytest.mark.parametrize("foreign", AGENTS, ids=lambda foreign: foreign.name)
+async def test_foreign_agent_is_recorded_token_by_token_with_the_reward_that_it_posts(
+    foreign: Foreign, environments: Path
+):
+    python = await asyncio.to_thread(prepared, environments / foreign.name, foreign.packages)
+    episode, engine = await played(f"{python} {PROGRAMS / foreign.name}_program.py", answering)
+    assert_exact(episode, engine)
+    assert len(episode.trajectories) == foreign.trajectories
+    assert sampled(episode.trajectories) == [encoded(f"{text}<|im_end|>") for text in foreign.answers]
+
+
+CODING_AGENTS = {
+    "codex": ("@openai/codex", "exec_command", {"cmd": "expr 40 + 2"}),
+    "gemini": ("@google/gemini-cli", "run_shell_command", {"command": "expr 40 + 2"}),
+    "claude": ("@anthropic-ai/claude-code", "Bash", {"command": "expr 40 + 2", "description": "adds"}),
+}
+"""Coding agents by the names of their programs: their packages, and the call by which each runs a command."""
+
+
+def installed(directory: Path) -> Path:
+    """Return the directory of the coding agents' programs, which are installed unless they are there."""
+    programs = directory / "node_modules/.bin"
+    if not all((programs / name).exists() for name in CODING_AGENTS):
+        packages = [package for package, *_ in CODING_AGENTS.values()]
+        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", directory, *packages]
+        subprocess.run(command, check=True, timeout=PREPARE_S)
+    return programs
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not here")
+@pytest.mark.parametrize("name", CODING_AGENTS)
+async def test_coding_agent_is_recorded_token_by_token_with_its_defaults(name: str, environments: Path):
+    programs = await asyncio.to_thread(installed, environments / "cli")
+    _, tool, arguments = CODING_AGENTS[name]
+    call = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+    def answering(prompt: str) -> str:
+        offered = tool in prompt.partition(END)[0]
+        return "42" if f"{BEGIN}tool " in prompt else call if offered else "a title"
+
+    episode, engine = await played(
+        f"{sys.executable} {PROGRAMS / 'cli_program.py'} {programs / name} {name}", answering,
+        isolation={"readable": (environments / "cli",)},
+        gateway={"unmeetable": "ignore"},
+    )  # fmt: skip
+    assert_exact(episode, engine)
+    called = [part for part in episode.trajectories if len(part.turns) > 1]
+    assert [len(part.turns) for part in called] == [2]
+    assert sampled(called) == [encoded(f"{text}{END}") for text in (call, "42")]

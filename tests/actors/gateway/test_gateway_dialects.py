@@ -7,6 +7,7 @@ import pytest
 from actors.engines.base import Sampling
 from actors.gateway.dialects.anthropic import ANTHROPIC
 from actors.gateway.dialects.exchange import Ask, Reply
+from actors.gateway.dialects.google import GOOGLE
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from actors.gateway.dialects.refusal import RefusedError, TooLongError
@@ -53,7 +54,7 @@ def events(dialect, what: Reply, asked: Ask = ASK) -> list[dict]:
     return found
 
 
-def test_three_apis_say_the_same_conversation():
+def test_four_apis_say_the_same_conversation():
     chat = ask(OPENAI_CHAT, messages=CONVERSATION, tools=[DECLARED])
     anthropic = ask(
         ANTHROPIC,
@@ -101,8 +102,38 @@ def test_three_apis_say_the_same_conversation():
             {"type": "function", "name": "add", "description": "adds", "parameters": SCHEMA, "strict": True}
         ],
     )
-    assert list(chat.messages) == list(anthropic.messages) == list(responses.messages) == CONVERSATION
-    assert chat.tools == anthropic.tools == responses.tools == (DECLARED,)
+    google = ask(
+        GOOGLE,
+        systemInstruction={"parts": [{"text": "be brief"}]},
+        contents=[
+            {"role": "user", "parts": [{"text": "40+2?"}]},
+            {
+                "role": "model",
+                "parts": [
+                    {"text": "hm", "thought": True},
+                    {"text": "I add."},
+                    {"functionCall": {"id": "call_1", "name": "add", "args": {"a": 40, "b": 2}}},
+                ],
+            },
+            {"role": "user", "parts": [{"functionResponse": {"name": "add", "response": {"output": "42"}}}]},
+        ],
+        tools=[
+            {
+                "functionDeclarations": [
+                    {
+                        "name": "add",
+                        "description": "adds",
+                        "parameters": {"type": "OBJECT", "properties": {"a": {"type": "INTEGER"}}},
+                    }
+                ]
+            },
+            {"googleSearch": {}},
+        ],
+    )
+    asked = [list(each.messages) for each in (chat, anthropic, responses, google)]
+    assert asked == [CONVERSATION] * 4
+    assert chat.tools == anthropic.tools == responses.tools == google.tools == (DECLARED,)
+    assert google.left_out == ("googleSearch",)
 
 
 def test_what_a_user_says_after_tool_results_follows_them():
@@ -132,6 +163,7 @@ SHOWN = {
     OPENAI_CHAT: {"type": "image_url", "image_url": {"url": URI, "detail": "low"}},
     OPENAI_RESPONSES: {"type": "input_image", "image_url": URI, "detail": "auto"},
     ANTHROPIC: {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+    GOOGLE: {"inlineData": {"mimeType": "image/png", "data": "AA=="}},
 }
 """An image as each API has it."""
 
@@ -140,8 +172,9 @@ SHOWN = {
 def test_images_are_parts_of_their_message_in_each_api(dialect):
     text = {"type": "text", "text": "how many?"}
     image = {"type": "image_url", "image_url": {"url": URI}}
-    asked = {"role": "user", "content": [text, SHOWN[dialect]]}
-    [message] = ask(dialect, **{"input" if dialect is OPENAI_RESPONSES else "messages": [asked]}).messages
+    asked = {"role": "user", "parts" if dialect is GOOGLE else "content": [text, SHOWN[dialect]]}
+    where = {OPENAI_RESPONSES: "input", GOOGLE: "contents"}.get(dialect, "messages")
+    [message] = ask(dialect, **{where: [asked]}).messages
     assert message == {"role": "user", "content": [text, image]}
 
 
@@ -254,6 +287,7 @@ def test_several_choices_have_numbers_log_probs_and_one_sum_of_tokens():
     [
         (OPENAI_CHAT, "This model's maximum context length is 110 tokens"),
         (ANTHROPIC, "prompt is too long: 112 tokens > 110 maximum"),
+        (GOOGLE, "The input token count (112) exceeds the maximum number of tokens allowed (110)."),
     ],
 )
 def test_too_long_a_prompt_is_told_in_the_words_of_the_api(dialect, words):
@@ -382,6 +416,70 @@ def test_arguments_that_are_no_json_reach_an_anthropic_client_as_they_are():
     assert shown["tool_calls"][0]["function"]["arguments"] == "{a: 1"
 
 
+def test_google_stream_says_what_the_whole_answer_says_and_reads_it_again():
+    asked = ask(
+        GOOGLE,
+        contents=[{"parts": [{"text": "a"}]}],
+        generationConfig={"thinkingConfig": {"includeThoughts": True}},
+    )
+    what = reply(content="text", reasoning="hm", tool_calls=(CALL,), finish="tool_calls")
+    body = GOOGLE.body(asked, what)
+    assert events(GOOGLE, what, asked) == [body]
+    [candidate] = body["candidates"]
+    assert (candidate["finishReason"], body["usageMetadata"]["totalTokenCount"]) == ("STOP", 8)
+    [message] = ask(GOOGLE, contents=[candidate["content"]]).messages
+    assert message == {
+        "role": "assistant",
+        "content": "text",
+        "reasoning_content": "hm",
+        "tool_calls": [AS_JSON],
+    }
+    shown = GOOGLE.body(ask(GOOGLE, contents=[{"parts": [{"text": "a"}]}]), what)["candidates"][0]
+    assert not any(part.get("thought") for part in shown["content"]["parts"])
+
+
+def test_google_answers_without_ids_belong_to_the_calls_of_their_names_in_order():
+    def called(name):
+        return {"functionCall": {"name": name, "args": {}}}
+
+    def answered(name, response):
+        return {"functionResponse": {"name": name, "response": response}}
+
+    _, *results = ask(
+        GOOGLE,
+        contents=[
+            {"role": "model", "parts": [called("a"), called("b"), called("a")]},
+            {
+                "role": "user",
+                "parts": [
+                    answered("b", {"error": "no"}),
+                    answered("a", {"n": 1}),
+                    answered("a", {"result": 7}),
+                ],
+            },
+        ],
+    ).messages
+    ids = [(result["tool_call_id"], result["content"]) for result in results]
+    assert ids == [("call_0_1", "Error: no"), ("call_0_0", '{"n": 1}'), ("call_0_2", "7")]
+
+
+def test_google_names_what_it_demands():
+    hello = [{"parts": [{"text": "hi"}]}]
+    config = {
+        "responseMimeType": "application/json",
+        "responseSchema": {"type": "OBJECT"},
+        "candidateCount": 2,
+    }
+    asked = ask(
+        GOOGLE,
+        contents=hello,
+        generationConfig=config,
+        toolConfig={"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["add"]}},
+    )
+    assert asked.unmeetable == ("response_mime_type", "response_schema")
+    assert (asked.choices, asked.must_call) == (2, ("add",))
+
+
 def test_responses_stream_says_what_the_whole_answer_says():
     what = reply(content="text", reasoning="hm", tool_calls=(CALL,), finish="tool_calls")
     found = events(OPENAI_RESPONSES, what)
@@ -400,6 +498,7 @@ def test_responses_stream_says_what_the_whole_answer_says():
         (OPENAI_CHAT, lambda body: body["choices"][0]["finish_reason"], "length"),
         (ANTHROPIC, lambda body: body["stop_reason"], "max_tokens"),
         (OPENAI_RESPONSES, lambda body: body["incomplete_details"]["reason"], "max_output_tokens"),
+        (GOOGLE, lambda body: body["candidates"][0]["finishReason"], "MAX_TOKENS"),
     ],
 )
 def test_an_answer_that_was_cut_off_says_so(dialect, where, word):

@@ -15,8 +15,11 @@ from bus.errors import ConfigError, EngineError
 from tests.actors.gateway.served import chat_body, served, until
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+GENERATE = "/v1beta/models/gemini-3:generateContent"
+STREAM = GENERATE.replace("generate", "streamGenerate") + "?alt=sse"
 HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 BODIES = {CHAT: HELLO, MESSAGES: {**HELLO, "max_tokens": 9}, RESPONSES: {"model": "any", "input": "hi"}}
+BODIES[GENERATE] = BODIES[STREAM] = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
 
 
 async def test_conversation_is_one_trajectory_of_exactly_the_sampled_tokens():
@@ -31,8 +34,8 @@ async def test_conversation_is_one_trajectory_of_exactly_the_sampled_tokens():
     assert second["usage"]["prompt_tokens"] == trajectory.turns[1].start
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-@pytest.mark.parametrize("header", ["Authorization", "x-api-key", "X-Session-ID"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, GENERATE])
+@pytest.mark.parametrize("header", ["Authorization", "x-api-key", "x-goog-api-key", "X-Session-ID"])
 async def test_session_is_found_by_key_or_header_without_its_url(path, header):
     async with served() as s:
         key = f"Bearer {s.session.key}" if header == "Authorization" else s.session.key
@@ -54,6 +57,7 @@ async def test_a_frameworks_own_session_id_does_not_hide_the_api_key():
         (CHAT, "invalid_request_error"),
         (MESSAGES, "authentication_error"),
         (RESPONSES, "invalid_request_error"),
+        (GENERATE, None),
     ],
 )
 async def test_unknown_key_is_refused_in_the_apis_own_shape(path, kind):
@@ -61,7 +65,8 @@ async def test_unknown_key_is_refused_in_the_apis_own_shape(path, kind):
         headers = {"Authorization": "Bearer sk-other"}
         async with s.http.post(s.gateway.url + path, json=BODIES[path], headers=headers) as answer:
             assert (answer.status, answer.headers["x-should-retry"]) == (401, "false")
-            assert (await answer.json())["error"]["type"] == kind
+            error = (await answer.json())["error"]
+            assert (error.get("type"), error.get("status")) == (kind, None if kind else "UNAUTHENTICATED")
         async with s.http.post(f"{s.gateway.url}/s/{'x' * 32}{path}", json=BODIES[path]) as answer:
             assert answer.status == 404
         async with s.http.post(s.gateway.url + "/v1/embeddings", json={}) as answer:
@@ -279,7 +284,18 @@ async def test_models_and_health():
             assert answer.status == 401
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_google_counts_tokens_without_a_node():
+    async with served() as s:
+        count = GENERATE.replace("generateContent", "countTokens")
+        status, answer = await s.post(count, {"generateContentRequest": BODIES[GENERATE]})
+        assert (status, s.engine.requests) == (200, [])
+        assert (await s.post(count, BODIES[GENERATE]))[1] == answer
+        _, whole = await s.post(GENERATE, BODIES[GENERATE])
+        assert whole["usageMetadata"]["promptTokenCount"] == answer["totalTokens"]
+        assert (await s.post(GENERATE.replace("generateContent", "embedContent"), {}))[0] == 404
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, STREAM])
 async def test_who_asks_for_a_stream_gets_one_that_is_kept_alive(path):
     """Clients that asked for events and get JSON fail silently."""
     async with served(keep_alive_s=0.01) as s:
@@ -287,12 +303,12 @@ async def test_who_asks_for_a_stream_gets_one_that_is_kept_alive(path):
         async with s.http.post(s.url + path, json={**BODIES[path], "stream": True}) as answer:
             assert (answer.status, answer.content_type) == (200, "text/event-stream")
             alive = await answer.content.readline()
-            assert alive in (b": keep-alive\n", b"event: ping\n")
+            assert alive in (b": keep-alive\n", b"event: ping\n", b"\n")
             s.engine.release()
             assert b"fine" in await answer.content.read()
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, STREAM])
 async def test_stream_that_has_begun_ends_with_the_apis_error(path):
     async with served(keep_alive_s=0.01) as s:
         s.engine.hold()
@@ -300,7 +316,8 @@ async def test_stream_that_has_begun_ends_with_the_apis_error(path):
             await answer.content.readline()
             s.engine.fail("broken")
             events = (await answer.content.read()).decode()
-        data = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: ")]
+        lines = [line.removeprefix("data: ") for line in events.splitlines()]
+        data = [json.loads(line) for line in lines if line.startswith("{")]
         assert "broken" in json.dumps(data[-1])
 
 
