@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from actors.sandboxes import kernel
@@ -46,15 +46,28 @@ class Host:
 def python_directories(packages: Iterable[str]) -> list[str]:
     """Return the directories that Python programs need, each once and none below another."""
     own = sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"
-    there = [path for path in (*SYSTEM_LIBRARIES, *own, *packages) if Path(path).is_dir()]
+    return outermost((*SYSTEM_LIBRARIES, *own, *packages))
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """Return those directories that exist, with what they link to, each once and none below another."""
+    there = [path for path in paths if Path(path).is_dir()]
     named = {*there, *(str(Path(path).resolve()) for path in there)}
     return sorted(path for path in named if not any(path.startswith(f"{other}/") for other in named))
 
 
-def enter(packages: Iterable[str], home: str, host: Host) -> None:
+def enter(
+    shown: Iterable[str], furnish: Callable[[Path], None], host: Host, *, processes: bool = False
+) -> None:
     """Leave the host's network, processes' messages and files for good.
 
-    Raises OSError naming the call that this host does not allow."""
+    Raises OSError naming the call that this host does not allow.
+
+    Args:
+        shown: files and directories of the host that are seen read-only.
+        furnish: makes what else is there, below the directory that becomes `/`.
+        host: its /proc.
+        processes: whether the host's /proc is there, over which a namespace of processes mounts its own."""
     flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     user, group = os.geteuid(), os.getegid()
     if user == 0:
@@ -64,7 +77,7 @@ def enter(packages: Iterable[str], home: str, host: Host) -> None:
         kernel.unshare(flags | kernel.CLONE_NEWUSER, "unshare of users, mounts and network")
         _map_ids(host, (user, user), (group, group))
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    _build_tree(python_directories(packages), home)
+    _build_tree(shown, furnish, processes=processes)
 
 
 def _map_ids(host: Host, user: tuple[int, int], group: tuple[int, int]) -> None:
@@ -74,21 +87,24 @@ def _map_ids(host: Host, user: tuple[int, int], group: tuple[int, int]) -> None:
     host.write("gid_map", f"{group[0]} {group[1]} 1")
 
 
-def _build_tree(directories: list[str], home: str) -> None:
-    shown = [(path, kernel.read_only_copy(path)) for path in directories]
-    shown += [(path, kernel.read_only_copy(path, devices=True)) for path in DEVICES]
+def _build_tree(shown: Iterable[str], furnish: Callable[[Path], None], *, processes: bool) -> None:
+    copies = [(path, kernel.read_only_copy(path)) for path in shown]
+    copies += [(path, kernel.read_only_copy(path, devices=True)) for path in DEVICES]
+    if processes:  # over one that is read-only none could be mounted that is not
+        copies.append(("/proc", kernel.writable_copy("/proc")))
+    are_directories = [Path(path).is_dir() for path, _ in copies]
     root = "/tmp"  # it is there on every host, and hidden for this process alone
     plain = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("sandbox", root, "tmpfs", plain, "size=1m,nr_inodes=1k,mode=755")
-    for path, tree in shown:
+    for (path, tree), is_directory in zip(copies, are_directories, strict=True):
         target = Path(root + path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path in DEVICES:
-            target.touch()
+        if is_directory:
+            target.mkdir(parents=True, exist_ok=True)
         else:
-            target.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
         kernel.attach(tree, str(target))
-    Path(root + home).mkdir(exist_ok=True)
+    furnish(Path(root))
     kernel.become_root(root)
     kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | plain)
 
@@ -97,13 +113,21 @@ def private_namespaces(host: Host, home: str, *, file_bytes: int, files: int) ->
     """Give the process of one program its own users, processes to come, and an empty directory `home`.
 
     Raises OSError."""
+    own_namespaces(host)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    kernel.mount("program", home, "tmpfs", flags, f"size={file_bytes},nr_inodes={files + 1},mode=700")
+
+
+def own_namespaces(host: Host, further: int = 0) -> None:
+    """Give this process users, mounts and processes to come of its own, and `further` namespaces.
+
+    Raises OSError."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         user = group = NOBODY
         os.setresgid(group, group, group)
         os.setresuid(user, user, user)
         kernel.set_dumpable(True)  # else its files in /proc are root's
-    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID, "unshare of a program")
+    flags = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID
+    kernel.unshare(flags | further, "unshare of a program")
     _map_ids(host, (INSIDE, user), (INSIDE, group))
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    kernel.mount("program", home, "tmpfs", flags, f"size={file_bytes},nr_inodes={files + 1},mode=700")

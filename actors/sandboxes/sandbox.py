@@ -8,10 +8,9 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
@@ -20,27 +19,15 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 
 from actors.episodes.errors import ToolError
 from actors.sandboxes.limits import Limits
-from actors.sandboxes.server_process import ProgramServer, sealed_file
-from actors.sandboxes.system_calls import supported
+from actors.sandboxes.server_process import sealed_file, started_server
 from actors.settings.tools import SandboxConfig
 from bus.errors import ConfigError
-from bus.process.child_process import module_command
 from bus.process.plugins import refuse_of_record
 
-START_TIMEOUT_S = 60.0
 GRACE_S = 10.0
 """Longest time after a program's own limit until its end is reported."""
 CHUNK_BYTES = 1 << 16
 MEGABYTE = 1 << 20
-LARGEST_ANSWER = 4096
-SERVER_ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Nothing of the actor's environment, which may hold passwords, comes near a program."""
-REMEDY = (
-    "a container needs --security-opt seccomp=unconfined --security-opt apparmor=unconfined, Ubuntu "
-    "sysctl kernel.apparmor_restrict_unprivileged_userns=0, other hosts sysctl "
-    "user.max_user_namespaces=10000, and all of them Linux 5.12 or later"
-)
-
 ProgramEnd = Literal["exited", "time", "cpu", "output", "stopped"]
 """How a program ended: by itself, at its limit of time, processor time or output, or with what it served."""
 
@@ -70,7 +57,7 @@ class Sandbox:
         self._start()
 
     def _start(self) -> None:
-        self._server = _started(self._limits)
+        self._server = started_server("actors.sandboxes.server", self._limits.to_json())
         self._end = weakref.finalize(self, self._server.end)
 
     async def run(self, code: str, stdin: str = "", *, output_bytes: int | None = None) -> Ran:
@@ -226,47 +213,6 @@ async def _read(stream: BinaryIO, limit: int, stop: Callable[[], None]) -> bytes
     return bytes(data)
 
 
-def _refusal(answer: Mapping[str, str]) -> str:
-    """Return what the user can do, by what the sandbox's process said."""
-    if "missing" in answer:
-        return (
-            f"a package of the sandbox cannot be loaded ({answer['missing']}): install it for the actor, or "
-            "leave it out of the tool's `packages`"
-        )
-    return f"this host allows no sandbox ({answer['refused']}): {REMEDY}"
-
-
-def _started(limits: Limits) -> ProgramServer:
-    """Start the process that starts programs. Raises ConfigError where it cannot do its work."""
-    if not supported():
-        raise ConfigError(
-            "the sandbox for Python programs needs Linux on x86_64 or aarch64: run the actors there, or "
-            "leave the python tool out of actors.environment.tools"
-        )
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen(
-            module_command("actors.sandboxes.server", limits.to_json()),
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            env=SERVER_ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,
-        )
-    server = ProgramServer(process, control)
-    try:
-        control.settimeout(START_TIMEOUT_S)
-        answer = json.loads(control.recv(LARGEST_ANSWER) or b'{"refused": "its process ended"}')
-    except OSError as error:
-        server.end()
-        raise ConfigError(f"the sandbox's process did not start within {START_TIMEOUT_S:g} s") from error
-    if "ready" not in answer:
-        server.end()
-        raise ConfigError(_refusal(answer))
-    control.setblocking(False)
-    return server
-
-
 def configured_sandbox(config: SandboxConfig, *, output_bytes: int = 1 << 16) -> Sandbox:
     """Start a sandbox. Raises ConfigError where the host allows none, or a package may not be loaded."""
     for name in config.packages:  # importing one runs its code outside of the sandbox's limits
@@ -278,12 +224,12 @@ def configured_sandbox(config: SandboxConfig, *, output_bytes: int = 1 << 16) ->
         processes=config.processes,
         file_bytes=config.file_mb * MEGABYTE,
         preload=config.packages,
-        package_directories=_package_directories() if config.packages else (),
+        package_directories=package_directories() if config.packages else (),
     )
     return Sandbox(limits, at_once=config.at_once, output_bytes=output_bytes)
 
 
-def _package_directories() -> tuple[str, ...]:
+def package_directories() -> tuple[str, ...]:
     """Return the directories of installed packages that this process imports from."""
     names = ("site-packages", "dist-packages")
     return tuple(path for path in sys.path if Path(path).name in names and Path(path).is_dir())

@@ -17,9 +17,10 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
-from actors.sandboxes.jail import Host, enter, private_namespaces
+from actors.sandboxes.jail import Host, enter, private_namespaces, python_directories
 from actors.sandboxes.limits import Limits
 from actors.sandboxes.program import become_program, run_code
 
@@ -67,7 +68,8 @@ def main() -> None:
         control.send(json.dumps({"missing": str(error)}).encode())
         return
     try:
-        enter(limits.package_directories, limits.home, host)
+        directories = python_directories(limits.package_directories)
+        enter(directories, lambda root: Path(f"{root}{limits.home}").mkdir(exist_ok=True), host)
     except OSError as error:
         control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
         return

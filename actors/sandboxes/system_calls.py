@@ -9,7 +9,7 @@ import errno
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 MACHINES: Final = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -41,6 +41,13 @@ DENIED: Final[dict[str, tuple[int | None, int | None]]] = {
     "modify_ldt": (154, None), "iopl": (172, None), "ioperm": (173, None),
 }  # fmt: skip
 """System calls that fail with EPERM, with their numbers on x86_64 and aarch64."""
+NEEDED_BY_COMMANDS: Final = frozenset((
+    "execve", "execveat", "ptrace", "kcmp", "process_vm_readv", "process_vm_writev", "process_madvise",
+    "pidfd_getfd", "personality", "socket", "memfd_create", "shmget", "msgget", "semget", "mq_open",
+))  # fmt: skip
+"""Those that commands of an episode's sandbox may make: it has processes, network and messages of its own."""
+_FAMILIES = (1, 2, 10, 16)
+"""Sockets that these may make: Unix, IPv4, IPv6 and netlink. Others, such as vsock, know no namespaces."""
 _CLONE = (56, 220)
 _CLONE3 = 435
 _FIRST_UNKNOWN = 470
@@ -59,12 +66,17 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def filter_program(machine: str) -> bytes:
-    """Return the BPF program for a machine of this name; raises KeyError for one without numbers here."""
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _instructions(*MACHINES[machine]))
+def filter_program(machine: str, allowed: Collection[str] = ()) -> bytes:
+    """Return the BPF program for a machine of this name, which denies what is not in `allowed`.
+
+    Raises KeyError for a machine without numbers here."""
+    instructions = _instructions(*MACHINES[machine], allowed)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
-def _instructions(architecture: int, column: int) -> Iterator[tuple[int, int, int, int]]:
+def _instructions(
+    architecture: int, column: int, allowed: Collection[str]
+) -> Iterator[tuple[int, int, int, int]]:
     """Yield code, places to skip if true, places to skip if false, and constant."""
     denied, unknown = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     yield _LOAD, 0, 0, _ARCHITECTURE
@@ -73,8 +85,15 @@ def _instructions(architecture: int, column: int) -> Iterator[tuple[int, int, in
     yield _LOAD, 0, 0, _NUMBER
     yield _JUMP_AT_LEAST, 0, 1, _FIRST_UNKNOWN
     yield _RETURN, 0, 0, unknown
-    for numbers in DENIED.values():
-        if (number := numbers[column]) is not None:
+    if (socket := DENIED["socket"][column]) is not None and "socket" in allowed:
+        yield _JUMP_EQUAL, 0, len(_FAMILIES) + 3, socket
+        yield _LOAD, 0, 0, _FIRST_ARGUMENT
+        for place, family in enumerate(_FAMILIES):
+            yield _JUMP_EQUAL, len(_FAMILIES) - place, 0, family
+        yield _RETURN, 0, 0, denied
+        yield _RETURN, 0, 0, _ALLOW
+    for name, numbers in DENIED.items():
+        if (number := numbers[column]) is not None and name not in allowed:
             yield _JUMP_EQUAL, 0, 1, number
             yield _RETURN, 0, 0, denied
     yield _JUMP_EQUAL, 0, 1, _CLONE3  # its flags lie in memory, which no filter sees: libc then takes clone

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from actors.settings.environment import EnvironmentSettings
 from actors.settings.rewards import RewardConfig
+from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tools import McpConfig, PluginToolConfig, ToolConfig
 
 
@@ -16,8 +17,8 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     built_by: ClassVar[str] = "actors.environments.tools:ToolChat.from_config"
 
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
-    """Tools that the model may call, each a table with its `type`: python, calculator, search, mcp or
-    plugin."""
+    """Tools that the model may call, each a table with its `type`: python, sandbox, calculator, search, mcp
+    or plugin."""
 
     calls: Literal["native", "tags"] = "native"
     """How the model calls a tool. `native`: as its chat template says, which is told of the tools. `tags`: as
@@ -69,12 +70,19 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
     @property
     def _names(self) -> list[str]:
         """Return names of tools, but for those that show when they are built."""
-        return [tool.name for tool in self.tools if not isinstance(tool, PluginToolConfig | McpConfig)]
+        names: list[str] = []
+        for tool in self.tools:
+            if isinstance(tool, SandboxToolConfig):
+                names += tool.names
+            elif not isinstance(tool, PluginToolConfig | McpConfig):
+                names.append(tool.name)
+        return names
 
     @property
     def known_tools(self) -> list[str] | None:
         """Return the names of all tools; None where some show only when they are built."""
-        return self._names if len(self._names) == len(self.tools) else None
+        shows_late = any(isinstance(tool, PluginToolConfig | McpConfig) for tool in self.tools)
+        return None if shows_late else self._names
 
     @property
     def reads_native_calls(self) -> bool:

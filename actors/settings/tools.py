@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from actors.settings.sandbox_tools import SandboxToolConfig
 from bus.config import Config
 
 OF_TASK = "task:"
@@ -147,6 +148,6 @@ class McpConfig(Config):
 
 
 ToolConfig = Annotated[
-    PythonToolConfig | CalculatorConfig | SearchConfig | McpConfig | PluginToolConfig,
+    PythonToolConfig | SandboxToolConfig | CalculatorConfig | SearchConfig | McpConfig | PluginToolConfig,
     Field(discriminator="type"),
 ]

@@ -6,6 +6,7 @@ from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
+from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.settings.tools import (
     CalculatorConfig,
     McpConfig,
@@ -17,6 +18,7 @@ from actors.settings.tools import (
 from actors.tools.base import Tool
 from actors.tools.calculator import Calculator
 from actors.tools.python import PythonTool
+from actors.tools.sandbox import Sandboxes
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
 from bus.process.plugins import load_function, refuse_of_record
@@ -38,6 +40,8 @@ def _build(config: ToolConfig) -> Sequence[Tool]:
     match config:
         case PythonToolConfig():
             return [PythonTool.from_config(config)]
+        case SandboxToolConfig():
+            return Sandboxes(config).tools
         case CalculatorConfig():
             return [Calculator(config.name)]
         case SearchConfig():

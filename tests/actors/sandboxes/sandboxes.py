@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 
-from actors.sandboxes import sandbox as actor_side
+from actors.sandboxes import server_process as actor_side
 from bus.process.child_process import module_command
 
 USER = 54321

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from actors.episodes.errors import ToolError
-from actors.sandboxes import sandbox as actor_side
+from actors.sandboxes import server_process as actor_side
 from actors.sandboxes.limits import Limits
 from actors.sandboxes.sandbox import Sandbox
 from bus.errors import ConfigError

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from actors.sandboxes.system_calls import DENIED, MACHINES, filter_program
+from actors.sandboxes.system_calls import DENIED, MACHINES, NEEDED_BY_COMMANDS, filter_program
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 EPERM, ENOSYS = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
@@ -43,6 +43,19 @@ def test_the_filter_denies_its_list_and_lets_the_rest_pass(machine):
     assert decided(program, architecture, 470) == ENOSYS
     assert decided(program, architecture, READ[machine]) == ALLOW
     assert decided(program, architecture ^ 1, READ[machine]) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_commands_make_programs_and_sockets_of_known_families_and_nothing_else_that_is_denied(machine):
+    program, (architecture, column) = filter_program(machine, NEEDED_BY_COMMANDS), MACHINES[machine]
+    for name, numbers in DENIED.items():
+        if (number := numbers[column]) is not None and name != "socket":
+            expected = ALLOW if name in NEEDED_BY_COMMANDS else EPERM
+            assert decided(program, architecture, number) == expected, name
+    made = [n for n in range(64) if decided(program, architecture, DENIED["socket"][column], n) == ALLOW]
+    assert made == [1, 2, 10, 16]
+    assert {decided(program, architecture, n) for n in (CLONE3, 470)} == {ENOSYS}
+    assert decided(program, architecture, CLONE[machine], 0x10000000) == EPERM
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -1,0 +1,271 @@
+"""The process that starts sandboxes in namespaces of this host, and what runs inside of them.
+
+    python bus/process/run_module.py actors.episode_sandboxes.guest SETTINGS
+
+Its standard input is a socket of the actor's. Each packet on it carries the socket of one sandbox, whose
+first process lives until the actor closes that socket, and forks for each command. Whatever happens to the
+actor, the kernel ends a sandbox with its first process. Loads the standard library and three rooms.
+"""
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
+from actors.programs.watch import below, signal_all
+from actors.sandboxes import kernel
+from actors.sandboxes.jail import INSIDE, Host, enter, outermost, own_namespaces
+from actors.sandboxes.system_calls import NEEDED_BY_COMMANDS, filter_program, install_filter
+
+LOOK_S = 0.5
+"""Time between two looks at how much a sandbox uses."""
+SWEEP_S = 2.0
+"""Longest time for which what a command has started is ended, one process after the other."""
+PROGRAMS = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/etc/alternatives", "/etc/ssl", "/etc/pki",
+    "/etc/ca-certificates", "/etc/fonts", "/etc/java", "/etc/profile.d",
+)  # fmt: skip
+"""Directories of the host that hold programs and what they need."""
+WRITABLE = ("/workspace", "/tmp", "/dev/shm")
+TEXTS = {
+    "/etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "/etc/passwd": f"sandbox:x:{INSIDE}:{INSIDE}::/workspace:/bin/sh\n",
+    "/etc/group": f"sandbox:x:{INSIDE}:\n",
+}
+LINKS = {
+    "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx",
+}  # fmt: skip
+"""Names in /dev."""
+OVER = signal.SIGUSR1
+"""Tells who waits for a command that the sandbox has passed its limit of memory."""
+CANNOT_START = 127
+MOST_DESCRIPTORS = 1 << 16
+LIKELIEST_TO_BE_KILLED = "1000"
+
+
+class CommandDescriptors(NamedTuple):
+    """What a request to carry out a command brings along."""
+
+    request: int
+    stdin: int
+    stdout: int
+    stderr: int
+    report: int
+    """Socket for how it ended, by which the actor also stops it."""
+
+
+def main() -> None:
+    """Show the host's programs read-only, and start a sandbox for each packet that comes."""
+    settings = GuestSettings.from_json(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
+    control = socket.socket(fileno=os.dup(0))
+    host = Host()
+    try:
+        enter(_shown(settings), _furnish, host, processes=True)
+        socket.sethostname("sandbox")
+    except OSError as error:
+        control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
+        return
+    control.send(json.dumps({"ready": os.getpid()}).encode())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who hold sandboxes
+    gc.freeze()
+    while True:
+        packet, received, _, _ = socket.recv_fds(control, 16, 1)
+        if not packet:
+            return
+        if os.fork() == 0:
+            control.close()
+            os._exit(_hold(socket.socket(fileno=received[0]), settings, host))
+        os.close(received[0])
+
+
+def _shown(settings: GuestSettings) -> list[str]:
+    """Return what is seen of the host: its programs, this Python, and what the settings name."""
+    files = [path for path in settings.shown if Path(path).is_file()]
+    return [*outermost((*PROGRAMS, sys.prefix, sys.base_prefix, *settings.shown)), *files]
+
+
+def _furnish(root: Path) -> None:
+    """Make the directories and small files that a sandbox has besides those of the host."""
+    for path in (*WRITABLE, "/dev/pts"):
+        Path(f"{root}{path}").mkdir(parents=True, exist_ok=True)
+    for path, text in TEXTS.items():
+        Path(f"{root}{path}").parent.mkdir(exist_ok=True)
+        Path(f"{root}{path}").write_text(text)
+    for name, target in LINKS.items():
+        Path(root, "dev", name).symlink_to(target)
+
+
+def _hold(actor: socket.socket, settings: GuestSettings, host: Host) -> int:
+    """Keep the socket of a sandbox open until nothing of it is left."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        own_namespaces(host, kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC)
+        host.write("oom_score_adj", LIKELIEST_TO_BE_KILLED)
+        kernel.die_with_parent()
+    except OSError as error:
+        actor.send(json.dumps({"refused": str(error)}).encode())
+        return 1
+    first = os.fork()
+    if first == 0:
+        os._exit(_be_first(actor, settings))
+    os.waitpid(first, 0)
+    return 0
+
+
+def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
+    """Be the first process of a sandbox: carry out what the actor asks for, until it hangs up."""
+    try:
+        kernel.die_with_parent()
+        _mount(settings)
+        kernel.bring_loopback_up()
+        kernel.set_dumpable(False)  # commands could otherwise trace this process
+    except OSError as error:
+        actor.send(json.dumps({"refused": str(error)}).encode())
+        return 1
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what nobody waits for is gone when it ends
+    signal.signal(OVER, signal.SIG_IGN)
+    actor.send(b'{"ready": 1}')
+    handlers: set[int] = set()
+    poll = select.poll()
+    poll.register(actor, select.POLLIN)
+    while True:
+        if poll.poll(LOOK_S * 1000):
+            packet, received, _, _ = socket.recv_fds(actor, 16, len(CommandDescriptors._fields))
+            if not packet:
+                return 0
+            given = CommandDescriptors(*received)
+            if (handler := os.fork()) == 0:
+                actor.close()
+                os._exit(_handle(given, settings))
+            handlers.add(handler)
+            for descriptor in given:
+                os.close(descriptor)
+        else:
+            handlers = _limit_memory(handlers, settings.memory_bytes)
+
+
+def _mount(settings: GuestSettings) -> None:
+    size, flags = settings.disk_bytes, kernel.MS_NOSUID | kernel.MS_NODEV
+    hidden = [path for path in _shown(settings) if path.startswith(tuple(f"{one}/" for one in WRITABLE))]
+    trees = {path: (kernel.read_only_copy(path), Path(path).is_dir()) for path in hidden}
+    for path in WRITABLE:
+        kernel.mount("sandbox", path, "tmpfs", flags, f"size={size},nr_inodes={size // 4096 + 64},mode=1777")
+    for path, (tree, is_directory) in trees.items():
+        place = Path(path)
+        (place if is_directory else place.parent).mkdir(parents=True, exist_ok=True)
+        if not is_directory:
+            place.touch()
+        kernel.attach(tree, path)
+    kernel.mount("sandbox", "/dev/pts", "devpts", flags | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666")
+    kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+
+
+def _limit_memory(handlers: set[int], most_bytes: int) -> set[int]:
+    """End all commands of a sandbox that takes too much. Returns the handlers that still wait."""
+    processes = below(os.getpid())
+    waiting = handlers & {one.pid for one in processes}
+    commands = [one for one in processes if one.pid not in waiting]
+    if sum(one.memory_bytes for one in commands) > most_bytes:
+        signal_all([one for one in processes if one.pid in waiting], OVER)
+        signal_all(commands, signal.SIGKILL)
+    return waiting
+
+
+def _handle(given: CommandDescriptors, settings: GuestSettings) -> int:
+    """Carry out one command, and report how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    passed: list[int] = []
+    signal.signal(OVER, lambda number, _: passed.append(number))
+    with socket.socket(fileno=given.report) as report:
+        request = CommandRequest.from_json(os.pread(given.request, os.fstat(given.request).st_size, 0))
+        kernel.adopt_orphans()  # so that what a command has started is found when its time is over
+        started = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            _become(given, request, settings)
+        for descriptor in given[:-1]:
+            os.close(descriptor)
+        stopped = _wait(child, report, request.timeout_s)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if stopped:
+            _sweep()
+        end = "memory" if passed else "time" if stopped else "exited"
+        outcome = {"end": end, "status": status, "took_s": time.monotonic() - started}
+        with suppress(OSError):  # the actor may no longer want to know
+            report.send(json.dumps(outcome).encode())
+    return 0
+
+
+def _wait(child: int, report: socket.socket, timeout_s: float) -> bool:
+    """Wait for a command; end it after its time, or when the actor hangs up. Returns whether it was ended."""
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(report, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poll.poll(timeout_s * 1000)]
+    os.close(ended)
+    if ended in ready:
+        return False
+    signal_all(below(os.getpid()), signal.SIGKILL)
+    return True
+
+
+def _sweep() -> None:
+    """End all that a command has started, in whatever session it is: it is a child by now."""
+    until = time.monotonic() + SWEEP_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            signal_all(below(os.getpid()), signal.SIGKILL)
+            time.sleep(0.001)
+
+
+def _become(given: CommandDescriptors, request: CommandRequest, settings: GuestSettings) -> None:
+    """Turn this process into that of a command: its own session, limits, no privileges."""
+    try:
+        os.setsid()
+        for place, descriptor in enumerate((given.stdin, given.stdout, given.stderr)):
+            os.dup2(descriptor, place)
+        os.closerange(3, MOST_DESCRIPTORS)
+        for number in (signal.SIGINT, signal.SIGPIPE, OVER):
+            signal.signal(number, signal.SIG_DFL)
+        _limit(settings)
+        kernel.drop_capabilities()
+        install_filter(filter_program(os.uname().machine, NEEDED_BY_COMMANDS))
+        os.chdir(request.directory)
+        os.execvpe(request.words[0], request.words, {**settings.variables, **request.variables})
+    except (OSError, ValueError) as error:  # a word may hold a zero
+        os.write(2, f"{request.words[0]}: {error}\n".encode(errors="replace"))
+    finally:
+        os._exit(CANNOT_START)
+
+
+def _limit(settings: GuestSettings) -> None:
+    for kind, wanted in (
+        (resource.RLIMIT_CPU, settings.cpu_s),
+        (resource.RLIMIT_DATA, settings.memory_bytes),
+        (resource.RLIMIT_FSIZE, settings.disk_bytes),
+        (resource.RLIMIT_NPROC, settings.processes),
+        (resource.RLIMIT_NOFILE, settings.open_files),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        _, highest = resource.getrlimit(kind)  # the actor may be limited itself
+        value = wanted if highest == resource.RLIM_INFINITY else min(wanted, highest)
+        resource.setrlimit(kind, (value, value))
+
+
+if __name__ == "__main__":
+    main()

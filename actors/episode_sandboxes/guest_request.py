@@ -1,0 +1,56 @@
+"""What the process that starts sandboxes in namespaces is asked for; travels to it as JSON.
+
+Read by a process that loads nothing but the standard library and two rooms."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuestSettings:
+    """What all sandboxes of a process see, and may use."""
+
+    shown: tuple[str, ...]
+    """Files and directories of the host that are seen read-only, besides its programs."""
+    variables: dict[str, str]
+    """Environment of commands."""
+    cpu_s: int
+    """Processor time of each process."""
+    memory_bytes: int
+    """Memory of all processes together, and the most that one of them may ask for as data."""
+    processes: int
+    """Processes and threads at a time."""
+    disk_bytes: int
+    """Size of the workspace, of /tmp and of /dev/shm each; they are kept in memory."""
+    open_files: int = 1024
+
+    def to_json(self) -> str:
+        """Return the settings as text for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the settings that `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "shown": tuple(fields["shown"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRequest:
+    """A command to carry out in one sandbox."""
+
+    words: tuple[str, ...]
+    variables: dict[str, str]
+    directory: str
+    timeout_s: float
+
+    def to_json(self) -> bytes:
+        """Return the request as bytes for `from_json`."""
+        return json.dumps(asdict(self)).encode("utf-8", "surrogateescape")
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Self:
+        """Return the request that `to_json` wrote."""
+        fields = json.loads(raw.decode("utf-8", "surrogateescape"))
+        return cls(**{**fields, "words": tuple(fields["words"])})

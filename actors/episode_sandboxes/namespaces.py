@@ -1,0 +1,191 @@
+"""Sandboxes in namespaces of this host: its programs read-only, without its data, network and processes."""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from actors.episode_sandboxes.base import Command, CommandResult
+from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
+from actors.episodes.errors import ToolError
+from actors.sandboxes.sandbox import package_directories
+from actors.sandboxes.server_process import sealed_file, started_server
+from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
+from bus.errors import ConfigError
+
+START_TIMEOUT_S = 30.0
+GRACE_S = 10.0
+"""Longest time after a command's own limit until its end is reported."""
+LAST_OUTPUT_S = 0.2
+"""Time for output that comes after a command's end, where it has left something in the background."""
+LARGEST_REPORT = 4096
+
+
+class NamespaceBackend:
+    """Starts sandboxes by a process of its own, which ends with it or by `close`."""
+
+    def __init__(self, settings: GuestSettings) -> None:
+        """Raises ConfigError where the host allows no namespaces."""
+        self._settings = settings
+        self._starting = asyncio.Lock()
+        self._start()
+
+    @classmethod
+    def from_config(cls, config: NamespaceSandboxes, limits: SandboxLimits) -> Self:
+        """Build. Raises ConfigError where the host allows no namespaces, or a path is not there."""
+        if missing := [path for path in config.readable if not path.exists()]:
+            raise ConfigError(f"a sandbox's readable={missing[0]}: this host has no such file")
+        variables = {
+            "PATH": f"{Path(sys.prefix, 'bin')}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/workspace", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "MPLBACKEND": "Agg", "USER": "sandbox",
+        }  # fmt: skip
+        return cls(
+            GuestSettings(
+                shown=(*package_directories(), *(str(path.resolve()) for path in config.readable)),
+                variables=variables,
+                cpu_s=limits.cpu_s,
+                memory_bytes=limits.memory_mb << 20,
+                processes=limits.processes,
+                disk_bytes=limits.disk_mb << 20,
+            )
+        )
+
+    def _start(self) -> None:
+        self._server = started_server("actors.episode_sandboxes.guest", self._settings.to_json())
+        self._end = weakref.finalize(self, self._server.end)
+
+    async def start(self, image: str | None) -> "NamespaceSandbox":
+        """Start a sandbox. Raises ToolError for a fault of the host."""
+        if image is not None:
+            raise ToolError(
+                f"image={image!r}: sandboxes in namespaces have this host's programs, and no image"
+            )
+        async with self._starting:
+            if self._server.process.poll() is not None:  # it needs next to nothing: somebody has killed it
+                await asyncio.to_thread(self._end)
+                await asyncio.to_thread(self._start)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        sandbox = NamespaceSandbox(ours)
+        try:
+            with theirs:
+                socket.send_fds(self._server.control, [b"start"], [theirs.fileno()])
+            async with asyncio.timeout(START_TIMEOUT_S):
+                said = json.loads(await asyncio.get_running_loop().sock_recv(ours, LARGEST_REPORT) or b"{}")
+        except (OSError, TimeoutError) as error:
+            await sandbox.close()
+            raise ToolError(f"no sandbox was started: {error!r}") from error
+        if "ready" not in said:
+            await sandbox.close()
+            raise ToolError(f"no sandbox was started: {said.get('refused', 'its process ended')}")
+        return sandbox
+
+    async def close(self) -> None:
+        """End the process, and all sandboxes with it."""
+        await asyncio.to_thread(self._end)
+
+
+class NamespaceSandbox:
+    """One sandbox, which lives until its socket is closed."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    async def run(self, command: Command) -> CommandResult:
+        """Carry out a command. Raises ToolError where the sandbox has ended: nothing in it can end it."""
+        request = CommandRequest(
+            words=tuple(command.words), variables=dict(command.variables), directory=command.directory,
+            timeout_s=command.timeout_s,
+        )  # fmt: skip
+        try:
+            with ExitStack() as ours:
+                report, outputs = await self._begun(request, command, ours)
+                async with asyncio.timeout(command.timeout_s + GRACE_S):
+                    packet = await asyncio.get_running_loop().sock_recv(report, LARGEST_REPORT)
+                await asyncio.wait([output.ended for output in outputs], timeout=LAST_OUTPUT_S)
+        except (OSError, TimeoutError) as error:
+            raise ToolError(f"the sandbox failed: {error!r}") from error
+        if not packet:
+            raise ToolError("the sandbox failed: the process that watches a command was ended")
+        said, limit = json.loads(packet), command.output_bytes
+        return CommandResult(
+            stdout=bytes(outputs[0].data[:limit]),
+            stderr=bytes(outputs[1].data[:limit]),
+            end="output" if any(output.is_over for output in outputs) else said["end"],
+            status=said["status"],
+            took_s=said["took_s"],
+        )
+
+    async def close(self) -> None:
+        """End the sandbox, and wait until nothing of it is left."""
+        try:
+            self._control.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(GRACE_S):
+                while await asyncio.get_running_loop().sock_recv(self._control, LARGEST_REPORT):
+                    pass
+        except (OSError, TimeoutError):
+            pass  # closing the socket ends it all the same
+        finally:
+            self._control.close()
+
+    async def _begun(
+        self, request: CommandRequest, command: Command, ours: ExitStack
+    ) -> tuple[socket.socket, list["_Output"]]:
+        """Ask for a command; return the socket that tells its end, and its output and errors, of `ours`."""
+        report, theirs = socket.socketpair()
+        ours.enter_context(report)
+        report.setblocking(False)
+        with ExitStack() as sent:
+            sent.enter_context(theirs)
+            files = [sealed_file(data, sent) for data in (request.to_json(), command.stdin)]
+            outputs, ends = [], []
+            for _ in range(2):
+                read_end, write_end = os.pipe()
+                sent.callback(os.close, write_end)
+                ends.append(write_end)
+                outputs.append(await _read(read_end, command.output_bytes, report, ours))
+            socket.send_fds(self._control, [b"run"], [*files, *ends, theirs.fileno()])
+        return report, outputs
+
+
+class _Output(asyncio.Protocol):
+    """Keeps what a command writes, up to a limit at which the command is stopped."""
+
+    def __init__(self, limit: int, stop: Callable[[], None]) -> None:
+        self.data = bytearray()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._limit = limit
+        self._stop = stop
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the command wrote more than it may."""
+        return len(self.data) > self._limit
+
+    def data_received(self, data: bytes) -> None:
+        """Keep it, or stop the command."""
+        if self.is_over:
+            return
+        self.data += data
+        if self.is_over:
+            self._stop()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Note that nobody writes any more."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def _read(read_end: int, limit: int, report: socket.socket, ours: ExitStack) -> _Output:
+    transport, output = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: _Output(limit, lambda: report.shutdown(socket.SHUT_WR)),
+        os.fdopen(read_end, "rb", buffering=0),
+    )
+    ours.callback(transport.close)
+    return output

@@ -1,0 +1,59 @@
+"""The sandboxes of an actor: so many at a time, some of them started ahead."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+
+from actors.episode_sandboxes.base import EpisodeSandbox, RunningSandbox, SandboxBackend
+from actors.episodes.errors import ToolError
+from actors.settings.episode_sandboxes import PoolConfig
+
+log = structlog.get_logger()
+
+
+class SandboxPool:
+    """Gives each episode a sandbox of its own, once there is room for it."""
+
+    def __init__(self, backend: SandboxBackend, config: PoolConfig) -> None:
+        self._backend = backend
+        self._places = asyncio.Semaphore(config.at_once)
+        self._warm = config.warm
+        self._ready: deque[RunningSandbox] = deque()
+        self._filling: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def sandbox(self, image: str | None = None) -> AsyncIterator[EpisodeSandbox]:
+        """Have a sandbox while inside, of the settings' image unless another is named. Raises ToolError."""
+        async with self._places:
+            running = self._ready.popleft() if self._ready and image is None else None
+            self._fill()
+            sandbox = EpisodeSandbox(running or await self._backend.start(image))
+            try:
+                yield sandbox
+            finally:
+                await sandbox.close()
+
+    async def close(self) -> None:
+        """End the sandboxes that wait, and the back end."""
+        self._is_closed = True
+        if self._filling is not None:
+            await asyncio.wait([self._filling])
+        while self._ready:
+            await self._ready.popleft().close()
+        await self._backend.close()
+
+    def _fill(self) -> None:
+        if self._warm and not self._is_closed and (self._filling is None or self._filling.done()):
+            self._filling = asyncio.create_task(self._start_ahead(), name="warm sandboxes")
+
+    async def _start_ahead(self) -> None:
+        while len(self._ready) < self._warm and not self._is_closed:
+            try:
+                self._ready.append(await self._backend.start(None))
+            except ToolError as error:  # an episode that needs one meets the same
+                log.warning("no_sandbox_ahead", reason=str(error))
+                return

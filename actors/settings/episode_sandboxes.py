@@ -1,0 +1,54 @@
+"""Settings of episodes' sandboxes: where they run, and what they may use. Loads without torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from bus.config import Config
+
+
+class SandboxLimits(Config):
+    """What one sandbox may use."""
+
+    command_s: float = Field(60.0, gt=0)
+    """Longest time that a command may run; then it is ended, and the sandbox goes on."""
+
+    cpu_s: int = Field(600, ge=1)
+    """Processor time of each process."""
+
+    memory_mb: int = Field(1024, ge=64)
+    """Memory of all processes of a sandbox together, in MiB. Where they take more, they are all ended; its
+    files stay."""
+
+    processes: int = Field(128, ge=8)
+    """Processes and threads of a sandbox at a time."""
+
+    disk_mb: int = Field(256, ge=1)
+    """Size of the workspace, in MiB, and of /tmp and /dev/shm each."""
+
+    output_kb: int = Field(64, ge=1)
+    """Output of a command after which it is ended; the model sees no more than `output_characters` of it."""
+
+
+class PoolConfig(SandboxLimits):
+    """How many sandboxes there are, and what each may use."""
+
+    at_once: int = Field(32, ge=1)
+    """Most sandboxes of this actor at a time; further episodes wait for one."""
+
+    warm: int = Field(0, ge=0)
+    """Sandboxes that are started ahead of the episodes that will need one, besides those in use."""
+
+
+class NamespaceSandboxes(Config):
+    """Sandboxes in namespaces of the actor's host: its programs read-only, without its data and network."""
+
+    type: Literal["namespaces"] = "namespaces"
+    """Name of the back end."""
+
+    readable: tuple[Path, ...] = ()
+    """Further files and directories of the host that a sandbox sees, read-only."""
+
+
+SandboxBackendConfig = Annotated[NamespaceSandboxes, Field()]

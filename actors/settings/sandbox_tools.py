@@ -1,0 +1,40 @@
+"""Settings of the tools that an episode's sandbox offers. Loads without torch."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from actors.settings.episode_sandboxes import NamespaceSandboxes, PoolConfig, SandboxBackendConfig
+
+TOOLS = {"shell": ("shell",), "python": ("python",), "files": ("read_file", "write_file", "edit_file")}
+"""Names of the tools by what offers them."""
+
+
+class SandboxToolConfig(PoolConfig):
+    """Tools in a sandbox that each episode has for itself: a shell, files and a Python session."""
+
+    type: Literal["sandbox"] = "sandbox"
+    """Name of the tool's kind."""
+
+    offers: tuple[Literal["shell", "python", "files"], ...] = Field(
+        ("shell", "python", "files"), min_length=1
+    )
+    """Tools that the model gets: `shell`, `python`, and with `files` `read_file`, `write_file` and
+    `edit_file`."""
+
+    backend: SandboxBackendConfig = NamespaceSandboxes()
+    """Where sandboxes run."""
+
+    python: str | None = None
+    """Interpreter of the Python session; `None` is the actor's own in namespaces, with its packages, and
+    `python3` elsewhere."""
+
+    @property
+    def on_this_host(self) -> bool:
+        """Return whether a sandbox has the programs of the actor's host."""
+        return isinstance(self.backend, NamespaceSandboxes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of its tools."""
+        return tuple(name for kind in self.offers for name in TOOLS[kind])

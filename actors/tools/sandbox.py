@@ -1,0 +1,203 @@
+"""Tools in a sandbox that an episode has: a shell, files, and a Python session."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from actors.episode_sandboxes.base import Command, CommandResult, EpisodeSandbox, SandboxFileError
+from actors.episode_sandboxes.build import build_backend
+from actors.episode_sandboxes.pool import SandboxPool
+from actors.episodes.errors import ToolError
+from actors.episodes.task import JSON, Task
+from actors.sandboxes.sandbox import decoded
+from actors.settings.sandbox_tools import SandboxToolConfig
+from actors.tools import python_session
+from actors.tools.base import Arguments, ToolResult
+
+HELPERS = "/tmp/.sluice"
+"""Directory of what keeps a shell and a Python session between calls."""
+SHELL = f"""
+exec 2>&1
+. {HELPERS}/variables 2>/dev/null
+cd "$(cat {HELPERS}/directory 2>/dev/null || pwd)" 2>/dev/null
+trap 'status=$?; export -p > {HELPERS}/variables; pwd > {HELPERS}/directory; exit $status' EXIT
+eval "$1"
+"""
+"""Runs a command where the one before it has ended, with its exported variables."""
+FIND_SHELL = 'mkdir -p "$1" && command -v bash || command -v sh'
+SESSION = Path(python_session.__file__).read_bytes()
+LARGEST_SHOWN = 1 << 20
+"""Bytes of a file that is read or edited."""
+
+
+def _text(description: str) -> dict[str, JSON]:
+    return {"type": "string", "description": description}
+
+
+def _schema(**properties: dict[str, JSON]) -> dict[str, JSON]:
+    return {
+        "type": "object", "properties": properties, "required": list(properties),
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+_PATH = _text("path of the file, absolute or below /workspace")
+OFFERED: Mapping[str, Mapping[str, tuple[str, Mapping[str, JSON]]]] = {
+    "shell": {
+        "shell": (
+            "Runs a shell command and returns its output. Directory, exported variables and files are kept "
+            "between calls, and so are programs in the background. There is no terminal.",
+            _schema(command=_text("the command")),
+        )
+    },
+    "python": {
+        "python": (
+            "Runs Python code in a session that keeps variables, imports and files between calls. Returns "
+            "what it prints and the value of its last expression. Figures of matplotlib become files.",
+            _schema(code=_text("the code")),
+        )
+    },
+    "files": {
+        "read_file": ("Returns the text of a file.", _schema(path=_PATH)),
+        "write_file": (
+            "Writes a file, with the directories that it needs, in place of what was there.",
+            _schema(path=_PATH, text=_text("the whole text of the file")),
+        ),
+        "edit_file": (
+            "Replaces a text that stands exactly once in a file.",
+            _schema(path=_PATH, old=_text("the text that stands there"), new=_text("the text in its place")),
+        ),
+    },
+}
+"""Tools by what offers them: name, description and arguments."""
+
+
+class SandboxTool:
+    """One tool of those that share the sandbox of an episode."""
+
+    def __init__(
+        self, sandboxes: "Sandboxes", name: str, description: str, parameters: Mapping[str, JSON]
+    ) -> None:
+        self.name = name
+        self.description = description
+        self.parameters = parameters
+        self.episode = sandboxes.episode
+        self._sandboxes = sandboxes
+
+    async def call(self, _: Arguments) -> ToolResult:
+        """Refuse: each episode has a sandbox."""
+        raise ToolError(f"{self.name} works in the sandbox of an episode")
+
+    async def close(self) -> None:
+        """End the sandboxes of all these tools."""
+        await self._sandboxes.close()
+
+
+class Sandboxes:
+    """Gives the tools of each episode a sandbox."""
+
+    def __init__(self, config: SandboxToolConfig) -> None:
+        """Raises ConfigError where the back end does not work here."""
+        self._config = config
+        self._pool = SandboxPool(build_backend(config.backend, config), config)
+        self._closing = asyncio.Lock()
+        self._is_closed = False
+
+    @property
+    def tools(self) -> Sequence[SandboxTool]:
+        """Return the tools that are offered."""
+        offered = [OFFERED[kind] for kind in dict.fromkeys(self._config.offers)]
+        return [SandboxTool(self, name, *told) for tools in offered for name, told in tools.items()]
+
+    @asynccontextmanager
+    async def episode(self, task: Task) -> AsyncIterator["SandboxState"]:
+        """Have a sandbox while inside, in which the task's files are. Raises ToolError."""
+        image = task.metadata.get("sandbox_image")
+        async with self._pool.sandbox(image if isinstance(image, str) else None) as sandbox:
+            state = SandboxState(sandbox, self._config)
+            await state.begin(task)
+            yield state
+
+    async def close(self) -> None:
+        """End the sandboxes and what starts them."""
+        async with self._closing:
+            if not self._is_closed:
+                await self._pool.close()
+                self._is_closed = True
+
+
+class SandboxState:
+    """The sandbox of one episode, as its tools use it."""
+
+    def __init__(self, sandbox: EpisodeSandbox, config: SandboxToolConfig) -> None:
+        self._sandbox = sandbox
+        self._config = config
+        self._shell = "/bin/sh"
+        self._calls: Mapping[str, Callable[[Arguments], Awaitable[ToolResult]]] = {
+            "shell": self._run_shell, "python": self._run_python, "read_file": self._read,
+            "write_file": self._write, "edit_file": self._edit,
+        }  # fmt: skip
+
+    async def begin(self, task: Task) -> None:
+        """Write the task's files, and what sessions need. Raises ToolError."""
+        files = task.metadata.get("sandbox_files")
+        try:
+            found = await self._ran(("/bin/sh", "-c", FIND_SHELL, "sh", HELPERS))
+            self._shell = decoded(found.stdout).strip() or self._shell
+            if "python" in self._config.offers:
+                await self._sandbox.write(f"{HELPERS}/session.py", SESSION)
+            for path, text in files.items() if isinstance(files, Mapping) else ():
+                await self._sandbox.write(path, str(text).encode())
+        except SandboxFileError as error:
+            raise ToolError(f"the files of task {task.task_id} cannot be written: {error}") from error
+
+    async def call(self, tool: str, arguments: Arguments) -> ToolResult:
+        """Do what a tool does. What the model did wrong is a result that says so. Raises ToolError."""
+        try:
+            return await self._calls[tool](arguments)
+        except SandboxFileError as error:
+            return ToolResult(f"error: {error}", failed=True)
+
+    async def _run_shell(self, arguments: Arguments) -> ToolResult:
+        return self._told(await self._ran((self._shell, "-c", SHELL, "sh", str(arguments["command"]))))
+
+    async def _run_python(self, arguments: Arguments) -> ToolResult:
+        python = self._config.python or (sys.executable if self._config.on_this_host else "python3")
+        code = str(arguments["code"]).encode("utf-8", "replace")
+        return self._told(await self._ran((python, "-S", f"{HELPERS}/session.py"), code))
+
+    async def _read(self, arguments: Arguments) -> ToolResult:
+        return ToolResult(decoded(await self._sandbox.read(str(arguments["path"]), most_bytes=LARGEST_SHOWN)))
+
+    async def _write(self, arguments: Arguments) -> ToolResult:
+        await self._sandbox.write(str(arguments["path"]), str(arguments["text"]).encode("utf-8", "replace"))
+        return ToolResult("written")
+
+    async def _edit(self, arguments: Arguments) -> ToolResult:
+        path, old = str(arguments["path"]), str(arguments["old"])
+        text = (await self._sandbox.read(path, most_bytes=LARGEST_SHOWN)).decode("utf-8", "surrogateescape")
+        if (found := text.count(old) if old else 0) != 1:
+            return ToolResult(f"error: the text stands {found} times in {path}, not once", failed=True)
+        changed = text.replace(old, str(arguments["new"]))
+        await self._sandbox.write(path, changed.encode("utf-8", "surrogateescape"))
+        return ToolResult("edited")
+
+    async def _ran(self, words: Sequence[str], stdin: bytes = b"") -> CommandResult:
+        config = self._config
+        return await self._sandbox.run(
+            Command(words=words, stdin=stdin, timeout_s=config.command_s, output_bytes=config.output_kb << 10)
+        )
+
+    def _told(self, ran: CommandResult) -> ToolResult:
+        """Return what a command wrote, and what the model should know about its end."""
+        note = {
+            "exited": f"[status {ran.status}]" if ran.status else "",
+            "time": f"[stopped after {self._config.command_s:g} s]",
+            "memory": f"[all programs were stopped: they took more than {self._config.memory_mb} MiB]",
+            "output": "[stopped: it wrote too much]",
+        }[ran.end]
+        parts = (decoded(ran.stdout), decoded(ran.stderr), note)
+        text = "\n".join(part.rstrip("\n") for part in parts if part)
+        return ToolResult(text or "[no output]", failed=ran.end != "exited" or ran.status != 0)

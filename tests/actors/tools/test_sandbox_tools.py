@@ -1,0 +1,151 @@
+"""A shell, files and a Python session in the sandbox of an episode."""
+
+import asyncio
+
+import pytest
+
+from actors.episodes.errors import ToolError
+from actors.episodes.task import Task
+from actors.settings.sandbox_tools import SandboxToolConfig
+from actors.settings.tool_chat import ToolsConfig
+from actors.tools.base import ToolResult
+from actors.tools.build import build_tools
+from actors.tools.episode_tools import EpisodeTools
+
+
+class Episode:
+    """Calls of one episode."""
+
+    def __init__(self, tools, **metadata):
+        self._tools, self._episode = tools, EpisodeTools(Task(task_id="t", prompt="x", metadata=metadata))
+        self.close = self._episode.close
+
+    async def __call__(self, tool, **arguments):
+        return await self._episode.call(self._tools[tool], arguments)
+
+    async def said(self, tool, **arguments):
+        result = await self(tool, **arguments)
+        assert not result.failed, result.text
+        return result.text
+
+
+@pytest.fixture
+async def tools():
+    built = build_tools([SandboxToolConfig(output_kb=1)])
+    yield built
+    await built["shell"].close()
+
+
+@pytest.fixture
+async def episode(tools):
+    one = Episode(tools, sandbox_files={"src/a.py": "x = 1\n"})
+    yield one
+    await one.close()
+
+
+async def test_a_shell_keeps_directory_variables_and_programs(episode):
+    assert await episode.said("shell", command="cat src/a.py; cd src; export A='b c'; sleep 60 &") == "x = 1"
+    assert await episode.said(
+        "shell", command='pwd; echo "$A"; jobs; kill -0 $(pgrep sleep) && echo runs'
+    ) == ("/workspace/src\nb c\nruns")
+    assert await episode("shell", command="echo out >&2; exit 3") == ToolResult(
+        "out\n[status 3]", failed=True
+    )
+    assert await episode("shell", command="if") == await episode(
+        "shell", command="if"
+    )  # it is told, and goes on
+    much = await episode("shell", command="yes")
+    assert much.text.endswith("y\n[stopped: it wrote too much]")
+    assert await episode.said("shell", command="true") == "[no output]"
+
+
+async def test_files_are_read_written_and_edited(episode):
+    assert await episode.said("write_file", path="b/c.txt", text="one\ntwo\n") == "written"
+    assert await episode.said("edit_file", path="/workspace/b/c.txt", old="two", new="2") == "edited"
+    assert await episode.said("read_file", path="b/c.txt") == "one\n2\n"
+    for tool, arguments, said in (
+        ("edit_file", {"path": "b/c.txt", "old": "zz", "new": ""}, "stands 0 times in b/c.txt, not once"),
+        ("edit_file", {"path": "b/c.txt", "old": "", "new": "x"}, "stands 0 times"),
+        ("read_file", {"path": "none"}, "No such file"),
+        ("write_file", {"path": "/usr/x", "text": ""}, "Read-only"),
+    ):
+        result = await episode(tool, **arguments)
+        assert (result.failed, said in result.text) == (True, True), result
+
+
+async def test_a_python_session_keeps_variables_and_shows_the_last_value(episode):
+    assert (
+        await episode.said("python", code="import numpy as np\nx = np.arange(3)\nx + 1") == "array([1, 2, 3])"
+    )
+    assert await episode.said("python", code="y = x.sum()\nprint('y', y); y * 2") == "y 3\nnp.int64(6)"
+    assert await episode.said("python", code="open('src/a.py').read()") == "'x = 1\\n'"
+    failed = await episode("python", code="def f():\n    return 1 / 0\nf()")
+    assert failed.failed
+    assert failed.text.startswith(
+        'Traceback (most recent call last):\n  File "<call 4>", line 3, in <module>\n    f()'
+    )
+    assert failed.text.endswith("ZeroDivisionError: division by zero\n[status 1]")
+    assert (await episode("python", code="if")).text.endswith("SyntaxError: invalid syntax\n[status 1]")
+    assert await episode.said("python", code="import threading, subprocess\nx, subprocess.call('true')") == (
+        "(array([0, 1, 2]), 0)"
+    )
+    assert (await episode("python", code="import os; os._exit(1)")).text.startswith("[the session has ended")
+    assert (await episode("python", code="x")).text.startswith(
+        "[a new session has begun: earlier variables are gone]"
+    )
+
+
+async def test_calls_that_take_too_long_are_stopped_and_what_was_kept_stays():
+    tools = build_tools([SandboxToolConfig(command_s=1.0)])
+    episode = Episode(tools)
+    try:
+        await episode.said("python", code="x = 1")
+        await episode.said("shell", command="cd /tmp")
+        calls = ("shell", {"command": "echo begun; cd /; sleep 60"}), ("python", {"code": "while True: pass"})
+        stopped = [one.text for one in await asyncio.gather(*(episode(name, **told) for name, told in calls))]
+        assert stopped[0] == "begun\n[stopped after 1 s]"
+        assert stopped[1].endswith("[stopped after 1 s]")
+        assert await episode.said("python", code="x") == "1"
+        assert await episode.said("shell", command="pwd") == "/tmp"
+    finally:
+        await episode.close()
+        await tools["shell"].close()
+
+
+@pytest.mark.slow
+async def test_a_python_session_makes_pictures(tools):
+    episode = Episode(tools)
+    plot = "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.figure(); plt.show()"
+    try:
+        said = await episode("python", code=plot)
+        assert said.text.endswith("[figure: figure-1.png]\n[figure: figure-2.png]")
+        assert await episode.said("shell", command="head -c 4 figure-2.png | tail -c 3") == "PNG"
+    finally:
+        await episode.close()
+
+
+async def test_episodes_have_sandboxes_of_their_own(tools, episode):
+    other = Episode(tools)
+    try:
+        await other.said("shell", command="touch mine; sleep 61 &")
+        assert await episode.said("shell", command="ls; pgrep sleep || echo none") == "src\nnone"
+    finally:
+        await other.close()
+    with pytest.raises(ToolError, match="sandbox of an episode"):
+        await tools["shell"].call({"command": "true"})
+
+
+async def test_files_of_a_task_that_do_not_fit_are_no_fault_of_the_model(tools):
+    episode = Episode(tools, sandbox_files={"/usr/x": ""})
+    try:
+        with pytest.raises(ToolError, match="files of task t cannot be written"):
+            await episode("shell", command="true")
+    finally:
+        await episode.close()
+
+
+def test_names_of_the_tools_are_known_before_they_are_built():
+    config = ToolsConfig(type="tools", tools=[SandboxToolConfig(offers=("shell", "files"))])
+    assert config.known_tools == ["shell", "read_file", "write_file", "edit_file"]
+    with pytest.raises(ValueError, match="two named python"):
+        ToolsConfig(type="tools", tools=[SandboxToolConfig(), {"type": "python"}])
