@@ -32,7 +32,16 @@ class PostedReward(Body):
         return sum(self.components.values()) if self.reward is None else self.reward
 
 
+_NUMBER: TypeAdapter[float] = TypeAdapter(Number)
 _POSTED: TypeAdapter[Number | PostedReward] = TypeAdapter(Number | PostedReward)
+
+
+def turn_reward(raw: bytes) -> float:
+    """Read the reward of one turn, a number. Raises `RefusedError` for anything else."""
+    try:
+        return _NUMBER.validate_json(raw)
+    except ValidationError as error:
+        raise invalid("the reward of a turn is a finite number") from error
 
 
 def posted_reward(raw: bytes) -> PostedReward:

@@ -1,7 +1,6 @@
 """The gateway over HTTP: finds the session of a request, and speaks the dialect of its path."""
 
 import asyncio
-import json
 import re
 import socket
 import ssl
@@ -15,7 +14,6 @@ from typing import TypeAlias
 import structlog
 from aiohttp import web
 
-from actors.episodes.agents import DEFAULT_AGENT
 from actors.episodes.policy_faults import LatestUses
 from actors.episodes.task import JSON
 from actors.gateway.dialects.anthropic import ANTHROPIC
@@ -24,8 +22,8 @@ from actors.gateway.dialects.exchange import Ask, Reply
 from actors.gateway.dialects.google import GOOGLE, parse_counted
 from actors.gateway.dialects.openai_chat import OPENAI_CHAT
 from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
-from actors.gateway.dialects.refusal import RefusedError, invalid
-from actors.gateway.posted_reward import posted_reward
+from actors.gateway.dialects.refusal import RefusedError
+from actors.gateway.posted_reward import posted_reward, turn_reward
 from actors.gateway.retries import Attempt
 from actors.gateway.session import DIFFERENCES_LOG_PERIOD_S, Session
 from actors.gateway.tool_hooks import load_hook
@@ -106,8 +104,8 @@ BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted: agents begin in waves."""
 UNMET_HEADER = "X-Sluice-Unmet"
 """Names what a request asked for and its answer does not give."""
-AGENT_HEADER = "X-Sluice-Agent"
-AGENT_NAME = re.compile(r"[\w.-]{1,64}")
+REPLY_ID = re.compile("[0-9a-f]{24}")
+"""What the ids of answers have in common, in all APIs."""
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Routes: TypeAlias = Callable[[web.Application], None]
 """Adds further paths."""
@@ -231,6 +229,7 @@ class Gateway:
             app.router.add_post(prefix + GOOGLES, self._generate)
             app.router.add_post(f"{prefix}/reward", self._reward)
         app.router.add_post("/rewards/{reward_key}", self._reward)
+        app.router.add_post("/rewards/{reward_key}/turns/{answer}", self._reward_turn)
         if self._further is not None:
             self._further(app)
         return app
@@ -253,7 +252,7 @@ class Gateway:
     ) -> web.StreamResponse:
         key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
         attempt = Attempt.of(request.path, raw, key, counted)
-        answer = session.answer(ask, _agent(request), attempt)
+        answer = session.answer(ask, request.headers, attempt)
         if ask.stream:
             return await streamed(request, dialect, ask, answer, keep_alive_s=self._config.keep_alive_s)
         reply = await answer
@@ -267,6 +266,12 @@ class Gateway:
     async def _reward(self, request: web.Request) -> web.Response:
         session = self.owned_session_of(request, "pay its episode")
         session.post_reward(posted_reward(await self.body_of(request)), request.remote or "")
+        return web.json_response({"accepted": True})
+
+    async def _reward_turn(self, request: web.Request) -> web.Response:
+        session = self.owned_session_of(request, "pay its turns")
+        found = REPLY_ID.search(request.match_info["answer"])
+        session.reward_turn(found[0] if found else "", turn_reward(await self.body_of(request)))
         return web.json_response({"accepted": True})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -400,12 +405,3 @@ def keys_of(request: web.Request) -> list[str]:
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
     headers = (request.headers.get(name) for name in ("X-Session-ID", "x-api-key", "x-goog-api-key"))
     return [key for key in (*headers, bearer, request.query.get("key")) if key]
-
-
-def _agent(request: web.Request) -> str:
-    name = request.headers.get(AGENT_HEADER, DEFAULT_AGENT)
-    if not AGENT_NAME.fullmatch(name):
-        raise invalid(
-            f"{AGENT_HEADER}: {json.dumps(name[:80])} is no name of at most 64 letters, digits, . _ -"
-        )
-    return name

@@ -17,12 +17,14 @@ from actors.episodes.policy_faults import LatestUses, is_of_host
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
 from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid
 from actors.gateway.posted_reward import PostedReward
+from actors.gateway.request_kinds import RequestKind, SubAgents, kind_of
 from actors.gateway.retries import Attempt, Exchanges
 from actors.gateway.tool_hooks import ToolHook, passed
 from actors.policy.messages import Completion, MessagesError, ToolCall
 from actors.policy.policy import Policy
 from actors.settings.gateway import GatewayConfig, Pin
 from bus.errors import ContextFullError, EngineError, HandBackError, RequestRefusedError, SluiceError
+from bus.policy_names import DEFAULT_POLICY
 from bus.process.log_throttle import LogThrottle
 from bus.trajectory import End
 from bus.waiting import cancelled, set_within
@@ -52,7 +54,7 @@ class Session:
         self.reward_owner: str | None = "client"
         """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
-        """The newest answer that the agent got, as the policy gave it; of several choices the first."""
+        """The newest answer that the agent got itself, as the policy gave it; of choices the first."""
         self.agents: set[str] = set()
         """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()
@@ -79,6 +81,9 @@ class Session:
         """What failed for reasons other than the request, by its digest, until its retry succeeds."""
         self._unclaimed: dict[str, list[Completion]] = {}
         """Answers that no request has got yet, by the name of the first reply."""
+        self._answered: dict[str, Completion] = {}
+        """Answers that a request got, by the name of the reply."""
+        self._sub_agents = SubAgents()
         self._rewarded = asyncio.Event()
         self._is_closed = False
         self._cap: End | None = None
@@ -101,19 +106,26 @@ class Session:
         """Return what kept an answer from the agent, though its request was in order."""
         return next(iter(self._failures.values()), None)
 
-    async def answer(self, ask: Ask, agent: str, attempt: Attempt) -> Reply:
+    async def answer(self, ask: Ask, headers: Mapping[str, str], attempt: Attempt) -> Reply:
         """Answer a request, or give a retry the answer of its first attempt. Raises `RefusedError`."""
+        kind = kind_of(headers, ask, self._config.rules, self._sub_agents)
+        if kind.policy != DEFAULT_POLICY and kind.policy not in self._policy.opponents:
+            known = ", ".join(sorted(self._policy.opponents)) or "no other"
+            raise invalid(f"there is no policy {kind.policy!r} to answer, but {known}")
         exchange = self._exchanges.earlier(attempt)
         if exchange is None:
             self._refuse_if_over(ask.choices)
             self._refuse_unmeetable(ask)
-            exchange = self._exchanges.begin(attempt, self._turn(ask, agent, attempt.digest))
+            exchange = self._exchanges.begin(attempt, self._turn(ask, kind, attempt.digest))
         else:
             self.counts["retries"] += 1
         self.last_request_s = time.monotonic()
         reply = await self._exchanges.answer(exchange)
         self.last_request_s = time.monotonic()
-        self.last = self._unclaimed.pop(reply.reply_id, [self.last])[0]
+        for each, completion in zip(reply.all, self._unclaimed.pop(reply.reply_id, ()), strict=False):
+            self._answered[each.reply_id] = completion
+        if kind.is_the_agents_own:
+            self.last = self._answered.get(reply.reply_id, self.last)
         return reply
 
     async def count_tokens(self, ask: Ask) -> int:
@@ -124,13 +136,25 @@ class Session:
         except MessagesError as error:
             raise invalid(str(error)) from error
 
+    def reward_turn(self, reply_id: str, reward: float) -> None:
+        """Take the reward of one answer from the owner of the reward key. Raises `RefusedError` for an answer
+        that the session has not given, and where the run computes rewards."""
+        self._refuse_unwanted_reward()
+        completion = self._answered.get(reply_id)
+        if completion is None:
+            raise RefusedError(404, "unknown_turn", "no answer of this session has that id")
+        self._policy.reward_turn(completion, reward)
+
+    def _refuse_unwanted_reward(self) -> None:
+        if self.reward_owner is None:
+            self.counts["refused_rewards"] += 1
+            raise RefusedError(403, "reward_not_wanted", "this run computes rewards itself: post none")
+
     def post_reward(self, posted: PostedReward, address: str) -> None:
         """Take the reward of the outcome from the owner of the reward key, who may change it.
 
         Raises `RefusedError` where the run computes rewards."""
-        if self.reward_owner is None:
-            self.counts["refused_rewards"] += 1
-            raise RefusedError(403, "reward_not_wanted", "this run computes rewards itself: post none")
+        self._refuse_unwanted_reward()
         self.reward = posted
         self.reward_source = f"{self.reward_owner} {address}"
         self.last_request_s = time.monotonic()
@@ -173,26 +197,32 @@ class Session:
             self._policy.leave_untrained(completion.number)
         self._unclaimed.clear()
 
-    async def _turn(self, ask: Ask, agent: str, digest: bytes) -> Reply:
+    async def _turn(self, ask: Ask, kind: RequestKind, digest: bytes) -> Reply:
         sampling, lost = pinned(self._policy.sampling, ask.sampling, self._config.pinned)
         sampling = replace(sampling, stop=(*sampling.stop, *ask.stop))
         self._note_differences(ask, lost)
         with self._refusing(digest), self._timed():
-            completions = await self._completions(ask, agent, sampling)
+            completions = await self._completions(ask, kind, sampling)
             reply, *further = [await self._shown(ask, completion) for completion in completions]
         self._requests.note(worked=True)
         self._failures.pop(digest, None)
         self._over_long = ""
-        self.agents.add(agent)
+        self.agents.add(kind.agent)
         self._unclaimed[reply.reply_id] = completions
         return replace(reply, further=tuple(further))
 
-    async def _completions(self, ask: Ask, agent: str, sampling: Sampling) -> list[Completion]:
+    async def _completions(self, ask: Ask, kind: RequestKind, sampling: Sampling) -> list[Completion]:
         """Return as many answers as the request wants, each of which is recorded."""
         answering = [
             asyncio.create_task(
                 self._policy.chat(
-                    ask.messages, agent, tools=ask.tools or None, sampling=sampling, prefix=ask.prefix
+                    ask.messages,
+                    kind.agent,
+                    tools=ask.tools or None,
+                    sampling=sampling,
+                    trainable=kind.is_trained,
+                    policy=kind.policy,
+                    prefix=ask.prefix,
                 )
             )
             for _ in range(ask.choices)

@@ -100,6 +100,11 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
         return self.gateway
 
     @property
+    def opponents_named(self) -> tuple[str, ...]:
+        """Return the policies that answer requests by a rule."""
+        return self.gateway.policies_named
+
+    @property
     def arguments(self) -> list[str]:
         """Return the command in words."""
         return with_own_python(shlex.split(self.command))

@@ -42,6 +42,11 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
         """Return the settings of the server by which its agents ask the policy."""
         return self.gateway
 
+    @property
+    def opponents_named(self) -> tuple[str, ...]:
+        """Return the policies that answer requests by a rule."""
+        return self.gateway.policies_named
+
     @model_validator(mode="after")
     def _rewards_are_given(self) -> Self:
         refuse_unusable_rewards(self, "client")

@@ -10,6 +10,28 @@ from bus.config import Config
 Pin = Literal["temperature", "top_p", "top_k"]
 
 
+class RequestRule(Config):
+    """What becomes of requests that fit all of its patterns, in which `*` stands for any text."""
+
+    model: str | None = None
+    """Pattern of the model that a request names, such as `*haiku*`."""
+
+    system: str | None = None
+    """Pattern of its system message, such as `You are a title generator*`."""
+
+    agent: str | None = None
+    """Pattern of the name of its agent, such as `subagent-*`."""
+
+    trained: bool = True
+    """Whether its answers are trained. Titles and summaries that the reward says nothing of should not be."""
+
+    policy: str = ""
+    """Name of the policy that answers, among actors.opponents and policies; empty for the run's own."""
+
+    as_agent: str = Field("", pattern=r"^[\w.-]{0,64}$")
+    """Name of its agent in the recording; empty for the one that it has."""
+
+
 class GatewayConfig(Config):
     """HTTP server by which an agent written by somebody else asks the policy, which records it."""
 
@@ -47,6 +69,9 @@ class GatewayConfig(Config):
     most_tokens: int | None = Field(None, ge=1)
     """Sampled tokens of one session. Requests after them are refused, and its episode ends by `length`."""
 
+    rules: tuple[RequestRule, ...] = ()
+    """Which requests are untrained, or answered by another policy: the first rule that fits holds."""
+
     tool_hook: str | None = None
     """Function that lets pass, changes or denies each tool call, as `my_pkg.my_module:function`."""
 
@@ -61,6 +86,11 @@ class GatewayConfig(Config):
 
     body_timeout_s: float = Field(30.0, gt=0)
     """Longest time that a client may take to send a body."""
+
+    @property
+    def policies_named(self) -> tuple[str, ...]:
+        """Return the policies that answer requests by a rule."""
+        return tuple(rule.policy for rule in self.rules if rule.policy)
 
     @model_validator(mode="after")
     def _a_certificate_has_its_key(self) -> Self:

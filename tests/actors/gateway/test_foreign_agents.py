@@ -5,6 +5,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -147,23 +148,61 @@ def installed(directory: Path) -> Path:
     return programs
 
 
+def written(tool: str, arguments: dict[str, object]) -> str:
+    """A call as the policy writes it."""
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+async def coded(programs: Path, name: str, answering: Answering) -> tuple[Episode, ScriptedEngine]:
+    """The episode of a coding agent."""
+    return await played(
+        f"{sys.executable} {PROGRAMS / 'cli_program.py'} {programs / name} {name}",
+        answering,
+        isolation={"readable": (programs.parent.parent,)},
+        gateway={"unmeetable": "ignore"},
+    )
+
+
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not here")
 @pytest.mark.parametrize("name", CODING_AGENTS)
 async def test_coding_agent_is_recorded_token_by_token_with_its_defaults(name: str, environments: Path):
     programs = await asyncio.to_thread(installed, environments / "cli")
     _, tool, arguments = CODING_AGENTS[name]
-    call = f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+    call = written(tool, arguments)
 
     def answering(prompt: str) -> str:
         offered = tool in prompt.partition(END)[0]
         return "42" if f"{BEGIN}tool " in prompt else call if offered else "a title"
 
-    episode, engine = await played(
-        f"{sys.executable} {PROGRAMS / 'cli_program.py'} {programs / name} {name}", answering,
-        isolation={"readable": (environments / "cli",)},
-        gateway={"unmeetable": "ignore"},
-    )  # fmt: skip
+    episode, engine = await coded(programs, name, answering)
     assert_exact(episode, engine)
     called = [part for part in episode.trajectories if len(part.turns) > 1]
     assert [len(part.turns) for part in called] == [2]
     assert sampled(called) == [encoded(f"{text}{END}") for text in (call, "42")]
+
+
+SPAWNING = {
+    "claude": ("Agent", {"description": "adds", "prompt": "SUB 40+2?", "subagent_type": "general-purpose"}),
+    "codex": ("multi_agent_v1__spawn_agent", {"message": "SUB 40+2?"}),
+}
+"""Coding agents by the names of their programs: the call by which each starts a sub-agent."""
+SPAWNED = re.compile(r"tool .*agent_id\W+([0-9a-f-]{36})")
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not here")
+@pytest.mark.parametrize("name", SPAWNING)
+async def test_sub_agents_of_coding_agents_are_recorded_apart(name: str, environments: Path):
+    programs = await asyncio.to_thread(installed, environments / "cli")
+    spawn = written(*SPAWNING[name])
+
+    def answering(prompt: str) -> str:
+        tool_answers = prompt.count(f"{BEGIN}tool ")
+        if (spawned := SPAWNED.search(prompt)) and name == "codex" and tool_answers == 1:
+            return written("multi_agent_v1__wait_agent", {"targets": [spawned[1]]})
+        is_first = SPAWNING[name][0] in prompt.partition(END)[0] and not tool_answers
+        return spawn if is_first and "SUB" not in prompt else "42"
+
+    episode, engine = await coded(programs, name, answering)
+    assert_exact(episode, engine)
+    assert {part.agent for part in episode.trajectories} == {"solver", "subagent-1"}
+    assert sampled([part for part in episode.trajectories if part.agent != "solver"]) == [encoded(f"42{END}")]
