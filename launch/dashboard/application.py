@@ -30,7 +30,7 @@ from launch.dashboard.alerts import RunAlerts
 from launch.dashboard.charts import CHARTS
 from launch.dashboard.curve_feed import CurveFeed, LiveCurves
 from launch.dashboard.open_runs import OpenRuns
-from launch.dashboard.run_list import run_facts
+from launch.dashboard.run_list import facts_of_runs
 from launch.dashboard.status_watch import StatusWatch
 from launch.dashboard.timeline import timeline
 from launch.dashboard.trajectories import TrajectoryFilter, one_trajectory, trajectory_list
@@ -74,13 +74,13 @@ class Dashboard:
     async def list_runs(self, request: Request) -> Response:
         """Answer with the facts of every run of the directory."""
         names = self._runs.names()
-        facts = await asyncio.to_thread(lambda: [run_facts(self._runs.root, name) for name in names])
+        facts = await asyncio.to_thread(facts_of_runs, self._runs.root, names)
         return JSONResponse({"directory": str(self._runs.root), "runs": facts})
 
     async def run(self, request: Request) -> Response:
         """Answer with the facts of a run and what its charts show."""
         name = self._name(request)
-        facts = await asyncio.to_thread(run_facts, self._runs.root, name)
+        [facts] = await asyncio.to_thread(facts_of_runs, self._runs.root, [name])
         return JSONResponse(facts | {"charts": [asdict(chart) for chart in CHARTS]})
 
     async def curves(self, request: Request) -> Response:

@@ -1,9 +1,11 @@
 """What the files of runs say of each. Nothing is written, and no directory made."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from launch.run_view.recorded_runs import RecordedRun, recorded_runs
 from launch.run_view.run_files import RunFiles
 from storage.disk.run_directory import RunDirectory, run_directories, written_s
 
@@ -26,14 +28,21 @@ def without_files(root: Path, name: str) -> str | None:
     return f"{root} has no files of run {name!r}, so its page shows what the bus knows; {root} has {here}"
 
 
-def run_facts(root: Path, name: str) -> dict[str, Json]:
-    """Return what the files of a run say of it: each fact is null where no file says it."""
-    files = RunFiles(RunDirectory(root, name).path, lenient=True)
+def facts_of_runs(root: Path, names: Sequence[str]) -> list[dict[str, Json]]:
+    """Return what the files of runs say of each: a fact is null where no file says it."""
+    paths = [RunDirectory(root, name).path for name in names]
+    return [_facts(run, RunDirectory(root, run.run).exists) for run in recorded_runs(paths)]
+
+
+def _facts(run: RecordedRun, here: bool) -> dict[str, Json]:
+    files = RunFiles(Path(run.directory), lenient=True)
     latest, settings = files.latest_step, files.settings
     start = files.starts[0] if files.starts else None
     return {
-        "run": name,
-        "here": RunDirectory(root, name).exists,
+        "run": run.run,
+        "here": here,
+        "state": run.state if here else None,
+        "problem": run.problem,
         "stage": latest.stage if latest else None,
         "step": latest.step if latest else None,
         "steps": settings.get("learner.steps"),
@@ -45,6 +54,7 @@ def run_facts(root: Path, name: str) -> dict[str, Json]:
         "packages": {**start.packages} if start else None,
         "used_s": written_s(files.path),
         "last_time_s": files.latest_rows[-1].get("time_s") if files.latest_rows else None,
+        "reward": run.reward,
         "heldout": files.accuracy,
         "max_staleness": settings.get("admission.max_staleness"),
         "target_accuracy": settings.get("learner.target_accuracy"),

@@ -25,6 +25,7 @@ from launch.checks.resumption import finished, remarks, stage_of
 from launch.checks.start_checks import check_start, start_remarks
 from launch.local.supervisor import Part, Supervisor
 from launch.process.ranks import SMALLER_LEARNER
+from launch.process.run_ending import noted_ending
 from launch.run_view.monitor import RunMonitor, RunSettings, watch
 from launch.run_view.recorded_runs import going_on
 from launch.screens.conclusion import conclude
@@ -65,7 +66,8 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         console.print(remark, soft_wrap=True, markup=False)
     console.print(dashboard_hint(config), soft_wrap=True)
     async with _only_launch(run, patience_s=max(LEARNER_DRAIN_S, _actors_drain_s(config))) as lock:
-        summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
+        with noted_ending(run, stop):
+            summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
     print_summary(console, summary)
     console.print(dashboard_hint(config), soft_wrap=True)
     if stop.is_set():

@@ -23,9 +23,11 @@ class RecordedRun:
 
     run: str
     state: str
-    """`running`: processes of this host hold its files; `done`: its learner has ended by itself; `stopped`;
-    `unseen`: it belongs to another user, whose processes this one cannot see, so that it may go on;
-    `damaged`: a file of it cannot be read, as `problem` says."""
+    """`starting` and `training`: processes of this host hold its files, before and after its first step;
+    `finished`: its learner has ended by itself; `stopped`; `failed`: `problem` is the error that ended it;
+    `lost`: its processes were killed, or their host went; `unseen`: it belongs to another user, whose
+    processes this one cannot see, so that it may go on; `damaged`: a file of it cannot be read, as `problem`
+    says."""
     directory: str
     started: float | None = None
     """Time of the first start, in seconds since the epoch."""
@@ -92,15 +94,24 @@ def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
     return RecordedRun(path.name, "damaged", str(path), pids=pids, problem=problem)
 
 
-def _state_without_processes(path: Path) -> str:
-    return "stopped" if hidden_owner(path) is None else "unseen"
+def _state(files: RunFiles, latest: LatestStep, pids: list[int]) -> tuple[str, str]:
+    """Return how a run is, and the error that ended it."""
+    if pids:
+        return "training" if latest.step else "starting", ""
+    if latest.stage == "done":
+        return "finished", ""
+    if hidden_owner(files.path) is not None:
+        return "unseen", ""
+    ending = files.ending
+    return "stopped" if ending.state == "ended" else ending.state, ending.problem
 
 
 def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
     path, starts, latest = files.path, files.starts, files.latest_step or LatestStep()
+    state, problem = _state(files, latest, pids)
     return RecordedRun(
         run=path.name,
-        state="running" if pids else "done" if latest.stage == "done" else _state_without_processes(path),
+        state=state,
         directory=str(path),
         started=starts[0].started.timestamp() if starts else None,
         starts=len(starts),
@@ -112,6 +123,7 @@ def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
         reward=finite(files.latest.recent_reward()),
         accuracy=files.accuracy,
         pids=pids,
+        problem=problem,
     )
 
 

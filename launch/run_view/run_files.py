@@ -30,6 +30,7 @@ TAIL_BYTES = 1 << 20
 UNSET = "no default"
 SETTINGS_REMEDY = "start the run again to write it"
 PROVENANCE_REMEDY = "remove it: it only records what started the run"
+ENDING_REMEDY = "remove it: it only says how the latest launch ended"
 NOT_COMPARED = ("run", "directory", "bus", "monitoring")
 """Settings that say where a run is, not what it is."""
 
@@ -53,7 +54,16 @@ class _Progress(BaseModel):
     evaluations: dict[int, tuple[float | None, float | None]] = {}
 
 
-STARTS, PROGRESS = TypeAdapter(list[Start]), TypeAdapter(_Progress)
+class Ending(BaseModel):
+    """How the latest launch of a run ended, as far as it could still say so."""
+
+    state: str = "stopped"
+    """`stopped`, `failed`, `ended` by itself, or `lost` while it goes on."""
+    problem: str = ""
+    """The error that ended it."""
+
+
+STARTS, PROGRESS, ENDING = TypeAdapter(list[Start]), TypeAdapter(_Progress), TypeAdapter(Ending)
 SETTINGS = TypeAdapter(dict[str, Any])
 
 
@@ -106,6 +116,11 @@ class RunFiles:
     @cached_property
     def _progress(self) -> tuple[Any, _Progress | None]:
         return self._json("progress.json", PROGRESS, PROGRESS_REMEDY)
+
+    @property
+    def ending(self) -> Ending:
+        """Return how the latest launch ended; `stopped` where a build noted nothing."""
+        return self._json("ending.json", ENDING, ENDING_REMEDY)[1] or Ending()
 
     @cached_property
     def latest_rows(self) -> list[Record]:

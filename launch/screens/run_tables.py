@@ -17,7 +17,9 @@ from launch.run_view.recorded_runs import NO_RUNS, RecordedRun, bytes_of, record
 from launch.run_view.run_files import NOT_COMPARED, RunFiles, Start
 from launch.run_view.units import UNKNOWN, duration, fraction, size
 
-COLOURS = {"running": "green", "done": "cyan", "damaged": "red", "unseen": "yellow"}
+COLOURS = {"training": "green", "finished": "cyan", "unseen": "yellow"} | dict.fromkeys(
+    ("damaged", "failed", "lost"), "red"
+)
 LONGEST = 80
 """Characters of a setting's value that a table shows."""
 RECENT_STEPS = 10
@@ -37,14 +39,14 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
             run.run, Text(run.state, COLOURS.get(run.state, "")), run.stage, steps,
             fraction(run.reward), fraction(run.accuracy), at(run.started), ago(run.written),
         )  # fmt: skip
-    damaged = [Text(f"{run.run}: {run.problem}", "red") for run in runs if run.problem]
-    return Group(table, *damaged)
+    problems = [Text(f"{run.run}: {run.problem}", "red") for run in runs if run.problem]
+    return Group(table, *problems)
 
 
 def whole_run(path: Path) -> dict[str, Any]:
     """Return everything that a run's directory tells of it."""
     [run] = recorded_runs([path])
-    if run.problem:
+    if run.state == "damaged":
         return run.to_json()
     files = RunFiles(path)
     starts = files.starts
@@ -84,6 +86,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "directory", found["directory"]
     if found["problem"]:
         yield "problem", found["problem"]
+    if found["state"] == "damaged":
         return
     yield "started", f"{at(found['started'])} on {found['host']}"
     yield "written", ago(found["written"])

@@ -10,6 +10,7 @@ from bus.policy_names import DEFAULT_POLICY
 from launch.model_files.model_directory import model_here, refuse_full_context
 from launch.model_files.vision_checks import counts_images
 from launch.process.run_connection import connected, joined
+from launch.process.run_ending import noted_ending
 from launch.process.settings_revision import refuse_unapplied, revision_of
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, policy_config
@@ -27,14 +28,21 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool
 
 
 async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -> None:
-    from launch.screens.conclusion import concluding
-    from storage.metrics.sinks import metric_sinks
-    from storage.service import StorageSettings, run_storage
-
     refuse_full_context(config)
     refuse_nobody_rolls_out(config)
     directory = RunDirectory(config.directory, config.run)
     directory.write_provenance()
+    with noted_ending(directory, stop) if summary else nullcontext():
+        await _serve_from(config, directory, stop, summary=summary)
+
+
+async def _serve_from(
+    config: RunConfig, directory: RunDirectory, stop: asyncio.Event, *, summary: bool
+) -> None:
+    from launch.screens.conclusion import concluding
+    from storage.metrics.sinks import metric_sinks
+    from storage.service import StorageSettings, run_storage
+
     settings = StorageSettings(
         data=config.data,
         admission=config.admission,

@@ -139,6 +139,11 @@ class RunDirectory:
         return self.path / "provenance.json"
 
     @property
+    def ending(self) -> Path:
+        """Return the path of the note of how the latest launch ended, JSON; creates nothing."""
+        return self._path / "ending.json"
+
+    @property
     def ledger(self) -> Path:
         """Return the path of the dispatcher's SQLite database."""
         return self.path / "ledger.sqlite"

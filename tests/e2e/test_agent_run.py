@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.local.local import MONITORED
+from launch.run_view.recorded_runs import recorded_runs
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
 from tests.actors.environments.test_agent import running
@@ -125,6 +126,7 @@ def test_ctrl_c_ends_a_run_of_many_programs_within_seconds(stopped: Stopped):
     assert "Stopping: each process saves or hands back what it began." in stopped.said
     assert stopped.sleepers == 2 * GROUPS * SAMPLES
     assert not stopped.left
+    assert [run.state for run in recorded_runs([stopped.directory])] == ["stopped"]
 
 
 def test_program_is_trained_as_it_is_with_the_rewards_it_posts(stopped: Stopped):

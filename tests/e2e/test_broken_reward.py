@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bus.server.nats_server import free_port
+from launch.run_view.recorded_runs import recorded_runs
 from learner.config.model import ScratchModel
 from learner.initial.scratch_model import build_model_directory
 from tests.e2e.commands import Command, wait_until
@@ -47,6 +48,9 @@ def test_a_reward_that_raises_in_each_rollout_ends_the_run_with_its_traceback(br
     finally:
         launcher.kill()
     assert_told(launcher.said())
+    [run] = recorded_runs([broken / "runs" / "mine"])
+    assert run.state == "failed"
+    assert "KeyError: 'kind'" in run.problem
 
 
 def test_an_actor_of_a_separate_command_ends_by_its_reward_and_storage_says_why(broken):

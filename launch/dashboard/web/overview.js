@@ -9,6 +9,14 @@ import { ask, listen, runPath } from "./source.js";
 
 const SMOOTHINGS = [[0, "raw"], [0.7, "smooth"], [0.93, "smoother"]];
 
+/** How a run that is over is shown, by its state. */
+const ENDED = {
+  finished: ["works", "done", "The run is complete"],
+  stopped: ["silent", "stopped", "The run was stopped, and the command that started it takes it up again"],
+  failed: ["trouble", "failed", "The run failed"],
+  lost: ["trouble", "lost", "The run's processes were killed, or their host went, before they could say why"],
+};
+
 export class Overview {
   constructor(run, content, connection) {
     this.run = run;
@@ -40,10 +48,18 @@ export class Overview {
     this.tell();
     this.close = listen(`${runPath(this.run)}/live`, {
       curves: (news) => this.takeCurves(news),
-      status: (status) => { this.status = status; this.tell(); },
+      status: (status) => { this.status = status; this.tell(); if (!status?.report) this.askFiles(); },
       alerts: (news) => this.warn(news.alerts),
       connection: (there) => this.connection(there),
     });
+  }
+
+  /** Ask again what the run's files say: how it ended, where nothing answers any more. */
+  async askFiles() {
+    const known = await ask(runPath(this.run));
+    if (this.ended) return;
+    this.known = known;
+    this.tell();
   }
 
   takeCurves(news) {
@@ -84,13 +100,11 @@ export class Overview {
   }
 
   over() {
-    const { stage, last_time_s: last, here } = this.known;
-    if (stage === "done") return sentence("works", "done", `The run is complete. Its last metrics came ${ago(last)}.`);
+    const { state, problem, last_time_s: last, here } = this.known;
     const when = last ? ` Its last metrics came ${ago(last)}.` : "";
-    const why = this.status.why ? ` (${this.status.why})` : "";
-    return sentence("silent", "silent", here ?
-      `Nothing answers on the run's bus${why}.${when} If the run has ended, the command that started it takes it up again.` :
-      `Nothing is known of this run${why}.`);
+    const why = this.status.why && state !== "finished" ? ` (${this.status.why})` : "";
+    const [look, word, text] = ENDED[state] ?? ["silent", "silent", here ? "Nothing answers on the run's bus" : "Nothing is known of this run"];
+    return sentence(look, word, `${text}${problem ? `: ${problem}` : ""}${why}.${when}`);
   }
 
   figures(report) {

@@ -3,12 +3,20 @@
 import { Chart, COLOURS } from "./chart.js";
 import { Curves } from "./curves.js";
 import { choice, make } from "./dom.js";
-import { ago, moment, stageName, UNKNOWN, value } from "./format.js";
+import { ago, moment, UNKNOWN, value } from "./format.js";
 import { ask, runPath } from "./source.js";
+
+/** Columns of the list: title, and what it is sorted by, in ascending order of texts and descending of numbers. */
+const COLUMNS = [
+  ["run", (run) => run.run], ["state", (run) => run.state ?? ""], ["step", (run) => run.step], ["reward", (run) => run.reward],
+  ["held-out", (run) => run.heldout], ["started", (run) => run.started && Date.parse(run.started)],
+  ["last metrics", (run) => run.last_time_s], ["host", (run) => run.host ?? ""],
+];
 
 export class Runs {
   constructor(content, chosen) {
     this.chosen = chosen;
+    this.sorted = "";
     this.by = "step";
     this.charts = new Map();
     this.curves = new Map();
@@ -36,15 +44,25 @@ export class Runs {
 
   showList() {
     const words = this.search.value.toLowerCase();
-    const shown = this.runs.filter((run) => `${run.run} ${run.host ?? ""}`.toLowerCase().includes(words));
+    const shown = this.runs.filter((run) => `${run.run} ${run.host ?? ""} ${run.state ?? ""}`.toLowerCase().includes(words));
     if (!this.runs.length) {
       this.list.replaceChildren(make("p", { class: "empty" }, `There is no run in ${this.directory} yet: `, make("code", {}, "launch local"), " starts one."));
       return;
     }
-    const head = ["", "run", "stage", "step", "policy", "held-out", "started", "last metrics", "host"];
+    const by = COLUMNS.find(([title]) => title === this.sorted)?.[1];
+    if (by) shown.sort((a, b) => compared(by(a), by(b)));
     this.list.replaceChildren(make("table", { class: "runs" },
-      make("thead", {}, make("tr", {}, head.map((title) => make("th", { scope: "col" }, title || make("span", { class: "visually-hidden" }, "compare"))))),
+      make("thead", {}, make("tr", {}, make("th", { scope: "col" }, make("span", { class: "visually-hidden" }, "compare")),
+        COLUMNS.map(([title]) => make("th", { scope: "col", "aria-sort": title === this.sorted ? "other" : "none" },
+          make("button", { type: "button", class: "sorts", onclick: () => this.sort(title) }, title))))),
       make("tbody", {}, shown.map((run) => this.row(run)))));
+  }
+
+  /** Sort the list by a column, or as it came where it is sorted by that already. */
+  sort(title) {
+    this.sorted = this.sorted === title ? "" : title;
+    this.showList();
+    [...this.list.querySelectorAll("button.sorts")].find((one) => one.textContent === title)?.focus();
   }
 
   row(run) {
@@ -56,11 +74,10 @@ export class Runs {
     const cell = (label, ...content) => make("td", { "data-label": label }, ...content);
     return make("tr", {}, make("td", { class: "pick" }, box, swatch),
       make("th", { scope: "row" }, make("a", { href: `#/runs/${run.run}` }, run.run)),
-      cell("stage", stageName(run.stage)),
+      cell("state", run.state ?? UNKNOWN, run.problem ? make("small", {}, ` ${run.problem.slice(0, 120)}`) : null),
       cell("step", run.step == null ? UNKNOWN : value(run.step), run.steps ? make("small", {}, ` of ${value(run.steps)}`) : null),
-      cell("policy", run.policy_version == null ? UNKNOWN : `v${run.policy_version}`),
-      cell("held-out", value(run.heldout)), cell("started", moment(run.started)), cell("last metrics", ago(run.last_time_s)),
-      cell("host", run.host ?? UNKNOWN));
+      cell("reward", value(run.reward)), cell("held-out", value(run.heldout)), cell("started", moment(run.started)),
+      cell("last metrics", ago(run.last_time_s)), cell("host", run.host ?? UNKNOWN));
   }
 
   async choose(name) {
@@ -132,4 +149,10 @@ export class Runs {
     this.ended = true;
     for (const chart of this.charts.values()) chart.close();
   }
+}
+
+/** Compare texts upwards and numbers downwards; what is missing comes last. */
+function compared(a, b) {
+  if (a == null || b == null || a === "" || b === "") return (a == null || a === "") - (b == null || b === "");
+  return typeof a === "string" ? a.localeCompare(b) : b - a;
 }

@@ -48,8 +48,8 @@ def test_an_ended_run_tells_its_steps_and_evaluations(ended: RunDirectory):
     assert [evaluation.policy_version for evaluation in run.evaluations()] == [11, 21]
     rows = list(run.metrics())
     assert (len(rows), rows[0]["step"]) == (22, 1)
-    assert (run.running, run.status().state, run.name) == (False, "done", "done")
-    assert repr(run).startswith("<Run 'done', done, in ")
+    assert (run.running, run.status().state, run.name) == (False, "finished", "done")
+    assert repr(run).startswith("<Run 'done', finished, in ")
 
 
 def test_an_ended_run_tells_its_trajectories_with_their_text(ended: RunDirectory):

@@ -323,6 +323,16 @@ async def test_why_a_run_does_not_answer_is_said(tmp_path: Path):
     async with served(OpenRuns(tmp_path, no_bus)) as url, opened(url) as page:
         await page.goto(f"{url}/#/runs/silent")
         await page.locator(".words", has_text="(nobody knows the bus of silent)").wait_for()
+        run.write_json(run.ending, {"state": "failed", "problem": "learner: no GPU"})
+        make_run(tmp_path, "better", steps=9)  # which is finished
+        await page.reload()
+        await page.locator(".words", has_text="The run failed: learner: no GPU (nobody").wait_for()
+        await page.goto(f"{url}/#/")
+        await page.locator(".runs tbody tr", has_text="failed learner: no GPU").wait_for()
+        names = page.locator(".runs tbody th")
+        for column, order in (("step", ["better", "silent"]), ("state", ["silent", "better"])):
+            await page.get_by_role("button", name=column).click()
+            assert await names.all_inner_texts() == order
 
 
 CAUSES = {

@@ -11,7 +11,7 @@ import pytest
 import launch
 from bus.errors import ConfigError
 from launch.cli import main as cli
-from launch.dashboard.run_list import run_facts
+from launch.dashboard.run_list import facts_of_runs
 from launch.run_view.recorded_runs import find_run, recorded_runs
 from launch.run_view.run_files import RunFiles
 from launch.screens.run_tables import comparison, whole_run
@@ -64,16 +64,16 @@ def test_every_screen_tells_the_same_of_a_run_that_trained_on_after_its_checkpoi
     path = record(tmp_path, "ahead", rewards=[0.5] * 15)
     (path / "progress.json").write_text(json.dumps({"stage": "rl", "step": 10, "policy_version": 11}))
     (path / "summary.json").write_text(json.dumps({"heldout_accuracy_end": 0.25}))  # of an earlier end
-    facts = run_facts(tmp_path, "ahead")
+    facts = facts_of_runs(tmp_path, ["ahead"])[0]
     [listed] = json.loads(printed("list", "--json"))
     shown = json.loads(printed("show", "--run", "ahead", "--json"))
     told = [facts, listed, shown, launch.attach("ahead", directory=tmp_path).status().to_json()]
     assert [(one["stage"], one["step"], one["policy_version"]) for one in told] == [("rl", 15, 16)] * 4
     assert (facts["heldout"], listed["accuracy"], shown["accuracy"]) == (0.5, 0.5, 0.5)
     (path / "metrics.jsonl").unlink()  # such as on another host
-    assert (run_facts(tmp_path, "ahead")["step"], recorded_runs([path])[0].step) == (10, 10)
+    assert (facts_of_runs(tmp_path, ["ahead"])[0]["step"], recorded_runs([path])[0].step) == (10, 10)
     (path / "progress.json").unlink()
-    assert (run_facts(tmp_path, "ahead")["step"], recorded_runs([path])[0].step) == (None, 0)
+    assert (facts_of_runs(tmp_path, ["ahead"])[0]["step"], recorded_runs([path])[0].step) == (None, 0)
 
 
 def test_a_list_tells_how_far_each_run_is(tmp_path: Path, printed):
@@ -85,10 +85,10 @@ def test_a_list_tells_how_far_each_run_is(tmp_path: Path, printed):
     assert (long["run"], long["state"], long["stage"]) == ("long", "stopped", "rl")
     assert (long["step"], long["steps"], long["policy_version"]) == (15, 40, 16)
     assert (long["reward"], long["accuracy"], long["starts"]) == (0.5, 0.5, 1)
-    assert (ended["run"], ended["state"]) == ("ended", "done")
+    assert (ended["run"], ended["state"]) == ("ended", "finished")
     lines = printed("list").splitlines()
     assert [line.split()[:4] for line in lines[1:]] == [
-        ["ended", "done", "done", "1/1000"],
+        ["ended", "finished", "done", "1/1000"],
         ["long", "stopped", "rl", "15/40"],
     ]
 
@@ -114,7 +114,7 @@ def test_a_garbled_file_costs_its_run_and_no_other(tmp_path: Path, printed):
     assert [run["state"] for run in json.loads(printed("list", "--json"))] == ["damaged", "stopped"]
     assert "progress.json is not JSON" in " ".join(printed("list").split())
     assert "problem" in printed("show", "--run", "bad")
-    assert run_facts(tmp_path, "bad")["step"] == 1  # a page shows what the other files say
+    assert facts_of_runs(tmp_path, ["bad"])[0]["step"] == 1  # a page shows what the other files say
 
 
 @pytest.mark.first(2, others=pytest.mark.slow)
@@ -195,7 +195,7 @@ def test_a_run_of_another_user_may_go_on_unseen(tmp_path: Path, monkeypatch: pyt
     record(tmp_path, "ended", rewards=[0.5], stage="done")
     path = record(tmp_path, "theirs", rewards=[0.5])
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    assert [run.state for run in recorded_runs(run_directories(tmp_path))] == ["done", "unseen"]
+    assert [run.state for run in recorded_runs(run_directories(tmp_path))] == ["finished", "unseen"]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert [run.state for run in recorded_runs([path])] == ["stopped"]
 
@@ -233,13 +233,13 @@ def test_processes_that_hold_a_file_are_found_and_looking_locks_nothing(tmp_path
     assert pid == json.loads(Path("/proc/self/stat").read_text().split()[0])
 
 
-def test_a_run_whose_shard_is_written_is_running(tmp_path: Path):
+def test_a_run_whose_shard_is_written_goes_on(tmp_path: Path):
     path = record(tmp_path, "mine", rewards=[0.5], stage="done")
     lock = path / "replay/shard_01/.lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w"):
         [run] = recorded_runs([path])
-    assert run.state == "running"
+    assert run.state == "training"
     assert len(run.pids) == 1
 
 

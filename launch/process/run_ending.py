@@ -1,0 +1,38 @@
+"""Notes in a run's directory how its latest launch ended, for whoever asks when no process is left."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from bus.errors import SluiceError, leaves
+from storage.disk.atomic_files import write_json
+from storage.disk.run_directory import RunDirectory
+
+LONGEST = 2000
+"""Characters of an error that are kept."""
+
+
+@contextmanager
+def noted_ending(run: RunDirectory, stop: asyncio.Event) -> Iterator[None]:
+    """Note how what is inside ends: `stopped`, `failed` with the error, or `ended` by itself.
+
+    The note says `lost` meanwhile, which stays where the process is killed."""
+    write_json(run.ending, {"state": "lost"})
+    try:
+        yield
+    except BaseException as error:
+        stopped = stop.is_set() or isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        _note(run, "stopped" if stopped else "failed", "" if stopped else _text(error))
+        raise
+    _note(run, "stopped" if stop.is_set() else "ended")
+
+
+def _note(run: RunDirectory, state: str, problem: str = "") -> None:
+    with suppress(OSError):  # a full disk may be what ended it, which is the error to be told
+        write_json(run.ending, {"state": state, "problem": problem})
+
+
+def _text(error: BaseException) -> str:
+    first = next(leaves(error)) if isinstance(error, BaseExceptionGroup) else error
+    text = str(first) if isinstance(first, SluiceError) else f"{type(first).__name__}: {first}"
+    return text[:LONGEST]
