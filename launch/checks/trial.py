@@ -8,31 +8,27 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic
 from typing import Any, Self
 
 import numpy as np
-from transformers import AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from actors.engines.base import Sampling
-from actors.engines.embedded.engine import EmbeddedEngine
-from actors.environments.base import Environment, RunsOnDemand
+from actors.environments.base import DEFAULT_AGENT, Environment
 from actors.environments.build import built_environment
 from actors.episodes.episode import AgentTrajectory, Episode
 from actors.episodes.task import Task
 from actors.policy.chat_format import Tokenizer
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
+from actors.settings.evaluation import ChatEndpointConfig
 from bus.codec import Json
 from bus.errors import ConfigError
+from launch.checks.answering_model import answering_model, refuse_clients
 from launch.checks.start_checks import check_start, start_remarks
-from launch.model_files.hub_revision import pinned
-from launch.model_files.model_directory import model_directory
 from launch.services.hidden_files import hidden_files
 from launch.settings.run_config import RunConfig
-from storage.chats.stop_tokens import stop_token_ids
 from storage.disk.run_directory import RunDirectory
-from storage.images.chat import ImageChat
 from storage.metrics.records import integer
 
 Say = Callable[[str], None]
@@ -75,12 +71,15 @@ class Trial:
     rewards: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def shown(self, task: Task, outcome: Episode | Exception, seen: Sequence[Completion]) -> str:
-        """Return a rollout as text."""
+    def shown(
+        self, task: Task, outcome: Episode | Exception, seen: Sequence[Completion], seconds: float
+    ) -> str:
+        """Return a rollout, which took so many seconds, as text."""
         if isinstance(outcome, Exception):
             self.counts["failed"] += 1
             return f"failed: {type(outcome).__name__}: {outcome}"
         parts = [part for one in outcome.trajectories for part in self._trajectory(one, seen)]
+        parts.append(_account(outcome.trajectories, seconds))
         self._count_calls(outcome.trajectories[0].metadata, seen)
         return "\n".join([*parts, *self._rewards(task, outcome)])
 
@@ -99,13 +98,14 @@ class Trial:
 
     def _trajectory(self, one: AgentTrajectory, seen: Sequence[Completion]) -> list[str]:
         """Return the contexts and answers of a trajectory, in order."""
-        shown, at = [], 0
+        shown, at = [f"--- agent {one.agent}"] if one.agent != DEFAULT_AGENT else [], 0
         for turn in one.turns:
             tokens = one.token_ids[turn.start : turn.stop]
             shown.append(self._block(f"context, {turn.start - at} tokens", one.token_ids[at : turn.start]))
-            shown.append(
-                self._block(f"answer, {len(tokens)} tokens, {self._end(tokens, turn.finish_reason)}", tokens)
-            )
+            trained = int(one.loss_mask[turn.start : turn.stop].sum())
+            masked = "" if trained == len(tokens) else f", {trained} of them trained"
+            title = f"answer, {len(tokens)} tokens{masked}, {self._end(tokens, turn.finish_reason)}"
+            shown.append(self._block(title, tokens))
             at = turn.stop
             for completion in (found for found in seen if np.array_equal(found.token_ids, tokens)):
                 shown += self._calls(completion)
@@ -149,12 +149,29 @@ class Trial:
         return [f"--- reward {reward:g}{due}, label {task.label!r}, end {episode.end}{parts}"]
 
 
-async def try_model(config: RunConfig, stop: asyncio.Event, *, count: int, say: Say) -> None:
-    """Roll the first `count` prompts out once with the embedded engine, and `say` what came of it.
+def _account(trajectories: Sequence[AgentTrajectory], seconds: float) -> str:
+    """Return the numbers of a rollout in a line."""
+    turns = sum(len(one.turns) for one in trajectories)
+    trained, tokens = (sum(int(n) for n in of) for of in zip(*map(_tokens, trajectories), strict=True))
+    return (
+        f"--- {len(trajectories)} trajectories, {turns} turns; {trained} of {tokens} tokens are trained; "
+        f"{seconds:.2f} s"
+    )
 
-    Raises `ConfigError` for what a start would refuse, and for a run without a model of its own."""
-    if config.model.path is None:
-        raise ConfigError("launch try shows a model that exists: name one by --model.path")
+
+def _tokens(one: AgentTrajectory) -> tuple[int, int]:
+    return int(one.loss_mask.sum()), len(one.token_ids)
+
+
+async def try_model(
+    config: RunConfig, stop: asyncio.Event, *, count: int, say: Say,
+    endpoint: ChatEndpointConfig | None = None,
+) -> None:  # fmt: skip
+    """Roll the first `count` prompts out once, and `say` what came of it.
+
+    Raises `ConfigError` for what a start would refuse, and where there is no model to ask."""
+    if config.model.path is None and endpoint is None:
+        raise ConfigError("launch try shows a model that exists: name one by --model.path, or by --url")
     with TemporaryDirectory(prefix="sluice-try-") as scratch:
         prompts = await check_start(config, RunDirectory(Path(scratch), config.run), models=False)
         tasks = [
@@ -163,27 +180,15 @@ async def try_model(config: RunConfig, stop: asyncio.Event, *, count: int, say: 
         ]
     for remark in start_remarks(config):
         say(remark)
-    model = model_directory(pinned(config.model.path, RunDirectory(config.directory, config.run)))
-    embedded = config.actors.engine.embedded
-    disable_progress_bar()
-    engine = await asyncio.to_thread(EmbeddedEngine.from_directory, model, embedded, policy_version=0)
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    stops = stop_token_ids(model, tokenizer)
-    policy = WatchedPolicy(
-        engine, tokenizer, Sampling.from_config(config.sampling, stops),
-        tool_calls=config.actors.tool_calls, images=ImageChat.of(model, tokenizer),
-    )  # fmt: skip
-    trial = Trial(tokenizer, stops)
-    await engine.start()
-    try:
+    async with answering_model(config, endpoint, embedded=True) as model:
+        policy = WatchedPolicy(
+            model.engine, model.tokenizer, Sampling.from_config(config.sampling, model.stops),
+            tool_calls=config.actors.tool_calls, images=model.images,
+        )  # fmt: skip
+        trial = Trial(model.tokenizer, model.stops)
         async with built_environment(config.actors, stop, hidden_files(config)) as environment:
-            if isinstance(environment, RunsOnDemand):
-                raise ConfigError(
-                    "actors.environment.type=clients: its tasks are taken by clients; try another"
-                )
+            refuse_clients(environment)
             await show(tasks, environment, policy, trial, say)
-    finally:
-        await engine.close()
     say(trial.summary())
 
 
@@ -192,9 +197,15 @@ async def show(
 ) -> None:
     """Roll all tasks out at once, and show them in order."""
     policies = [policy.watched() for _ in tasks]
-    rollouts = (environment.run(task, own) for task, own in zip(tasks, policies, strict=True))
-    outcomes = await asyncio.gather(*rollouts, return_exceptions=True)
-    for number, (task, outcome, own) in enumerate(zip(tasks, outcomes, policies, strict=True), start=1):
-        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-            raise outcome
-        say(f"=== prompt {number} of {len(tasks)}\n{trial.shown(task, outcome, own.seen)}")
+
+    async def rolled_out(task: Task, own: WatchedPolicy) -> tuple[Episode | Exception, float]:
+        began_s = monotonic()
+        try:
+            return await environment.run(task, own), monotonic() - began_s
+        except Exception as error:  # noqa: BLE001 - it is shown as what became of its prompt
+            return error, monotonic() - began_s
+
+    outcomes = await asyncio.gather(*map(rolled_out, tasks, policies))
+    for number, (task, (outcome, seconds), own) in enumerate(zip(tasks, outcomes, policies, strict=True), 1):
+        shown = trial.shown(task, outcome, own.seen, seconds)
+        say(f"=== prompt {number} of {len(tasks)}\n{shown}")

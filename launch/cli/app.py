@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import docstring_parser
 from cyclopts import App, Group, Parameter
-from pydantic import PlainValidator
+from pydantic import PlainValidator, ValidationError
 
 from bus.config import LOG_FORMAT_VARIABLE, URL_VARIABLE
 from bus.errors import ConfigError
@@ -36,6 +36,9 @@ from launch.settings.run_config import (
 )
 from launch.settings.short_forms import short_forms
 from launch.settings.sources import merged
+
+if TYPE_CHECKING:
+    from actors.settings.evaluation import ChatEndpointConfig
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
 # pydantic has each field's description already: with the commands' docstrings alone, help is twice as quick.
@@ -124,6 +127,39 @@ EnvironmentName = Annotated[
     str | None,
     Parameter(name="--environment", group=SHORT, help="Environment of others, as textarena:Nim-v0."),
 ]
+
+
+@dataclass(frozen=True)
+class AskedServer:
+    """A server that is asked instead of a model of the settings."""
+
+    url: Annotated[
+        str | None,
+        Parameter(name="--url", group=SHORT, help="Server of OpenAI's API to ask, as http://host/v1."),
+    ] = None
+    model: Annotated[
+        str | None, Parameter(name="--url-model", group=SHORT, help="Name of the model at --url.")
+    ] = None
+    key_variable: Annotated[
+        str | None,
+        Parameter(name="--key-variable", group=SHORT, help="Environment variable with the key of --url."),
+    ] = None
+
+    def endpoint(self) -> "ChatEndpointConfig | None":
+        """Return how it is asked, if one is named. Raises `ConfigError` for a URL or model that is none."""
+        from actors.settings.evaluation import ChatEndpointConfig
+
+        given = {"url": self.url, "model": self.model, "key_variable": self.key_variable}
+        if not any(given.values()):
+            return None
+        try:
+            return ChatEndpointConfig(**{name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            problems = "; ".join(problem["msg"] for problem in error.errors())
+            raise ConfigError(f"--url and --url-model: {problems}") from error
+
+
+OfServer = Annotated[AskedServer, Parameter(name="*")]
 
 LOOK = Group("Instead of a start", sort_key=2)
 PrintConfig = Annotated[

@@ -22,6 +22,7 @@ from launch.cli import (
     completion_commands,
     doctor_commands,
     engine_commands,
+    evaluation_commands,
     init_commands,
     key_commands,
     plan_commands,
@@ -56,12 +57,13 @@ SETTINGS: Mapping[str, Model] = {
     "doctor": RunConfig,
     "plan": RunConfig,
     "try": RunConfig,
+    "eval": RunConfig,
 }
 """Settings of the commands that have help for single sections."""
 OF_CHECKOUT = "Measure and test, in a checkout"
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("local", "bus", "storage", "shards", "learner", "actors", "gateway"),
-    "Prepare": ("init", "doctor", "plan", "try", "convert", "completion"),
+    "Prepare": ("init", "doctor", "plan", "try", "eval", "convert", "completion"),
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
     "Act on a run that goes on": ("data", "engines", "keys", "reward"),
     "Look back": ("verify", "retrain", "witness", "rescore", "restore"),
@@ -72,6 +74,7 @@ COMMANDS = (
     completion_commands,
     doctor_commands,
     engine_commands,
+    evaluation_commands,
     key_commands,
     init_commands,
     plan_commands,

@@ -14,6 +14,7 @@ from launch.cli.app import (
     USAGE,
     AgentCommand,
     AsJsonConfig,
+    AskedServer,
     BusUrl,
     ConfigFiles,
     CredsFile,
@@ -21,6 +22,7 @@ from launch.cli.app import (
     EnvironmentName,
     Logging,
     LogOptions,
+    OfServer,
     PresetName,
     PrintConfig,
     Prompts,
@@ -90,11 +92,11 @@ def local(  # noqa: PLR0913 - each is a flag
         *run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward, agent),
     ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
-    sources = _sources(preset_name, config, short, settings, recipe=recipe)
+    sources = start_sources(preset_name, config, short, settings, recipe=recipe)
     layer = merged(sources)
     resolved = resolve(layer)
     if not print_config:
-        _prepare(recipe, external)
+        prepare(recipe, external)
     own_bus = "url" not in layer.get("bus", {})
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
@@ -120,13 +122,15 @@ def try_(  # noqa: PLR0913 - each is a flag
     agent: AgentCommand = None,
     environment: EnvironmentName = None,
     count: Annotated[int, Parameter(name="--count", group=SHORT, validator=Number(gte=1))] = 3,
+    server: OfServer = AskedServer(),
     log: Logging = LogOptions(),
     settings: Settings = RunConfig(),
 ) -> None:
     """Show what a model does with a few prompts, untrained.
 
-    It takes the settings of `launch local`, samples with the embedded engine, and prints each prompt as it is
-    rendered, the answer with the token that ended it, reasoning, tool calls, and the reward with its parts.
+    It takes the settings of `launch local`, samples with the embedded engine or asks --url, and prints each
+    prompt as it is rendered, the answer with the token that ended it, reasoning, tool calls, how many tokens
+    are trained, and the reward with its parts.
 
     Parameters
     ----------
@@ -153,9 +157,10 @@ def try_(  # noqa: PLR0913 - each is a flag
         *run_variables(), *environment_sources(external), *short_sources(None, creds, prompts, reward, agent),
     ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
-    resolved = resolve(merged(_sources(preset_name, config, short, settings, recipe=recipe)))
-    _prepare(recipe, external)
-    run(partial(try_model, resolved, count=count, say=partial(print, flush=True)))
+    resolved = resolve(merged(start_sources(preset_name, config, short, settings, recipe=recipe)))
+    prepare(recipe, external)
+    say = partial(print, flush=True)
+    run(partial(try_model, resolved, count=count, say=say, endpoint=server.endpoint()))
 
 
 @app.command(usage=USAGE.format("storage"))
@@ -196,10 +201,10 @@ def storage(  # noqa: PLR0913 - each is a flag
     log_as(log, "storage")
     external = None if environment is None else external_environment(environment)
     short = [*run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward)]
-    sources = _sources(preset_name, config, short, settings)
+    sources = start_sources(preset_name, config, short, settings)
     resolved = resolve(merged(sources))
     if not print_config:
-        _prepare(external)
+        prepare(external)
     looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
     if looked == "dry run":
         from launch.checks.start_checks import rehearse_storage
@@ -212,14 +217,14 @@ def storage(  # noqa: PLR0913 - each is a flag
     run(partial(serve_storage, resolved, summary=summary))
 
 
-def _prepare(*needed: Recipe | ExternalEnvironment | None) -> None:
-    """Make what a start needs beside its settings."""
+def prepare(*needed: Recipe | ExternalEnvironment | None) -> None:
+    """Make what settings name, such as the model of a recipe."""
     for one in needed:
         if one is not None:
             one.prepare()
 
 
-def _sources(
+def start_sources(
     preset_name: str | None, configs: Sequence[Path] | None, short: Sequence[Source], settings: object,
     *, recipe: Recipe | None = None,
 ) -> list[Source]:  # fmt: skip

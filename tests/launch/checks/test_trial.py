@@ -82,6 +82,7 @@ async def test_what_fails_is_shown_as_itself_and_what_never_ends_is_pointed_out(
 def directory(path: Path) -> Path:
     """Write a model that has learned nothing, and prompts for it."""
     set_seed(3)
+    path.mkdir(exist_ok=True)
     QWEN.save_pretrained(path)
     config = Qwen3Config(
         vocab_size=len(QWEN), hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
