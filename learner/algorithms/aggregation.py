@@ -35,7 +35,7 @@ def sequence_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
 
 def prompt_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
     """Return the mean over prompts of the mean over all tokens of a prompt's trajectories (ScaleRL,
-    arXiv:2510.13786)."""
+    arXiv:2510.13786), or over episodes by their numbers."""
     _, of = np.unique(prompts, return_inverse=True)
     tokens = np.bincount(of, weights=lengths)[of]
     weights = 1.0 / np.maximum(tokens, 1)
@@ -58,6 +58,8 @@ def aggregated(samples: Sequence[Sample], config: Aggregation) -> list[Sample]:
         return list(samples)
     lengths = np.array([sample.trained_tokens for sample in samples], np.int64)
     prompts = np.array([sample.group for sample in samples], np.int64)
+    if config.by_episode:
+        _, prompts = np.unique([sample.episode for sample in samples], return_inverse=True)
     weights, denominators = (np.asarray(x, np.float64) for x in aggregation(config)(lengths, prompts))
     for name, values in (("weights", weights), ("denominators", denominators)):
         if values.shape != lengths.shape or not np.isfinite(values).all():

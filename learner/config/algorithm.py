@@ -18,6 +18,9 @@ class Aggregation(Choice):
     weighs_alike: ClassVar[bool] = False
     """Every trained token of the step has weight 1, so that no stream is needed."""
 
+    by_episode: ClassVar[bool] = False
+    """Its function gets the numbers of episodes in place of those of prompts."""
+
 
 class AutoAggregation(Config):
     """The aggregation of the paper that the loss or a rejection is from, or the mean over tokens."""
@@ -47,6 +50,15 @@ class PromptMean(Aggregation):
     computed_by: ClassVar[str] = "learner.algorithms.aggregation:prompt_mean"
 
 
+class EpisodeMean(Aggregation):
+    """Mean over the episodes of the step of the mean over all tokens of an episode's trajectories, so that an
+    agent which forks its context weighs no more than one that does not."""
+
+    type: Literal["episode_mean"] = "episode_mean"
+    computed_by: ClassVar[str] = "learner.algorithms.aggregation:prompt_mean"
+    by_episode: ClassVar[bool] = True
+
+
 class ConstantDenominator(Aggregation):
     """Sum over the tokens of a trajectory divided by a constant, as in Dr. GRPO (arXiv:2503.20783)."""
 
@@ -62,7 +74,9 @@ class PluginAggregation(Plugin, Aggregation):
     denominators)`."""
 
 
-UsedAggregation = TokenMean | SequenceMean | PromptMean | ConstantDenominator | PluginAggregation
+UsedAggregation = (
+    TokenMean | SequenceMean | PromptMean | EpisodeMean | ConstantDenominator | PluginAggregation
+)
 AggregationConfig = Annotated[AutoAggregation | UsedAggregation, Field(discriminator="type")]
 SEQUENCE_SUM = ConstantDenominator(tokens=1)
 """The mean over the trajectories of the step of the sum over their tokens."""

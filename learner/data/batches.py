@@ -178,6 +178,7 @@ def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None)
         },
         update_slot=trajectory.lease_id + trajectory.sample,
         group=trajectory.lease_id,
+        episode=trajectory.episode_id,
         kept=trajectory.kept_sets,
         experts=experts,
         images=trajectory.images,

@@ -42,6 +42,8 @@ class Sample:
     """When several updates share a batch, update `update_slot` modulo their number trains this sample."""
     group: int = 0
     """Number of the prompt; samples of one prompt share it."""
+    episode: str = ""
+    """Name of the episode; samples of one episode share it."""
     denominator: float | None = None
     """This sample's share of what the sum of all token losses is divided by; `None` stands for its number of
     trained tokens, which gives the mean over tokens."""

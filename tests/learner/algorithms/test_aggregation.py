@@ -12,6 +12,7 @@ from learner.algorithms.losses.objective import Objective
 from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import (
     ConstantDenominator,
+    EpisodeMean,
     PluginAggregation,
     PromptMean,
     SequenceMean,
@@ -44,6 +45,20 @@ def test_the_four_by_hand():
 def test_a_trajectory_without_trained_tokens_is_in_no_mean():
     assert weighed(SequenceMean(), [[], [4.0]], [1, 2]) == 4.0
     assert weighed(PromptMean(), [[], [4.0]], [1, 2]) == 4.0
+
+
+def test_an_episode_weighs_the_same_however_often_its_agent_forked():
+    samples = random_samples(LENGTHS)
+    names = ["g1/0", "g1/1", "g1/1", "g1/1", "g2/0"]  # the second episode has three trajectories
+    named = [replace(sample, episode=name) for sample, name in zip(samples, names, strict=True)]
+    found = aggregated(named, EpisodeMean())
+    shares = dict.fromkeys(names, 0.0)
+    for sample, name in zip(found, names, strict=True):
+        shares[name] += sample.streams["loss_weights"] * sample.trained_tokens
+    assert shares == pytest.approx(dict.fromkeys(names, 1.0))
+    assert sum(sample.denominator for sample in found) == pytest.approx(3)
+    by_token = {found[n].streams["loss_weights"] for n in (1, 2, 3)}
+    assert len(by_token) == 1  # each token of an episode has the same weight
 
 
 def twice(lengths, prompts):
