@@ -101,7 +101,7 @@ class EpisodeSandbox:
     async def restore(self, snapshot: bytes) -> None:
         """Make the workspace that of a snapshot; processes go on. Raises SandboxFileError and what `run`
         raises."""
-        await self._piped('cd "$1" && find . -mindepth 1 -delete && tar -xf -', WORKSPACE, stdin=snapshot)
+        await self._piped('cd "$1" && rm -rf -- ..?* .[!.]* * && tar -xf -', WORKSPACE, stdin=snapshot)
 
     async def close(self) -> None:
         """End the sandbox with all that runs in it."""

@@ -1,10 +1,13 @@
 """The back end of sandboxes that a configuration names."""
 
 from actors.episode_sandboxes.base import SandboxBackend
+from actors.episode_sandboxes.containers import ContainerBackend
 from actors.episode_sandboxes.namespaces import NamespaceBackend
-from actors.settings.episode_sandboxes import SandboxBackendConfig, SandboxLimits
+from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxBackendConfig, SandboxLimits
 
 
 def build_backend(config: SandboxBackendConfig, limits: SandboxLimits) -> SandboxBackend:
     """Build it. Raises ConfigError for one that cannot work here."""
+    if isinstance(config, ContainerSandboxes):
+        return ContainerBackend(config, limits)
     return NamespaceBackend.from_config(config, limits)

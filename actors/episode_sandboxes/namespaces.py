@@ -18,6 +18,7 @@ from actors.sandboxes.sandbox import package_directories
 from actors.sandboxes.server_process import sealed_file, started_server
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
 from bus.errors import ConfigError
+from bus.process.plugins import refuse_of_record
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 10.0
@@ -39,6 +40,8 @@ class NamespaceBackend:
     @classmethod
     def from_config(cls, config: NamespaceSandboxes, limits: SandboxLimits) -> Self:
         """Build. Raises ConfigError where the host allows no namespaces, or a path is not there."""
+        for path in config.readable:
+            refuse_of_record(f"the sandbox's readable {path}", str(path))
         if missing := [path for path in config.readable if not path.exists()]:
             raise ConfigError(f"a sandbox's readable={missing[0]}: this host has no such file")
         variables = {

@@ -51,4 +51,29 @@ class NamespaceSandboxes(Config):
     """Further files and directories of the host that a sandbox sees, read-only."""
 
 
-SandboxBackendConfig = Annotated[NamespaceSandboxes, Field()]
+class ContainerSandboxes(Config):
+    """Sandboxes in containers of Docker or Podman on the actor's host, without network."""
+
+    type: Literal["docker"] = "docker"
+    """Name of the back end."""
+
+    image: str
+    """Image of containers; it has `sh`, `cat`, `tar` and `mkdir`. Metadata `sandbox_image` of a prompt names
+    another. The daemon fetches what it has not got."""
+
+    socket: Path = Path("/var/run/docker.sock")
+    """Socket of the daemon; that of Podman is /run/podman/podman.sock, or podman/podman.sock below
+    XDG_RUNTIME_DIR."""
+
+    user: str | None = None
+    """User of the image that commands run as; `None` is the image's own."""
+
+    disk_quota: bool = False
+    """Whether the daemon holds a container's files to `disk_mb`, which needs a storage driver with quotas.
+    Without it `disk_mb` bounds each file alone."""
+
+    life_s: float = Field(86400.0, gt=0)
+    """Longest life of a container, after which it ends by itself."""
+
+
+SandboxBackendConfig = Annotated[NamespaceSandboxes | ContainerSandboxes, Field(discriminator="type")]

@@ -20,7 +20,7 @@ HELPERS = "/tmp/.sluice"
 """Directory of what keeps a shell and a Python session between calls."""
 SHELL = f"""
 exec 2>&1
-. {HELPERS}/variables 2>/dev/null
+[ ! -f {HELPERS}/variables ] || . {HELPERS}/variables
 cd "$(cat {HELPERS}/directory 2>/dev/null || pwd)" 2>/dev/null
 trap 'status=$?; export -p > {HELPERS}/variables; pwd > {HELPERS}/directory; exit $status' EXIT
 eval "$1"

@@ -1,0 +1,343 @@
+"""Sandboxes in containers of Docker or Podman on this host, by the HTTP API (1.41) at the daemon's socket.
+
+A container has no network and no capability. It ends with its episode, by itself after its longest life, or
+when the next actor of this host finds that the one which started it has ended."""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import struct
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+import structlog
+
+from actors.episode_sandboxes.base import WORKSPACE, Command, CommandEnd, CommandResult
+from actors.episodes.errors import ToolError, ToolFailedError
+from actors.episodes.task import JSON
+from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxLimits
+from bus.errors import ConfigError
+from bus.waiting import cancelled
+
+log = structlog.get_logger()
+API = "/v1.41"
+OWNER = "sluice.owner"
+"""Label of a container that says which process started it: boot, id and beginning."""
+BEGIN_EXEC = 'echo $$ > "$0"; exec "$@"'
+"""Script that notes the process of a command, so that it can be ended."""
+END_EXEC = 'kill -9 -- "-$(cat "$0")"'
+REQUEST_TIMEOUT_S = 120.0
+LAST_OUTPUT_S = 0.2
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5
+"""Time until the daemon is asked whether a command has ended whose output goes on, at first and at most."""
+LOOKS = 40
+KILLED = 137
+"""Status of a command that a signal has killed."""
+OF_MEMORY = "/sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control"
+"""Files in which a container finds how often it lacked memory, of both versions of control groups."""
+FRAME = struct.Struct(">BxxxI")
+"""Head of a part of the output: 1 for output, 2 for errors, and its length."""
+
+
+class ContainerBackend:
+    """Starts containers. Raises ConfigError where there is no daemon."""
+
+    def __init__(self, config: ContainerSandboxes, limits: SandboxLimits) -> None:
+        if not config.socket.is_socket():
+            raise ConfigError(
+                f"a sandbox's socket={config.socket}: no daemon listens there; start Docker, or give the "
+                "socket of Podman (podman system service)"
+            )
+        self._config = config
+        self._limits = limits
+        self._session: aiohttp.ClientSession | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self, image: str | None) -> "Container":
+        """Start a container of an image, which the daemon fetches if it has not got it. Raises ToolError."""
+        name = image or self._config.image
+        async with self._starting:
+            if self._session is None:
+                connector = aiohttp.UnixConnector(str(self._config.socket), limit=0)
+                self._session = aiohttp.ClientSession("http://daemon", connector=connector)
+                await self._remove_orphans()
+        status, made = await self.ask("POST", "/containers/create", self._described(name))
+        if status == 404:
+            await self._pull(name)
+            status, made = await self.ask("POST", "/containers/create", self._described(name))
+        if status != 201:
+            raise ToolError(f"the daemon makes no container of {name!r}: {_message(made)}")
+        container = Container(self, str(made["Id"]))
+        status, said = await self.ask("POST", f"/containers/{container.container_id}/start")
+        if status not in (204, 304):
+            await container.close()
+            raise ToolError(f"the daemon starts no container of {name!r}: {_message(said)}")
+        return container
+
+    async def close(self) -> None:
+        """End the connections to the daemon."""
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def socket(self) -> Path:
+        """Return where the daemon listens."""
+        return self._config.socket
+
+    async def ask(self, method: str, path: str, body: JSON = None) -> tuple[int, Mapping[str, JSON]]:
+        """Ask the daemon; return the status and what it says. Raises ToolError where it does not answer."""
+        assert self._session is not None
+        try:
+            async with (
+                asyncio.timeout(REQUEST_TIMEOUT_S),
+                self._session.request(method, API + path, json=body) as answer,
+            ):
+                said = await answer.text()
+                return answer.status, _object(said.splitlines()[-1] if said else "{}")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ToolError(f"the daemon at {self._config.socket} does not answer: {error!r}") from error
+
+    async def _pull(self, name: str) -> None:
+        image, _, tag = name.rpartition(":") if ":" in name.rpartition("/")[2] else (name, "", "latest")
+        status, said = await self.ask("POST", f"/images/create?fromImage={image}&tag={tag}")
+        if status != 200 or "error" in said:
+            raise ToolError(f"the daemon has no image {name!r}, and fetches none: {_message(said)}")
+
+    def _described(self, image: str) -> JSON:
+        limits, size = self._limits, self._limits.disk_mb << 20
+        host: dict[str, JSON] = {
+            "NetworkMode": "none",
+            "Memory": limits.memory_mb << 20,
+            "MemorySwap": limits.memory_mb << 20,
+            "PidsLimit": limits.processes,
+            "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"],
+            "AutoRemove": True,
+            "OomScoreAdj": 1000,
+            "Ulimits": [
+                _ulimit("cpu", limits.cpu_s), _ulimit("fsize", size), _ulimit("core", 0),
+                _ulimit("nofile", 1024),
+            ],
+            **({"StorageOpt": {"size": str(size)}} if self._config.disk_quota else {}),
+        }  # fmt: skip
+        return {
+            "Image": image,
+            "Entrypoint": ["/bin/sh", "-c", f"sleep {self._config.life_s:.0f} & wait"],
+            "Cmd": [],
+            "User": self._config.user or "",
+            "WorkingDir": WORKSPACE,
+            "Env": [f"HOME={WORKSPACE}"],
+            "Labels": {OWNER: _owner()},
+            "HostConfig": host,
+        }
+
+    async def _remove_orphans(self) -> None:
+        """Remove containers whose actor on this host has ended without closing them."""
+        filters = json.dumps({"label": [OWNER]})
+        assert self._session is not None
+        try:
+            async with self._session.get(
+                f"{API}/containers/json", params={"all": "1", "filters": filters}
+            ) as found:
+                containers = await found.json()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ToolError(f"the daemon at {self._config.socket} does not answer: {error!r}") from error
+        for one in containers:
+            if _is_orphan(one["Labels"][OWNER]):
+                log.info("orphaned_sandbox_removed", container=one["Id"][:12])
+                await self.ask("DELETE", f"/containers/{one['Id']}?force=1&v=1")
+
+
+class Container:
+    """One container."""
+
+    def __init__(self, backend: ContainerBackend, container_id: str) -> None:
+        self.container_id = container_id
+        self._backend = backend
+        self._killed = 0
+        """Processes that the kernel has killed for lack of memory, as far as is known."""
+
+    async def run(self, command: Command) -> CommandResult:
+        """Carry out a command. Raises ToolFailedError where the container has ended, else ToolError."""
+        started, note = time.monotonic(), f"/tmp/.sluice-{secrets.token_hex(8)}"
+        exec_id = await self._made(command, (BEGIN_EXEC, note, *command.words))
+        path = f"{API}/exec/{exec_id}/start"
+        end: CommandEnd | None = None
+        async with _stream(self._backend.socket, path, command) as stream:
+            try:
+                end = await self._ended(stream, exec_id, command.timeout_s)
+            finally:
+                if end != "exited":
+                    await self._kill(note)
+        status = await self._status(exec_id)
+        if end == "exited" and status == KILLED and await self._lacked_memory():
+            end = "memory"
+        stdout, stderr = (bytes(stream.outputs[kind][: command.output_bytes]) for kind in (1, 2))
+        return CommandResult(
+            stdout=stdout, stderr=stderr, end=end, status=status, took_s=time.monotonic() - started
+        )
+
+    async def close(self) -> None:
+        """Remove the container; what the daemon says against it is logged."""
+        status, said = await self._backend.ask("DELETE", f"/containers/{self.container_id}?force=1&v=1")
+        if status not in (204, 404, 409):  # gone, or about to be
+            log.warning("container_is_not_removed", container=self.container_id, reason=_message(said))
+
+    async def _made(self, command: Command, script: Sequence[str]) -> str:
+        described: JSON = {
+            "AttachStdin": True,
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "Cmd": ["/bin/sh", "-c", *script],
+            "WorkingDir": command.directory,
+            "Env": [f"{name}={value}" for name, value in command.variables.items()],
+        }
+        status, said = await self._backend.ask("POST", f"/containers/{self.container_id}/exec", described)
+        if status != 201:
+            raise ToolFailedError(f"the container has ended: {_message(said)}")
+        return str(said["Id"])
+
+    async def _ended(self, stream: "_Stream", exec_id: str, timeout_s: float) -> CommandEnd:
+        """Wait until a command has ended or passed a limit.
+
+        What it leaves in the background would keep the stream open: the daemon is asked, too."""
+        until, wait_s = time.monotonic() + timeout_s, FIRST_LOOK_S
+        while True:
+            left_s = until - time.monotonic()
+            if await stream.read(max(min(wait_s, left_s), 0.0)):
+                return "output" if stream.is_over else "exited"
+            if left_s <= 0:
+                return "time"
+            if not (await self._inspected(exec_id))["Running"]:
+                await stream.read(LAST_OUTPUT_S)
+                return "exited"
+            wait_s = min(2 * wait_s, LONGEST_LOOK_S)
+
+    async def _inspected(self, exec_id: str) -> Mapping[str, JSON]:
+        status, said = await self._backend.ask("GET", f"/exec/{exec_id}/json")
+        if status != 200:
+            raise ToolFailedError(f"the container has ended: {_message(said)}")
+        return said
+
+    async def _status(self, exec_id: str) -> int:
+        """Return the status of a command that has ended, or is about to."""
+        for _ in range(LOOKS):
+            if not (said := await self._inspected(exec_id))["Running"]:
+                code = said["ExitCode"]
+                return code if isinstance(code, int) else KILLED
+            await asyncio.sleep(FIRST_LOOK_S)
+        return KILLED
+
+    async def _lacked_memory(self) -> bool:
+        """Return whether the kernel has killed further processes at the container's limit of memory."""
+        words = ("/bin/sh", "-c", f"cat {OF_MEMORY} 2>/dev/null")
+        ran = await self.run(Command(words=words, timeout_s=REQUEST_TIMEOUT_S, directory="/"))
+        before, found = self._killed, re.search(rb"^oom_kill (\d+)$", ran.stdout, re.MULTILINE)
+        self._killed = int(found[1]) if found else 0
+        return self._killed > before
+
+    async def _kill(self, note: str) -> None:
+        """End a command with all of its session; what began a session of its own ends with the container."""
+        described: JSON = {"Cmd": ["/bin/sh", "-c", END_EXEC, note]}
+        status, made = await self._backend.ask("POST", f"/containers/{self.container_id}/exec", described)
+        if status == 201:
+            await self._backend.ask("POST", f"/exec/{made['Id']}/start", {"Detach": True})
+
+
+class _Stream:
+    """The connection that carries a command's input and output (`/exec/ID/start`, attached)."""
+
+    def __init__(self, reader: asyncio.StreamReader, limit: int) -> None:
+        self.outputs = {1: bytearray(), 2: bytearray()}
+        self._limit = limit
+        self._reading = asyncio.create_task(self._read(reader), name="output of a command")
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the command wrote more than it may."""
+        return any(len(output) > self._limit for output in self.outputs.values())
+
+    async def read(self, timeout_s: float) -> bool:
+        """Wait for what comes; return whether nothing more will. Raises ToolError for what is no output."""
+        await asyncio.wait([self._reading], timeout=timeout_s)
+        if self._reading.done():
+            self._reading.result()
+        return self._reading.done()
+
+    async def close(self) -> None:
+        """Read no more."""
+        await cancelled(self._reading)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while not self.is_over:
+                kind, size = FRAME.unpack(await reader.readexactly(FRAME.size))
+                self.outputs[kind] += await reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        except KeyError as error:
+            raise ToolError(f"the daemon sent output of kind {error}: only 1 and 2 are known") from error
+
+
+@asynccontextmanager
+async def _stream(socket: Path, path: str, command: Command) -> AsyncIterator[_Stream]:
+    """Begin a command, and send its input while inside. aiohttp leaves no connection to its user."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(socket))
+        body = b'{"Detach": false, "Tty": false}'
+        head = f"POST {path} HTTP/1.1\r\nHost: daemon\r\nContent-Type: application/json\r\n"
+        upgrade = f"Connection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write((head + upgrade).encode() + body)
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            answer = await reader.readuntil(b"\r\n\r\n")
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        raise ToolError(f"the daemon at {socket} does not answer: {error!r}") from error
+    if answer.split(b" ", 2)[1] not in (b"101", b"200"):
+        writer.close()
+        raise ToolFailedError(f"the daemon begins no command: {answer.splitlines()[0].decode()}")
+    stream = _Stream(reader, command.output_bytes)
+    writer.write(command.stdin)
+    writer.write_eof()
+    try:
+        yield stream
+    finally:
+        await stream.close()
+        writer.close()
+
+
+def _object(text: str) -> Mapping[str, JSON]:
+    """Return a JSON object, or a text in the place of its message."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return {"message": text}
+    return said if isinstance(said, Mapping) else {"message": text}
+
+
+def _message(said: Mapping[str, JSON]) -> str:
+    return str(said.get("message") or said.get("error") or dict(said))
+
+
+def _ulimit(name: str, value: int) -> JSON:
+    return {"Name": name, "Soft": value, "Hard": value}
+
+
+def _owner() -> str:
+    return json.dumps([psutil.boot_time(), os.getpid(), psutil.Process().create_time()])
+
+
+def _is_orphan(owner: str) -> bool:
+    """Return whether the process of this host that started a container is gone; others are not known here."""
+    boot, pid, began = json.loads(owner)
+    if abs(boot - psutil.boot_time()) > 1:
+        return False
+    try:
+        return bool(abs(psutil.Process(pid).create_time() - began) > 1)
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,228 @@
+"""Sandboxes in containers of real daemons, Docker's and Podman's, with an image that is made of busybox."""
+
+import asyncio
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.episode_sandboxes.base import Command, EpisodeSandbox, SandboxFileError
+from actors.episode_sandboxes.containers import ContainerBackend
+from actors.episodes.errors import ToolError, ToolFailedError
+from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxLimits
+from actors.settings.sandbox_tools import SandboxToolConfig
+from actors.tools.build import build_tools
+from bus.errors import ConfigError
+from tests.actors.episode_sandboxes.backends import said, shell
+from tests.actors.tools.test_sandbox_tools import Episode
+
+pytestmark = pytest.mark.nightly
+IMAGE = "tiny:1"
+DAEMONS = {
+    "docker": "dockerd --data-root {d}/data --exec-root {d}/exec --pidfile {d}/pid -H unix://{d}/socket "
+    "--iptables=false --ip6tables=false --bridge=none",
+    "podman": "podman --root {d}/data --runroot {d}/run --cgroup-manager cgroupfs --runtime runc "
+    "system service --time 0 unix://{d}/socket",
+}
+IMPORT = {
+    "docker": "docker -H unix://{d}/socket import - " + IMAGE,
+    "podman": "podman --root {d}/data --runroot {d}/run import - " + IMAGE,
+}
+
+
+def image_of_busybox():
+    """A tar archive of one program that is all others."""
+    applets = subprocess.run(["busybox", "--list"], check=True, capture_output=True, text=True).stdout.split()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(shutil.which("busybox"), "bin/busybox")
+        for applet in set(applets) - {"busybox"}:
+            link = tarfile.TarInfo(f"bin/{applet}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            archive.addfile(link)
+        tmp = tarfile.TarInfo("tmp")
+        tmp.type, tmp.mode = tarfile.DIRTYPE, 0o1777
+        archive.addfile(tmp)
+    return packed.getvalue()
+
+
+@pytest.fixture(scope="module", params=DAEMONS)
+def daemon(request):
+    """The socket of a daemon that has the image."""
+    name = DAEMONS[request.param].split()[0]
+    if os.geteuid() or not (shutil.which(name) and shutil.which("busybox")):
+        pytest.skip(f"needs root, {name} and busybox: apt-get install docker.io podman crun busybox-static")
+    with tempfile.TemporaryDirectory(prefix="sluice-daemon-", ignore_cleanup_errors=True) as directory:
+        with Path(directory, "log").open("wb") as log:
+            command = DAEMONS[request.param].format(d=directory).split()
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            until = time.monotonic() + 60
+            while not Path(directory, "socket").is_socket():
+                if process.poll() is not None or time.monotonic() > until:
+                    pytest.skip(f"{name} does not run here: {Path(directory, 'log').read_text()[-500:]}")
+                time.sleep(0.1)
+            load = IMPORT[request.param].format(d=directory).split()
+            subprocess.run(load, input=image_of_busybox(), check=True, capture_output=True)
+            yield Path(directory, "socket")
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def ask_for_few_processes(patch):
+    """Have limits that root may set who lacks CAP_SYS_RESOURCE: Podman's own default is above them."""
+    described = ContainerBackend._described
+
+    def within(self, image):
+        body = described(self, image)
+        body["HostConfig"]["Ulimits"].append({"Name": "nproc", "Soft": 4096, "Hard": 4096})
+        return body
+
+    patch(ContainerBackend, "_described", within)
+
+
+@pytest.fixture(autouse=True)
+def few_processes(monkeypatch):
+    ask_for_few_processes(monkeypatch.setattr)
+
+
+@asynccontextmanager
+async def backend_of(daemon, **limits):
+    backend = ContainerBackend(ContainerSandboxes(image=IMAGE, socket=daemon), SandboxLimits(**limits))
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+@asynccontextmanager
+async def container_of(daemon, **limits):
+    async with backend_of(daemon, **limits) as backend:
+        sandbox = EpisodeSandbox(await backend.start(None))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+
+async def test_a_container_does_what_a_sandbox_does(daemon):
+    async with container_of(daemon, memory_mb=64, processes=32) as sandbox:
+        ran = await shell(sandbox, "echo out; echo err >&2; pwd; exit 3")
+        assert (ran.stdout, ran.stderr, ran.end, ran.status) == (b"out\n/workspace\n", b"err\n", "exited", 3)
+        assert await said(sandbox, "sleep 100 & echo $! > pid; echo begun") == "begun\n"
+        assert await said(sandbox, "kill -0 $(cat pid) && echo runs") == "runs\n"
+        large = b"x" * 300_000
+        assert await said(
+            sandbox, "cat; echo $A", stdin=large, variables={"A": "b"}, output_bytes=400_000
+        ) == (large.decode() + "b\n")
+        await sandbox.write("a/b c", b"\0\xff" * 100)
+        snapshot = await sandbox.snapshot()
+        await said(sandbox, "rm -r a; touch .hidden d")
+        await sandbox.restore(snapshot)
+        assert await sandbox.read("/workspace/a/b c") == b"\0\xff" * 100
+        with pytest.raises(SandboxFileError, match="No such file"):
+            await sandbox.read("a/nothing")
+        assert (await sandbox.run(Command(words=("no-such-program",), timeout_s=20))).status == 127
+
+
+async def test_a_command_that_passes_a_limit_is_ended_and_the_container_goes_on(daemon):
+    async with container_of(daemon, memory_mb=64, processes=32) as sandbox:
+        ran = await shell(sandbox, "sleep 55 & sleep 56", timeout_s=0.5)
+        assert ran.end == "time"
+        assert await said(sandbox, "ps | grep -c 'sleep 5[56]' || true") == "0\n"
+        ran = await shell(sandbox, "yes", output_bytes=1000)
+        assert (ran.end, len(ran.stdout)) == ("output", 1000)
+        assert await said(sandbox, "ps | grep -c 'yes$' || true") == "0\n"
+        assert (await shell(sandbox, "kill -9 $$")).end == "exited"
+        for _ in range(2):
+            assert (await shell(sandbox, "exec awk 'BEGIN { x = \"y\"; while (1) x = x x }'")).end == "memory"
+        assert (await shell(sandbox, "kill -9 $$")).end == "exited"
+        task = asyncio.create_task(shell(sandbox, "echo > begun; exec sleep 77", timeout_s=300))
+        while not (await shell(sandbox, "ls begun 2>/dev/null")).stdout:
+            pass
+        task.cancel()
+        await asyncio.wait([task])
+        assert await said(sandbox, "ps | grep -c 'sleep 7[7]' || true") == "0\n"
+
+
+async def test_a_container_reaches_nothing_and_may_do_nothing(daemon):
+    async with container_of(daemon) as sandbox:
+        shown = await said(sandbox, "grep -E 'CapEff|NoNewPrivs' /proc/self/status; tail -n +3 /proc/net/dev")
+        rights, _, interfaces = shown.partition("NoNewPrivs:\t1\n")
+        assert rights == "CapEff:\t0000000000000000\n"
+        assert {line.split(":")[0].strip() for line in interfaces.splitlines()} <= {
+            "lo",
+            "tunl0",
+            "sit0",
+            "ip6tnl0",
+        }
+        assert (await shell(sandbox, "mount -t tmpfs x /mnt || mknod /tmp/x b 254 0")).status != 0
+
+
+async def test_a_container_that_has_ended_or_was_left_is_told_and_removed(daemon):
+    async with backend_of(daemon) as backend:
+        sandbox = EpisodeSandbox(await backend.start(None))
+        await backend.ask("DELETE", f"/containers/{sandbox.running.container_id}?force=1")
+        with pytest.raises(ToolFailedError, match="the container has ended"):
+            await said(sandbox, "true")
+        await sandbox.close()
+        with pytest.raises(ToolError, match="no image 'localhost:1/none:1'"):
+            await backend.start("localhost:1/none:1")
+        ours = EpisodeSandbox(await backend.start(None))
+        left = await asyncio.to_thread(leave_a_container, daemon)
+        async with backend_of(daemon) as other:
+            await (await other.start(None)).close()
+            status, _ = await other.ask("GET", f"/containers/{left}/json")
+            assert (bool(left), status) == (True, 404)  # its actor has ended without closing it
+        assert await said(ours, "echo 1") == "1\n"  # and that of a living one stays
+        await ours.close()
+
+
+LEAVE = """
+import asyncio, os, sys
+from pathlib import Path
+from actors.episode_sandboxes.containers import ContainerBackend
+from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxLimits
+from tests.actors.episode_sandboxes.test_containers import ask_for_few_processes
+async def main():
+    ask_for_few_processes(setattr)
+    config = ContainerSandboxes(image=sys.argv[2], socket=Path(sys.argv[1]))
+    backend = ContainerBackend(config, SandboxLimits())
+    print((await backend.start(None)).container_id, flush=True)
+    os._exit(9)
+asyncio.run(main())
+"""
+
+
+def leave_a_container(daemon):
+    """The id of a container that a process has left behind."""
+    command = [sys.executable, "-c", LEAVE, str(daemon), IMAGE]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+
+
+async def test_the_tools_work_in_a_container(daemon):
+    backend = {"type": "docker", "image": IMAGE, "socket": str(daemon)}
+    tools = build_tools([SandboxToolConfig(backend=backend, offers=("shell", "files"))])
+    episode = Episode(tools, sandbox_files={"a.txt": "one\n"})
+    try:
+        assert await episode.said("shell", command="cat a.txt; cd /tmp; export A=b") == "one"
+        assert await episode.said("shell", command="pwd; echo $A") == "/tmp\nb"
+        assert await episode.said("edit_file", path="a.txt", old="one", new="two") == "edited"
+        assert await episode.said("read_file", path="a.txt") == "two\n"
+    finally:
+        await episode.close()
+        await tools["shell"].close()
+
+
+def test_a_socket_without_a_daemon_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="no daemon listens there"):
+        ContainerBackend(ContainerSandboxes(image=IMAGE, socket=tmp_path / "none"), SandboxLimits())
