@@ -72,7 +72,11 @@ class AgentEnvironment:
         self._verifier = None if config.verifier is None else self._built_verifier()
         self._starting = asyncio.Lock()
         self._is_serving = False
-        self._places = asyncio.Semaphore(config.programs)
+        self._places = {
+            False: asyncio.Semaphore(config.programs),
+            True: asyncio.Semaphore(config.heldout_programs),
+        }
+        """Places of training, and of held-out tasks."""
         self._stop = asyncio.Event()
 
     @classmethod
@@ -118,7 +122,7 @@ class AgentEnvironment:
             await cancelled(playing)
 
     async def _played(self, task: Task, policy: Policy) -> Episode:
-        async with self._places, self._gateway.session(policy, task.task_id) as session:
+        async with self._places[task.heldout], self._gateway.session(policy, task.task_id) as session:
             if self._stop.is_set():
                 raise HandBackError(f"no program was started for task {task.task_id} before the stop")
             try:
@@ -138,6 +142,8 @@ class AgentEnvironment:
                 raise HandBackError(f"task {task.task_id} ended with its actor: {fault}") from fault
             lowest = self._latest.lowest(self._config.lowest)
             self._latest.note(worked=False)
+            if isinstance(fault, ProgramFaultError) and (stated := self._config.failed_reward) is not None:
+                return unscored_episode(policy, session, stated, str(fault))
             if lowest is None or not self._is_the_policys(fault, session):
                 raise
             return unscored_episode(policy, session, lowest, str(fault))

@@ -152,10 +152,18 @@ class ClientsEnvironment:
                 session.reward_owner = None if self._scoring is not None else self._owner(offer)
                 offer.session.set_result((task, session))
                 assert offer.taker is not None  # it was claimed
-                with offer.taker.leading(session):
-                    await self._ended(task, session)
-                await session.close()
-                episode = await self._episode(policy, session, task, metadata)
+                try:
+                    with offer.taker.leading(session):
+                        await self._ended(task, session)
+                except EpisodeError as fault:
+                    stated = self._config.failed_reward
+                    waited = session.longest_wait_s > self._config.idle_timeout_s / 2
+                    if stated is None or session.last is None or (waited and session.failed is None):
+                        raise
+                    episode = unscored_episode(policy, session, stated, str(fault), metadata)
+                else:
+                    await session.close()
+                    episode = await self._episode(policy, session, task, metadata)
         self._episodes += 1
         return episode
 

@@ -70,6 +70,7 @@ class LongLivedAgent:
             episode_timeout_s=config.program_timeout_s,
             shown_metadata=config.shown_metadata,
             unfinished_reward=config.unfinished_reward,
+            failed_reward=config.failed_reward,
             drain_timeout_s=max(finish_within_s, SOON_S),
             gateway=config.gateway,
         )

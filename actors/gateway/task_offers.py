@@ -17,6 +17,8 @@ CLAIMS_REMEMBERED = 4096
 """Answers to requests for tasks that are kept for retries, of each taker."""
 GROUPS_REMEMBERED = 4096
 """Groups without a rollout under way: a rollout that failed may be offered again."""
+OTHERS_PER_HELDOUT = 4
+"""Rollouts of training that are claimed for each held-out one, while both are offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class TaskOffers:
         self._groups: OrderedDict[str, OfferedGroup] = OrderedDict()
         self._offers: deque[TaskOffer] = deque()
         self._waiters: deque[_Waiter] = deque()
+        self._since_heldout = 0
+        """Rollouts of training that were claimed since the last held-out one."""
         self._changed = asyncio.Event()
 
     @property
@@ -210,16 +214,24 @@ class TaskOffers:
                 self._offers.remove(offer)
                 offer.own, offer.taker = waiter.own, waiter.taker
                 offer.group.claimed += 1
+                self._since_heldout = 0 if offer.task.heldout else self._since_heldout + 1
                 offer.group.own = waiter.own.name if waiter.own is not None else None
                 offer.claimed.set()
                 waiter.found.set_result(offer)
 
     def _fitting(self, own: OwnTask | None) -> TaskOffer | None:
-        """Return the rollout that a client should get: of a group that was begun for the same, or of none."""
+        """Return the rollout that a client should get: of a group that was begun for the same, or of none.
+
+        Held-out ones are every fifth while there are both, so that neither waits for all of the other."""
         name = own.name if own is not None else None
-        begun = (offer for offer in self._offers if offer.group.claimed and offer.group.own == name)
-        unbegun = (offer for offer in self._offers if not offer.group.claimed)
-        return next(begun, next(unbegun, None))
+        heldout_is_due = self._since_heldout >= OTHERS_PER_HELDOUT
+        due = [offer for offer in self._offers if offer.task.heldout == heldout_is_due]
+        for offers in (due, self._offers):
+            begun = (offer for offer in offers if offer.group.claimed and offer.group.own == name)
+            unbegun = (offer for offer in offers if not offer.group.claimed)
+            if (found := next(begun, next(unbegun, None))) is not None:
+                return found
+        return None
 
 
 def _is_answered(waiter: _Waiter) -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from actors.settings.environment import EnvironmentSettings
 from actors.settings.gateway import GatewayConfig
 from actors.settings.programs import IsolationConfig, with_own_python
-from actors.settings.rewards import RewardConfig
+from actors.settings.rewards import Finite, RewardConfig
 
 POSTED = "posted"
 """Name of the reward that a program posts."""
@@ -33,6 +33,11 @@ class AgentTaskConfig(RewardConfig):
     shown_metadata: tuple[str, ...] = ()
     """Fields of a prompt's metadata that an agent which is not paid by itself finds in its task. It finds no
     other one: rewards and verifiers of your own may know the answer by any field."""
+
+    failed_reward: Finite | None = None
+    """Reward of an episode whose program or client fails or runs out of time after it has asked the policy.
+    `None`: `unfinished_reward` where a program of one task failed and others ended well; else the episode is
+    not trained."""
 
 
 class AgentConfig(EnvironmentSettings, AgentTaskConfig):
@@ -79,6 +84,11 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     """Most programs that run at the same time; further episodes wait. `None` means 32, or one that is
     long-lived."""
 
+    heldout_programs_at_once: int | None = Field(None, ge=1)
+    """Most programs of held-out tasks that run beside those, so that neither waits for the other. `None`
+    means a quarter as many. A long-lived program gets held-out tasks as every fifth of its tasks, while it
+    has others."""
+
     variables: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the program, besides those that it inherits of the actor and those by which
     it finds the policy. They are kept in the run's record."""
@@ -118,6 +128,11 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
     def programs(self) -> int:
         """Return how many programs may run at the same time."""
         return self.programs_at_once or (1 if self.long_lived else PROGRAMS_AT_ONCE)
+
+    @property
+    def heldout_programs(self) -> int:
+        """Return how many programs of held-out tasks may run beside those of others."""
+        return self.heldout_programs_at_once or max(1, self.programs // 4)
 
     @field_validator("command", "verifier")
     @classmethod

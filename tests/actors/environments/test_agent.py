@@ -285,6 +285,27 @@ async def test_cancelled_rollout_ends_its_program(agent: Setting, tmp_path):
         assert not running(str(agent.path))
 
 
+async def test_held_out_tasks_have_places_of_their_own(agent: Setting):
+    agent.engine.hold()
+    async with agent.running("reward(len(ask('hi')))", programs_at_once=1) as environment:
+        rollouts = [
+            asyncio.create_task(environment.run(replace(TASK, heldout=heldout), agent.policy))
+            for heldout in (True, True, False, False)
+        ]
+        await until(lambda: agent.engine.running == 2, "a program of each kind")
+        agent.engine.release()
+        await asyncio.gather(*rollouts)
+    assert len(agent.engine.requests) == 4
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", pytest.param("time.sleep(60)", marks=pytest.mark.slow)])
+async def test_program_that_fails_or_outlives_its_time_has_the_reward_that_the_settings_state(agent, ending):
+    """Also where no other program has ended well."""
+    episode = await agent.run(f"ask('hi')\n{ending}", failed_reward=-0.5, program_timeout_s=3.0)
+    [trajectory] = episode.trajectories
+    assert (trajectory.reward, trajectory.reward_source) == (-0.5, "settings")
+
+
 async def test_stop_ends_what_runs_in_its_time_and_begins_nothing_that_waits(agent, tmp_path):
     agent.finish_within_s = 0.1
     pids, stop = tmp_path / "pids", asyncio.Event()

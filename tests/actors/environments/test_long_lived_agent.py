@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,9 @@ from actors.environments.build import build_environment
 from actors.environments.long_lived_agent import LongLivedAgent
 from actors.episodes.episode import Episode
 from actors.episodes.errors import EpisodeError
+from actors.episodes.policy_faults import REWARD_FAULT
 from actors.episodes.task import Task
+from actors.gateway.task_offers import Taker, TaskOffers
 from actors.policy.policy import Policy
 from actors.rollouts.worker import end_after
 from actors.settings.agents import AgentConfig
@@ -88,6 +90,30 @@ async def running(
         yield Agent(environment)
     finally:
         await environment.close()
+
+
+async def test_held_out_tasks_and_those_of_training_wait_for_one_another_no_longer_than_their_share():
+    offers = TaskOffers()
+    with ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context(offers.offering(task(number, heldout=number < 10)))
+        taken = [await offers.claim(None, Taker(), 1.0) for _ in range(20)]
+    order = "".join("h" if offer is not None and offer.task.heldout else "t" for offer in taken)
+    assert order == "tttthtttthtt" + "h" * 8  # all ten are taken once nothing else waits
+
+
+@pytest.mark.parametrize(("stated", "outcome"), [(-0.5, -0.5), (None, "environment_error")])
+async def test_a_client_that_fails_has_the_reward_that_the_settings_state(tmp_path: Path, stated, outcome):
+    program = "taken = take()\nask(taken)\npost(taken['end_url'], {'failed': 'the tests crashed'})\ntake()"
+    async with running(tmp_path, program, failed_reward=stated) as agent:
+        if stated is None:
+            with pytest.raises(EpisodeError, match="the tests crashed") as failed:
+                await agent.run()
+            assert end_after(failed.value) == outcome
+        else:
+            [part] = (await agent.run()).trajectories
+            assert (part.reward, part.is_trained, part.reward_source) == (outcome, True, "settings")
+            assert "the tests crashed" in str(part.metadata[REWARD_FAULT])
 
 
 async def test_one_program_plays_many_tasks_also_held_out_ones(tmp_path: Path):
