@@ -125,6 +125,8 @@ class ToolChat:
             self._chats.note(worked=True)
         last = chat.completions[-1]
         answer = answer_to(task, last.content, last.finish_reason, token_count=chat.sampled)
+        found = await chat.tools.examined(self._tools.values())
+        answer = replace(answer, metadata={**answer.metadata, **found})
         counts: dict[str, Json] = {name: chat.counts[name] for name in COUNTED}
         return await self._scoring.episode(policy, answer, _metrics(chat), end=chat.end, metadata=counts)
 

@@ -37,6 +37,15 @@ class SandboxPool:
             finally:
                 await sandbox.close()
 
+    @asynccontextmanager
+    async def further(self, image: str | None) -> AsyncIterator[EpisodeSandbox]:
+        """Have another sandbox while inside, for who has one: it waits for none. Raises ToolError."""
+        sandbox = EpisodeSandbox(await self._backend.start(image))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
     async def close(self) -> None:
         """End the sandboxes that wait, and the back end."""
         self._is_closed = True

@@ -220,6 +220,20 @@ class RewardConfig(UnfinishedConfig):
     judge: JudgeConfig = JudgeConfig()
     """Model of the reward `judge`."""
 
+    @property
+    def checks_sandbox(self) -> bool:
+        """Tell whether something judges what the model leaves in a sandbox."""
+        return False
+
+    @model_validator(mode="after")
+    def _checked_sandbox_is_there(self) -> Self:
+        if "sandbox_check" in self.names and not self.checks_sandbox:
+            raise ValueError(
+                "the reward sandbox_check needs type=tools with a tool of type sandbox that has a `check`: "
+                "it would always be 0"
+            )
+        return self
+
     def refuse_reasoning_rewards(self) -> None:
         """Raise ValueError for a reward of the whole text: such environments score what follows reasoning."""
         if "deepscaler" in self.names:

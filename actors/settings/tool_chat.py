@@ -85,6 +85,11 @@ class ToolsConfig(EnvironmentSettings, RewardConfig):
         return None if shows_late else self._names
 
     @property
+    def checks_sandbox(self) -> bool:
+        """Tell whether something judges what the model leaves in a sandbox."""
+        return any(isinstance(tool, SandboxToolConfig) and tool.check is not None for tool in self.tools)
+
+    @property
     def reads_native_calls(self) -> bool:
         """Tell whether calls are read as the model writes them."""
         return self.calls == "native"

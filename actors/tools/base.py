@@ -9,7 +9,7 @@ from actors.episodes.errors import ToolError
 from actors.episodes.task import JSON, Task
 
 __all__ = [
-    "Arguments", "EndsCalls", "EpisodeState", "KeepsState", "Tool", "ToolError", "ToolResult",
+    "Arguments", "EndsCalls", "EpisodeState", "ExaminedTool", "KeepsState", "Tool", "ToolError", "ToolResult",
     "function_schema", "shortened",
 ]  # fmt: skip
 
@@ -60,6 +60,17 @@ class KeepsState(Protocol):
 
     def episode(self, task: Task) -> AbstractAsyncContextManager[EpisodeState]:
         """Open the state of one episode, until the episode ends. Tools with the same `episode` share it."""
+
+
+@runtime_checkable
+class ExaminedTool(KeepsState, Protocol):
+    """A tool whose state is examined when the model has answered, for rewards."""
+
+    is_examined: bool
+    """Whether it is, also where the model never called the tool."""
+
+    async def examined(self, state: EpisodeState) -> Mapping[str, JSON]:
+        """Return fields of the answer's metadata. Raises ToolError for what is not the model's fault."""
 
 
 @runtime_checkable

@@ -1,13 +1,13 @@
 """The tools of one episode: what they keep for it is opened by their first call, and closed with it."""
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import AbstractAsyncContextManager
 
 import structlog
 
-from actors.episodes.task import Task
-from actors.tools.base import Arguments, EpisodeState, KeepsState, Tool, ToolResult
+from actors.episodes.task import JSON, Task
+from actors.tools.base import Arguments, EpisodeState, ExaminedTool, KeepsState, Tool, ToolResult
 from bus.waiting import cancelled
 
 log = structlog.get_logger()
@@ -28,10 +28,21 @@ class EpisodeTools:
         """Carry out a call. Raises what the tool raises, or what opening its state raises."""
         if not isinstance(tool, KeepsState):
             return await tool.call(arguments)
+        return await (await self._state(tool)).call(tool.name, arguments)
+
+    async def examined(self, tools: Iterable[Tool]) -> dict[str, JSON]:
+        """Return what tools find in their states, at the end. Raises ToolError."""
+        examined = {one.episode: one for one in tools if isinstance(one, ExaminedTool) and one.is_examined}
+        found: dict[str, JSON] = {}
+        for tool in examined.values():
+            found.update(await tool.examined(await self._state(tool)))
+        return found
+
+    async def _state(self, tool: KeepsState) -> EpisodeState:
         held = self._states.get(tool.episode)
         if held is None or held.is_over:
-            held = self._states[tool.episode] = _HeldState(tool.episode(self._task), tool.name)
-        return await (await held.state()).call(tool.name, arguments)
+            held = self._states[tool.episode] = _HeldState(tool.episode(self._task), type(tool).__name__)
+        return await held.state()
 
     def give_up(self, tool: Tool) -> bool:
         """Close what a tool keeps, since the tool hangs or broke; its next call opens it anew.
@@ -41,11 +52,6 @@ class EpisodeTools:
         if held is not None:
             self._left.append(asyncio.create_task(held.close(), name=f"close {tool.name}"))
         return held is not None
-
-    @property
-    def states(self) -> list[EpisodeState]:
-        """Return what the tools keep at this moment."""
-        return [held.now for held in self._states.values() if held.now is not None]
 
     async def close(self) -> None:
         """Close all that was opened; what fails, or takes too long, is logged."""
@@ -65,11 +71,6 @@ class _HeldState:
     def is_over(self) -> bool:
         """Return whether nothing holds it open any more."""
         return self._holder.done()
-
-    @property
-    def now(self) -> EpisodeState | None:
-        """Return the state, if it is open."""
-        return self._opened.result() if self._opened.done() and not self.is_over else None
 
     async def state(self) -> EpisodeState:
         """Wait until it is open. Raises what opening raised."""

@@ -1,21 +1,25 @@
 """Tools in a sandbox that an episode has: a shell, files, and a Python session."""
 
 import asyncio
+import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import structlog
+
 from actors.episode_sandboxes.base import Command, CommandResult, EpisodeSandbox, SandboxFileError
 from actors.episode_sandboxes.build import build_backend
 from actors.episode_sandboxes.pool import SandboxPool
-from actors.episodes.errors import ToolError
+from actors.episodes.errors import ToolError, ToolFailedError
 from actors.episodes.task import JSON, Task
 from actors.sandboxes.sandbox import decoded
 from actors.settings.sandbox_tools import SandboxToolConfig
 from actors.tools import python_session
-from actors.tools.base import Arguments, ToolResult
+from actors.tools.base import Arguments, EpisodeState, ToolResult
 
+log = structlog.get_logger()
 HELPERS = "/tmp/.sluice"
 """Directory of what keeps a shell and a Python session between calls."""
 SHELL = f"""
@@ -28,6 +32,10 @@ eval "$1"
 """Runs a command where the one before it has ended, with its exported variables."""
 FIND_SHELL = 'mkdir -p "$1" && command -v bash || command -v sh'
 SESSION = Path(python_session.__file__).read_bytes()
+SANDBOX_CHECK = "sandbox_check"
+"""Field of an answer's metadata that says whether what was left passes the check."""
+CHECK_VARIABLES = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
+"""Variables of a check: programs read settings of their own in a home, which the workspace is otherwise."""
 LARGEST_SHOWN = 1 << 20
 """Bytes of a file that is read or edited."""
 
@@ -84,11 +92,17 @@ class SandboxTool:
         self.description = description
         self.parameters = parameters
         self.episode = sandboxes.episode
+        self.is_examined = sandboxes.are_checked
         self._sandboxes = sandboxes
 
     async def call(self, _: Arguments) -> ToolResult:
         """Refuse: each episode has a sandbox."""
         raise ToolError(f"{self.name} works in the sandbox of an episode")
+
+    async def examined(self, state: EpisodeState) -> Mapping[str, JSON]:
+        """Return whether what the model left passes the check. Raises ToolError."""
+        assert isinstance(state, SandboxState)
+        return {SANDBOX_CHECK: await self._sandboxes.passes(state)}
 
     async def close(self) -> None:
         """End the sandboxes of all these tools."""
@@ -111,13 +125,41 @@ class Sandboxes:
         offered = [OFFERED[kind] for kind in dict.fromkeys(self._config.offers)]
         return [SandboxTool(self, name, *told) for tools in offered for name, told in tools.items()]
 
+    @property
+    def are_checked(self) -> bool:
+        """Return whether something judges what a model leaves."""
+        return self._config.check is not None
+
+    async def passes(self, state: "SandboxState") -> bool:
+        """Run the check on what is in the workspace, apart from all that the model left running.
+
+        Raises ToolError for a fault of the host."""
+        proof, check = secrets.token_hex(16), self._config.check or ""
+        files = state.task.metadata.get("sandbox_check_files")
+        try:
+            left = await state.sandbox.snapshot()
+            async with self._pool.further(image_of(state.task)) as sandbox:
+                await sandbox.restore(left)
+                await write_texts(sandbox, files)
+                ran = await sandbox.run(
+                    Command(
+                        words=("/bin/sh", "-c", check), stdin=f"{proof}\n".encode(),
+                        variables=CHECK_VARIABLES, timeout_s=self._config.command_s,
+                        output_bytes=self._config.output_kb << 10,
+                    )
+                )  # fmt: skip
+        except (SandboxFileError, ToolFailedError) as error:  # what the model left, such as a full disk
+            log.info("sandbox_is_not_checked", task=state.task.task_id, reason=str(error))
+            return False
+        last = ran.stdout.rstrip().rpartition(b"\n")[2]
+        return ran.end == "exited" and ran.status == 0 and last == proof.encode()
+
     @asynccontextmanager
     async def episode(self, task: Task) -> AsyncIterator["SandboxState"]:
         """Have a sandbox while inside, in which the task's files are. Raises ToolError."""
-        image = task.metadata.get("sandbox_image")
-        async with self._pool.sandbox(image if isinstance(image, str) else None) as sandbox:
-            state = SandboxState(sandbox, self._config)
-            await state.begin(task)
+        async with self._pool.sandbox(image_of(task)) as sandbox:
+            state = SandboxState(sandbox, self._config, task)
+            await state.begin()
             yield state
 
     async def close(self) -> None:
@@ -128,11 +170,24 @@ class Sandboxes:
                 self._is_closed = True
 
 
+def image_of(task: Task) -> str | None:
+    """Return the image that a task names."""
+    image = task.metadata.get("sandbox_image")
+    return image if isinstance(image, str) else None
+
+
+async def write_texts(sandbox: EpisodeSandbox, files: JSON) -> None:
+    """Write the texts of a task, by path. Raises SandboxFileError and ToolError."""
+    for path, text in files.items() if isinstance(files, Mapping) else ():
+        await sandbox.write(path, str(text).encode())
+
+
 class SandboxState:
     """The sandbox of one episode, as its tools use it."""
 
-    def __init__(self, sandbox: EpisodeSandbox, config: SandboxToolConfig) -> None:
-        self._sandbox = sandbox
+    def __init__(self, sandbox: EpisodeSandbox, config: SandboxToolConfig, task: Task) -> None:
+        self.sandbox = sandbox
+        self.task = task
         self._config = config
         self._shell = "/bin/sh"
         self._calls: Mapping[str, Callable[[Arguments], Awaitable[ToolResult]]] = {
@@ -140,18 +195,16 @@ class SandboxState:
             "write_file": self._write, "edit_file": self._edit,
         }  # fmt: skip
 
-    async def begin(self, task: Task) -> None:
+    async def begin(self) -> None:
         """Write the task's files, and what sessions need. Raises ToolError."""
-        files = task.metadata.get("sandbox_files")
         try:
             found = await self._ran(("/bin/sh", "-c", FIND_SHELL, "sh", HELPERS))
             self._shell = decoded(found.stdout).strip() or self._shell
             if "python" in self._config.offers:
-                await self._sandbox.write(f"{HELPERS}/session.py", SESSION)
-            for path, text in files.items() if isinstance(files, Mapping) else ():
-                await self._sandbox.write(path, str(text).encode())
+                await self.sandbox.write(f"{HELPERS}/session.py", SESSION)
+            await write_texts(self.sandbox, self.task.metadata.get("sandbox_files"))
         except SandboxFileError as error:
-            raise ToolError(f"the files of task {task.task_id} cannot be written: {error}") from error
+            raise ToolError(f"the files of task {self.task.task_id} cannot be written: {error}") from error
 
     async def call(self, tool: str, arguments: Arguments) -> ToolResult:
         """Do what a tool does. What the model did wrong is a result that says so. Raises ToolError."""
@@ -169,24 +222,24 @@ class SandboxState:
         return self._told(await self._ran((python, "-S", f"{HELPERS}/session.py"), code))
 
     async def _read(self, arguments: Arguments) -> ToolResult:
-        return ToolResult(decoded(await self._sandbox.read(str(arguments["path"]), most_bytes=LARGEST_SHOWN)))
+        return ToolResult(decoded(await self.sandbox.read(str(arguments["path"]), most_bytes=LARGEST_SHOWN)))
 
     async def _write(self, arguments: Arguments) -> ToolResult:
-        await self._sandbox.write(str(arguments["path"]), str(arguments["text"]).encode("utf-8", "replace"))
+        await self.sandbox.write(str(arguments["path"]), str(arguments["text"]).encode("utf-8", "replace"))
         return ToolResult("written")
 
     async def _edit(self, arguments: Arguments) -> ToolResult:
         path, old = str(arguments["path"]), str(arguments["old"])
-        text = (await self._sandbox.read(path, most_bytes=LARGEST_SHOWN)).decode("utf-8", "surrogateescape")
+        text = (await self.sandbox.read(path, most_bytes=LARGEST_SHOWN)).decode("utf-8", "surrogateescape")
         if (found := text.count(old) if old else 0) != 1:
             return ToolResult(f"error: the text stands {found} times in {path}, not once", failed=True)
         changed = text.replace(old, str(arguments["new"]))
-        await self._sandbox.write(path, changed.encode("utf-8", "surrogateescape"))
+        await self.sandbox.write(path, changed.encode("utf-8", "surrogateescape"))
         return ToolResult("edited")
 
     async def _ran(self, words: Sequence[str], stdin: bytes = b"") -> CommandResult:
         config = self._config
-        return await self._sandbox.run(
+        return await self.sandbox.run(
             Command(words=words, stdin=stdin, timeout_s=config.command_s, output_bytes=config.output_kb << 10)
         )
 

@@ -50,3 +50,8 @@ def _label_number(answer: Answer) -> Decimal:
 
 def _number(text: str) -> Decimal:
     return Decimal(text.strip().replace(",", ""))
+
+
+def sandbox_check(answer: Answer) -> float:
+    """Score 1 if what the answer's episode left in its sandbox passes the check of the settings."""
+    return float(answer.metadata.get("sandbox_check") is True)

@@ -7,7 +7,7 @@ from actors.rewards.base import GroupReward, Reward
 from actors.rewards.builtin.dapo import dapo
 from actors.rewards.builtin.gpqa import gpqa
 from actors.rewards.builtin.judge import Judge
-from actors.rewards.builtin.matching import contains, exact, final_answer, last_number
+from actors.rewards.builtin.matching import contains, exact, final_answer, last_number, sandbox_check
 from actors.rewards.builtin.math_answer import DeepScaleR, MathAnswer
 from actors.rewards.builtin.reasoning_gym import ReasoningGym
 from actors.rewards.builtin.remote import Remote
@@ -27,6 +27,7 @@ REWARDS: Mapping[str, Reward] = {
     "gpqa": gpqa,
     "instructions": instructions,
     "last_number": last_number,
+    "sandbox_check": sandbox_check,
 }
 """Quick functions without settings."""
 

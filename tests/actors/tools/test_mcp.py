@@ -55,7 +55,7 @@ async def test_each_episode_has_a_session_of_its_own():
         assert [one.text for one in said] == ["x", "x", "x y", "x y"]
         other = await episodes[0].call(tools["add"], {"a": 1, "b": 1})  # of the same session
         assert other == ToolResult("2")
-        assert len(episodes[0].states) == 1
+        assert len(episodes[0]._states) == 1
     finally:
         await asyncio.gather(*(one.close() for one in episodes))
         await tools["add"].close()

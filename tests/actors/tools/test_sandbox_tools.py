@@ -149,3 +149,50 @@ def test_names_of_the_tools_are_known_before_they_are_built():
     assert config.known_tools == ["shell", "read_file", "write_file", "edit_file"]
     with pytest.raises(ValueError, match="two named python"):
         ToolsConfig(type="tools", tools=[SandboxToolConfig(), {"type": "python"}])
+
+
+CHECK = """
+import subprocess, sys
+proof = sys.stdin.readline().strip()
+code = "import sys; sys.path.insert(0, '.'); from a import f; print(f(20), f(22))"
+asked = [sys.executable, "-I", "-c", code]
+said = subprocess.run(asked, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20).stdout
+print("judged")
+print(proof if said == "21 23\\n" else "wrong")
+"""
+SOLVED = "def f(x): return x + 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("left", "passes"),
+    [
+        (f"echo '{SOLVED}' > a.py", True),
+        ("true", False),
+        ("echo 'import os; os._exit(0)' > a.py", False),
+        ("echo 'import sys; sys.exit(0)' > a.py; echo 'print(input())' > subprocess.py", False),
+        ("mkdir -p .local/lib/python3.11/site-packages; echo 'import sys; print(sys.stdin.readline()); "
+         "__import__(\"os\")._exit(0)' > .local/lib/python3.11/site-packages/usercustomize.py", False),
+        ("(while :; do echo 'print(input())' > /tmp/check.py; done) & sleep 0.2", False),
+        ("echo 'print(input())' > /tmp/check.py; chmod 400 /tmp/check.py", False),
+        ("mkfifo a.py; rm -rf /workspace/* ; yes > full", False),
+    ],
+)  # fmt: skip
+async def test_what_a_model_left_is_judged_in_a_sandbox_in_which_nothing_of_it_runs(left, passes):
+    tools = build_tools([SandboxToolConfig(check="python3 -I /tmp/check.py", disk_mb=2)])
+    task = Task(task_id="t", prompt="x", metadata={"sandbox_check_files": {"/tmp/check.py": CHECK}})
+    episode = EpisodeTools(task)
+    try:
+        if left != "true":  # which stands for no call
+            await episode.call(tools["shell"], {"command": left})
+        assert await episode.examined(tools.values()) == {"sandbox_check": passes}
+    finally:
+        await episode.close()
+        await tools["shell"].close()
+
+
+def test_the_reward_of_a_sandbox_needs_a_check():
+    with pytest.raises(ValueError, match="sandbox_check needs type=tools with a tool of type sandbox"):
+        ToolsConfig(type="tools", tools=[SandboxToolConfig()], reward="sandbox_check")
+    config = ToolsConfig(type="tools", tools=[SandboxToolConfig(check="true")], reward="sandbox_check")
+    assert config.checks_sandbox
