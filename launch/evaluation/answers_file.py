@@ -48,6 +48,8 @@ class AnswersFile:
     def __init__(self, directory: Path) -> None:
         self.answers: dict[tuple[str, int, int], EvaluationAnswer] = {}
         """Answers so far. One that failed is asked for again."""
+        self.failures: dict[str, list[str]] = {}
+        """Why answers of each data set failed since this was opened."""
         self._directory = directory
         self._path = directory / "answers.jsonl"
 
@@ -68,6 +70,8 @@ class AnswersFile:
         """Keep an answer."""
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
+        if answer.failure:
+            self.failures.setdefault(answer.data_set, []).append(answer.failure)
         self._keep(answer)
 
     def _check(self, identity: Mapping[str, Json]) -> None:

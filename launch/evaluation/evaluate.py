@@ -101,14 +101,13 @@ async def evaluate(
         checked = _without_training(found)
         prompts = await check_start(checked, RunDirectory(Path(scratch), found.run), models=False)
         sets = _sets(found, request, {HELD_OUT: prompts.heldout, **prompts.sets})
-        name = "" if request.checkpoint is None else str(newest_checkpoint(request.checkpoint).resolve())
+        name = "" if request.checkpoint is None else str(newest_checkpoint(request.checkpoint))
         identity = _identity(found, sets, name)
         async with answering_model(found, request.endpoint, name) as model:
             with AnswersFile(request.out).opened({**identity, "name": model.name}) as file:
                 await _ask(found, stop, request, sets, model, file)
                 results = [
-                    result_of(one.settings, len(one.asked), file.answers, greedy=request.greedy)
-                    for one in sets
+                    result_of(one.settings, len(one.asked), file, greedy=request.greedy) for one in sets
                 ]
     write_json(request.out / "results.json", [result.to_json() for result in results])
     say("\n".join([f"{model.name}; the answers are in {request.out}", *map(str, results)]))

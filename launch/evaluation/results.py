@@ -7,7 +7,7 @@ from statistics import fmean
 
 from actors.evaluation.evaluator import pass_all, pass_at
 from bus.codec import Json
-from launch.evaluation.answers_file import GREEDY, EvaluationAnswer
+from launch.evaluation.answers_file import GREEDY, AnswersFile, EvaluationAnswer
 from launch.evaluation.intervals import Estimate, mean, share
 from storage.settings.evaluation import EvaluationSetConfig
 
@@ -24,6 +24,8 @@ class SetResult:
     the prompts that have enough answers."""
     missing: int
     """Answers that nobody has given yet, those that failed included."""
+    failures: Sequence[str]
+    """Why answers failed this time."""
     ends: Mapping[str, int]
     """Number of answers by how they ended."""
     tokens: float
@@ -42,17 +44,18 @@ class SetResult:
             f"  {name:<20} {one.mean:8.4g}   95 %: {one.low:.4g} to {one.high:.4g}"
             for name, one in self.scores.items()
         ]
+        if self.failures:
+            rows.append(f"  {len(self.failures)} answers failed, the last: {self.failures[-1]}")
         means = f"{self.tokens:.1f} tokens, {self.turns:.1f} turns, {self.seconds:.2f} s"
         return "\n".join([head, *rows, f"  {means} in the mean; ends: {ends or 'none'}"])
 
 
 def result_of(
-    data_set: EvaluationSetConfig, prompts: int, found: Mapping[tuple[str, int, int], EvaluationAnswer],
-    *, greedy: bool = False,
+    data_set: EvaluationSetConfig, prompts: int, file: AnswersFile, *, greedy: bool = False
 ) -> SetResult:  # fmt: skip
     """Return the results of the first `prompts` of a data set by the answers so far; `greedy` says whether
     each is to have a greedy one, too."""
-    answers = found.values()
+    answers = file.answers.values()
     of_set = [one for one in answers if one.data_set == data_set.name and one.prompt < prompts]
     sampled = [one for one in of_set if 0 <= one.sample < data_set.samples]
     greedily = [one for one in of_set if one.sample == GREEDY]
@@ -70,6 +73,7 @@ def result_of(
         samples=data_set.samples,
         scores=scores,
         missing=prompts * (data_set.samples + greedy) - len(sampled) - greedy * len(greedily),
+        failures=file.failures.get(data_set.name, []),
         ends=dict(Counter(answer.end for answer in of_set).most_common()),
         tokens=_mean_of(of_set, lambda answer: answer.tokens),
         turns=_mean_of(of_set, lambda answer: answer.turns),

@@ -9,6 +9,8 @@ from adapter_process import ChatEndedError, Policy
 
 HELDOUT_SEED = 1 << 20
 """Seed of the first held-out task; those to train on count from 0."""
+MOST_PLAYERS = 15
+"""Most players with which a game is tried whose number is not given."""
 _RESETTING = threading.Lock()
 """Held while a game begins: textarena seeds the random numbers of the whole process."""
 
@@ -16,9 +18,26 @@ _RESETTING = threading.Lock()
 class Games:
     """A game by its name, whose tasks are seeds."""
 
-    def __init__(self, name: str, players: int, max_turns: int, settings: Mapping[str, Any]) -> None:
-        self._name, self._players, self._max_turns, self._settings = name, players, max_turns, settings
-        textarena.make(self._raw, **settings)  # loads its words, and raises for a name that is none
+    def __init__(self, name: str, players: int | None, max_turns: int, settings: Mapping[str, Any]) -> None:
+        self._name, self._max_turns, self._settings = name, max_turns, settings
+        tried = range(1, MOST_PLAYERS + 1) if players is None else (players,)
+        refused: Exception | None = None
+        for self._players in tried:
+            try:
+                self._begun(0)
+            except Exception as error:  # noqa: BLE001 - games raise what they like for a wrong number
+                refused = error
+            else:
+                return
+        raise ValueError(
+            f"{name} cannot begin with {tried[0]} to {tried[-1]} players: {refused!r}"
+        ) from refused
+
+    def _begun(self, seed: int) -> Any:
+        with _RESETTING:
+            game = textarena.make(self._raw, **self._settings)
+            game.reset(num_players=self._players, seed=seed)
+        return game
 
     @property
     def _raw(self) -> str:
@@ -35,9 +54,7 @@ class Games:
 
     def play(self, entry: Mapping[str, int], policy: Policy) -> Mapping[str, Any]:
         """Play until the game, the turns or a chat end; a side that wins nothing has 0."""
-        with _RESETTING:
-            game = textarena.make(self._raw, **self._settings)
-            game.reset(num_players=self._players, seed=entry["seed"])
+        game = self._begun(entry["seed"])
         chats: dict[int, list[Any]] = {side: [] for side in range(self._players)}
         for _ in range(self._max_turns):
             side, seen = game.get_observation()
@@ -66,5 +83,5 @@ def _told(side: int, seen: Sequence[Any]) -> str:
 
 
 def open_source(name: str, settings: dict[str, Any]) -> Games:
-    """Open a game: settings are `players`, `max_turns`, and what the game itself takes."""
-    return Games(name, settings.pop("players", 1), settings.pop("max_turns", 64), settings)
+    """Open a game: settings are `players`, the fewest that it takes without it, `max_turns`, and its own."""
+    return Games(name, settings.pop("players", None), settings.pop("max_turns", 64), settings)

@@ -146,10 +146,10 @@ def _reward(reward: float, parts: Mapping[str, float | None]) -> Mapping[str, An
 
 
 def open_source(name: str, settings: Mapping[str, Any]) -> Loaded | Tasks:
-    """Open the environment of a package, as `package` or `package[extra]:module`."""
+    """Open an environment, as `package`, `owner/name@version` or `package[extra]:module`."""
     os.environ[KEY_VARIABLE] = "the-address-tells"
     package, _, module = name.partition(":")
-    module = module or re.split(r"[^\w.-]", package)[0].replace("-", "_")
+    module = module or re.split(r"[^\w.-]", package.rpartition("/")[2])[0].replace("-", "_")
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -79,14 +79,14 @@ async def test_what_fails_is_shown_as_itself_and_what_never_ends_is_pointed_out(
     assert "No answer ended by itself: look whether the stop tokens above" in trial.summary()
 
 
-def directory(path: Path) -> Path:
+def directory(path: Path, *, context: int = 256) -> Path:
     """Write a model that has learned nothing, and prompts for it."""
     set_seed(3)
     path.mkdir(exist_ok=True)
     QWEN.save_pretrained(path)
     config = Qwen3Config(
         vocab_size=len(QWEN), hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, eos_token_id=None,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, eos_token_id=None,
         bos_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(path)

@@ -85,6 +85,7 @@ async def test_answers_are_scored_kept_and_gone_on_with(
     assert held_out.missing == 4 * 5 - 10
     assert "answers are missing: the same command asks for them" in said[-1]
     failures = [one["failure"] for one in kept(request.out) if one["reward"] is None]
+    assert f"{10} answers failed, the last: EngineError" in said[-2]
     assert {failure.partition(":")[0] for failure in failures} == {"EngineError"}
     with (request.out / "answers.jsonl").open("a") as file:
         file.write('{"data_set": "heldout", "pro')  # a crash in the middle of a line

@@ -17,6 +17,7 @@ from launch.external_environments.environment import (
     ExternalEnvironment,
     external_environment,
 )
+from launch.external_environments.kinds import KINDS
 from launch.settings.run_config import resolve
 from tests.launch.external_environments.played import command_of, playing, read_rows
 
@@ -148,6 +149,18 @@ def test_environment_is_settings_of_a_run_and_reasoning_gym_stays_a_task(
     assert (found.data.task, found.actors.environment.reward) == ("reasoning_gym/chain_sum", "reasoning_gym")
     both = [external_environment(f"textarena:{name}-v0").place for name in ("Nim", "Wordle")]
     assert both[0] == both[1]  # one installation serves all games
+
+
+def test_names_of_the_hub_are_installed_from_their_owners_index_and_paths_as_they_are():
+    hub = "--extra-index-url=https://hub.primeintellect.ai/will/simple/"
+    for name, packages in (
+        ("will/word-le@0.1.2", ("word-le==0.1.2", hub)),
+        ("will/wordle:wordle.inner", ("wordle", hub)),
+        ("/home/me/wordle:wordle", ("/home/me/wordle",)),
+        ("./will/wordle", ("./will/wordle",)),
+        ("wordle[extra]>=2:wordle.inner", ("wordle[extra]>=2",)),
+    ):
+        assert KINDS["verifiers"].packages(name) == packages
 
 
 @pytest.mark.slow

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 from actors.episodes.episode import Episode
+from bus.errors import ConfigError
 from launch.external_environments.environment import EnvironmentFile, ExternalEnvironment
 from launch.settings.run_config import resolve
 from tests.actors.gateway.served import END, TOKENIZER
+from tests.launch.checks.test_trial import directory
 from tests.launch.external_environments.played import playing, read_rows
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -67,7 +69,7 @@ PUBLISHED = [
     source("textarena:Minesweeper-v0-small", lambda seen: f"[{turns(seen)} 0]", settings={"max_turns": 5}),
     source("textarena:LightsOut-v0", lambda _: "[0 0]", settings={"max_turns": 3}),
     source("textarena:FifteenPuzzle-v0", lambda _: "[up]", settings={"max_turns": 3}),
-    source("textarena:KuhnPoker-v0", lambda _: "[check]", settings={"players": 2}),
+    source("textarena:KuhnPoker-v0", lambda _: "[check]"),
     source("textarena:PigDice-v0", lambda _: "[hold]", settings={"players": 2, "max_turns": 8}),
     source(
         "gymnasium:FrozenLake-v1", lambda prompt: PATH[turns(prompt)], 1.0, settings={"is_slippery": False}
@@ -123,6 +125,16 @@ async def test_published_environment_is_installed_and_played_and_pays_by_its_own
         assert found == [reward] * len(episodes)
 
 
+def test_game_that_cannot_begin_is_refused_before_anything_is_played():
+    for name, settings, wrong in (
+        ("KuhnPoker-v0", {"players": 3}, "cannot begin with 3 to 3 players"),
+        ("NoSuchGame-v0", {}, "NoSuchGame-v0-raw"),
+    ):
+        environment = ExternalEnvironment(EnvironmentFile(source=f"textarena:{name}", settings=settings))
+        with pytest.raises(ConfigError, match=wrong):
+            environment.prepare()
+
+
 async def test_taskset_of_todays_verifiers_is_answered_in_the_adapters_process_and_pays_in_parts():
     package = str(HERE / "sums_taskset")
     file = EnvironmentFile(
@@ -173,3 +185,32 @@ def test_an_environment_of_others_has_a_python_of_its_own():
     prefix, path = json.loads(found.stdout)
     assert prefix == str(environment.place / "venv") != sys.prefix
     assert not {sys.prefix} & {str(Path(part).parent) for part in path}
+
+
+def test_run_trains_on_a_game_that_it_installs_and_its_checkpoint_is_measured(tmp_path: Path):
+    model = directory(tmp_path / "model", context=2048)
+
+    def launched(*words: str) -> str:
+        command = [sys.executable, "-m", "launch", *words, "--environment", "textarena:KuhnPoker-v0"]
+        done = subprocess.run(
+            [*command, "--sampling.max-new-tokens", "6", "--directory", str(tmp_path / "runs")],
+            check=False, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    small = [
+        "--admission.groups-per-step",
+        "2",
+        "--admission.samples-per-prompt",
+        "2",
+        "--learner.steps",
+        "2",
+    ]
+    shown = launched("local", "--run", "poker", "--model.path", str(model), *small)
+    assert re.search(r"Every one accounted for +│ yes", shown)
+    assert re.search(r"Optimizer steps +│ 2 of reinforcement learning", shown)
+    result = tmp_path / "results"
+    launched("eval", "--out", str(result), "--checkpoint", str(tmp_path / "runs/poker"), "--count", "3")
+    [found] = json.loads((result / "results.json").read_text())
+    assert (found["prompts"], found["missing"]) == (3, 0)
