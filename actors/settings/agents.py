@@ -41,7 +41,7 @@ class AgentTaskConfig(RewardConfig):
 
 
 class AgentConfig(EnvironmentSettings, AgentTaskConfig):
-    """Environment in which a program asks the policy as it would ask OpenAI's or Anthropic's servers: one for
+    """Environment in which a program asks the policy as it would ask a provider's servers: one for
     each episode, or a long-lived one that takes many tasks.
 
     The reward is computed from the policy's last answer, or it is named `posted`: then a verifier posts it,

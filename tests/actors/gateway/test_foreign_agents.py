@@ -21,7 +21,7 @@ from actors.episodes.episode import AgentTrajectory, Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.settings.agents import AgentConfig
-from tests.actors.gateway.served import END, TOKENIZER, Answering, encoded, script
+from tests.actors.gateway.served import END, TOKENIZER, encoded, script
 from tests.actors.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -90,7 +90,7 @@ def sampled(trajectories: Sequence[AgentTrajectory]) -> list[list[int]]:
     ]
 
 
-async def played(command: str, answering: Answering, **settings: object) -> tuple[Episode, ScriptedEngine]:
+async def played(command: str, engine: ScriptedEngine, **settings: object) -> Episode:
     """The episode of a program that posts its reward."""
     environment = AgentEnvironment.from_config(
         AgentConfig(
@@ -102,12 +102,10 @@ async def played(command: str, answering: Answering, **settings: object) -> tupl
             **settings,
         )
     )
-    engine = ScriptedEngine(script(answering))
     try:
-        episode = await environment.run(TASK, Policy(engine, TOKENIZER, Sampling(max_new_tokens=256)))
+        return await environment.run(TASK, Policy(engine, TOKENIZER, Sampling(max_new_tokens=256)))
     finally:
         await environment.close()
-    return episode, engine
 
 
 def assert_exact(episode: Episode, engine: ScriptedEngine) -> None:
@@ -124,7 +122,8 @@ async def test_foreign_agent_is_recorded_token_by_token_with_the_reward_that_it_
     foreign: Foreign, environments: Path
 ):
     python = await asyncio.to_thread(prepared, environments / foreign.name, foreign.packages)
-    episode, engine = await played(f"{python} {PROGRAMS / foreign.name}_program.py", answering)
+    engine = ScriptedEngine(script(answering))
+    episode = await played(f"{python} {PROGRAMS / foreign.name}_program.py", engine)
     assert_exact(episode, engine)
     assert len(episode.trajectories) == foreign.trajectories
     assert sampled(episode.trajectories) == [encoded(f"{text}<|im_end|>") for text in foreign.answers]
@@ -153,20 +152,22 @@ def written(tool: str, arguments: dict[str, object]) -> str:
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
 
-async def coded(programs: Path, name: str, answering: Answering) -> tuple[Episode, ScriptedEngine]:
-    """The episode of a coding agent."""
-    return await played(
+async def coded(environments: Path, name: str, engine: ScriptedEngine) -> Episode:
+    """The episode of a coding agent, which is recorded token by token."""
+    programs = await asyncio.to_thread(installed, environments / "cli")
+    episode = await played(
         f"{sys.executable} {PROGRAMS / 'cli_program.py'} {programs / name} {name}",
-        answering,
-        isolation={"readable": (programs.parent.parent,)},
+        engine,
+        isolation={"readable": (environments / "cli",)},
         gateway={"unmeetable": "ignore"},
     )
+    assert_exact(episode, engine)
+    return episode
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not here")
 @pytest.mark.parametrize("name", CODING_AGENTS)
 async def test_coding_agent_is_recorded_token_by_token_with_its_defaults(name: str, environments: Path):
-    programs = await asyncio.to_thread(installed, environments / "cli")
     _, tool, arguments = CODING_AGENTS[name]
     call = written(tool, arguments)
 
@@ -174,8 +175,7 @@ async def test_coding_agent_is_recorded_token_by_token_with_its_defaults(name: s
         offered = tool in prompt.partition(END)[0]
         return "42" if f"{BEGIN}tool " in prompt else call if offered else "a title"
 
-    episode, engine = await coded(programs, name, answering)
-    assert_exact(episode, engine)
+    episode = await coded(environments, name, ScriptedEngine(script(answering)))
     called = [part for part in episode.trajectories if len(part.turns) > 1]
     assert [len(part.turns) for part in called] == [2]
     assert sampled(called) == [encoded(f"{text}{END}") for text in (call, "42")]
@@ -192,7 +192,6 @@ SPAWNED = re.compile(r"tool .*agent_id\W+([0-9a-f-]{36})")
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not here")
 @pytest.mark.parametrize("name", SPAWNING)
 async def test_sub_agents_of_coding_agents_are_recorded_apart(name: str, environments: Path):
-    programs = await asyncio.to_thread(installed, environments / "cli")
     spawn = written(*SPAWNING[name])
 
     def answering(prompt: str) -> str:
@@ -202,7 +201,30 @@ async def test_sub_agents_of_coding_agents_are_recorded_apart(name: str, environ
         is_first = SPAWNING[name][0] in prompt.partition(END)[0] and not tool_answers
         return spawn if is_first and "SUB" not in prompt else "42"
 
-    episode, engine = await coded(programs, name, answering)
-    assert_exact(episode, engine)
+    episode = await coded(environments, name, ScriptedEngine(script(answering)))
     assert {part.agent for part in episode.trajectories} == {"solver", "subagent-1"}
     assert sampled([part for part in episode.trajectories if part.agent != "solver"]) == [encoded(f"42{END}")]
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not here")
+async def test_claude_code_shortens_its_history_where_its_prompt_is_too_long_and_goes_on(environments: Path):
+    _, tool, arguments = CODING_AGENTS["claude"]
+
+    def answering(prompt: str) -> str:
+        if "<analysis>" in prompt[-5000:]:
+            return "<summary>we got 42</summary>"
+        if "we got 42" in prompt or tool not in prompt.partition(END)[0]:
+            return "42"
+        count = prompt.count(f"{BEGIN}tool ")
+        return written(tool, {**arguments, "command": f"seq {1000 * count} {1000 * count + 300}"})
+
+    def limiting(tokens: Sequence[int]) -> list[int]:
+        if not hasattr(engine, "longest_context"):
+            engine.longest_context = len(tokens) + 20_000
+        return script(answering)(tokens)
+
+    engine = ScriptedEngine(limiting)
+    episode = await coded(environments, "claude", engine)
+    before, summary, after = episode.trajectories
+    assert (len(before.turns) > 5, len(summary.turns), len(after.turns)) == (True, 1, 1)
+    assert max(map(len, (part.token_ids for part in episode.trajectories))) <= engine.longest_context

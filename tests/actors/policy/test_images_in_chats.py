@@ -1,13 +1,16 @@
 """Images in chats: the tokens that stand for them, and which strand they continue."""
 
+import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
 from actors.engines.base import ChatReply, Sampling
 from actors.episodes.episode import Episode
+from actors.gateway.server import Gateway
 from actors.policy.messages import MessagesError
 from actors.policy.policy import Policy
 from actors.rollouts import group
+from actors.settings.gateway import GatewayConfig
 from storage.images.chat import ImageChat
 from storage.images.encoded import decoded
 from tests.actors.scripted_engine import ScriptedEngine
@@ -180,3 +183,28 @@ async def test_siblings_with_many_images_are_messages_of_their_own(policy, monke
         gathered.add(sample, Episode(rollout.trajectories(1.0)))
     found = [[len(one.images) for one in batch.whole] for _, batch in gathered.unsent()]
     assert found == ([[2, 2]] if allowed > len(RED) else [[2], [2]])
+
+
+DATA = image_part(RED)["image_url"]["url"].partition(",")[2]
+GOOGLES = {"inlineData": {"mimeType": "image/png", "data": DATA}}
+ANTHROPICS = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+RESPONSES = {"type": "input_image", "image_url": f"data:image/png;base64,{DATA}"}
+BY_API = {
+    "/v1/chat/completions": {"messages": [user(image_part(RED))]},
+    "/v1/messages": {"messages": [user(ANTHROPICS)], "max_tokens": 8},
+    "/v1/responses": {"input": [user(RESPONSES)]},
+    "/v1beta/models/m:generateContent": {"contents": [{"parts": [GOOGLES, {"text": "?"}]}]},
+}
+
+
+async def test_agents_of_each_api_show_the_same_image(policy):
+    gateway = Gateway(GatewayConfig())
+    await gateway.start()
+    async with aiohttp.ClientSession() as http, gateway.session(policy, "t") as session:
+        for path, body in BY_API.items():
+            async with http.post(gateway.url_of(session) + path, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+    await gateway.close()
+    first, *others = policy._engine.requests
+    assert len(first.images) == 1
+    assert [(one.token_ids, one.images) for one in others] == [(first.token_ids, first.images)] * 3

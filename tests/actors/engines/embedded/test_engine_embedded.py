@@ -175,6 +175,7 @@ async def test_an_engine_must_be_started_first():
 
 async def test_requests_are_checked_and_ids_unique(serve):
     async with serve(policy_version=-1) as engine:
+        assert engine.longest_context == 256
         with pytest.raises(EngineError, match="exceed the model's context of 256"):
             await engine.generate(request("a", PROMPT, new=252))
         first = asyncio.create_task(engine.generate(request("a", PROMPT)))
