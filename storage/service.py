@@ -87,6 +87,8 @@ class StorageSettings:
     """Whether the images of each group are counted, for a learner whose balance of ranks is by work."""
     measures: bool = True
     """Whether held-out prompts are announced, for the learner to have answered."""
+    rolls_out: bool = True
+    """Whether the run trains on answers to prompts, and not on demonstrations alone."""
     sinks: tuple[Sink, ...] = ()
     """Take each row of the run's metrics besides the files."""
 
@@ -94,8 +96,9 @@ class StorageSettings:
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
     """Serve the run until `stop`."""
     prompts = await asyncio.to_thread(
-        read_prompts, settings.data, settings.run, settings.seed, settings.evaluation_sets
-    )
+        read_prompts, settings.data, settings.run, settings.seed, settings.evaluation_sets,
+        trained_on=settings.rolls_out,
+    )  # fmt: skip
     largest = bus.client.max_payload
     await asyncio.to_thread(refuse_large, prompts.training, prompts.source, largest_message=largest)
     if settings.replay.numbers_here:
@@ -106,7 +109,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         ledger = opened.enter_context(closing(await opening))
         if settings.model is not None:
             await asyncio.to_thread(check_measured_prompts, prompts.measured, settings.model)
-        refuses = settings.data.long_prompts == "refuse"
+        refuses = settings.rolls_out and settings.data.long_prompts == "refuse"
         if refuses and settings.model is not None and LENGTHS_CHECKED not in ledger.facts:
             longest = settings.max_new_tokens
             check = partial(check_prompt_lengths, prompts.training, settings.model, max_new_tokens=longest)
@@ -298,6 +301,8 @@ class _Service:
 
     async def _check_lengths(self, model: BlobRef) -> None:
         """Once for the same prompts to train on and the same model: it takes long, and leases wait for it."""
+        if not self._settings.rolls_out:
+            return
         longest, skips = self._settings.max_new_tokens, self._settings.data.long_prompts == "skip"
         checked = json.dumps([self._data.latest.digest, model.digest, longest, *(["skip"] if skips else [])])
         if self._ledger.facts.get(LENGTHS_CHECKED) != checked:

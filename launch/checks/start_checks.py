@@ -94,8 +94,9 @@ async def check_start(
         await refuse_models(_of_each_policy(config))
     await asyncio.to_thread(refuse_no_sglang, config)
     refuse_missing(config.metrics)
-    prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
-    refuse_unknown_choices(prompts.training, config.actors, where=prompts.source)
+    prompts = _prompts(config, run)
+    if config.learner.steps:
+        refuse_unknown_choices(prompts.training, config.actors, where=prompts.source)
     refuse_unknown_choices(prompts.heldout, config.actors, where="held-out prompts")
     for name, found in prompts.sets.items():
         refuse_unknown_choices(found, config.actors, where=f"evaluation.sets {name!r}")
@@ -103,10 +104,16 @@ async def check_start(
     return prompts
 
 
+def _prompts(config: RunConfig, run: RunDirectory) -> Prompts:
+    trained_on = config.learner.steps > 0
+    return read_prompts(config.data, run, config.seed, config.evaluation.sets, trained_on=trained_on)
+
+
 async def _call_rewards(config: RunConfig, prompts: Prompts) -> None:
     """Call each reward once for each source of prompts. Raises `ConfigError` for one that does not work."""
-    parts = [source.count for source in prompts.sources]
-    calls = sample_calls(prompts.training, config.actors, where=prompts.source, parts=parts)
+    parts, calls = [source.count for source in prompts.sources], []
+    if config.learner.steps:
+        calls = sample_calls(prompts.training, config.actors, where=prompts.source, parts=parts)
     for name, measured in prompts.measured.items():
         calls += sample_calls(measured, config.actors, where=name)
     await check_calls(calls)
@@ -154,10 +161,10 @@ async def rehearse_local(
         prompts = await check_start(
             config, RunDirectory(Path(scratch), config.run), own_bus=own_bus, models=models
         )
-        if config.model.path is None:
+        if config.model.path is None and config.learner.steps:
             refuse_long_for_scratch(prompts.training, config)
         found = await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
-        scores = sample_scores(prompts.training, config.actors)
+        scores = sample_scores(prompts.training, config.actors) if config.learner.steps else []
         return "\n".join([found, *scores, *start_remarks(config)])
 
 
@@ -183,7 +190,7 @@ async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
         refuse_full_context(one)
     with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
         run = RunDirectory(Path(scratch), config.run)
-        prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
+        prompts = _prompts(config, run)
         return await _rehearse_storage(config, prompts, stop)
 
 
@@ -194,7 +201,7 @@ async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.E
     model, limit = model_here(config.model.path, run), config.sampling.max_new_tokens
     if model is not None:
         await asyncio.to_thread(check_measured_prompts, prompts.measured, model)
-        if config.data.long_prompts == "refuse":
+        if config.learner.steps and config.data.long_prompts == "refuse":
             await asyncio.to_thread(check_prompt_lengths, prompts.training, model, max_new_tokens=limit)
     bus = "a bus of its own"
     if stop is not None:

@@ -114,6 +114,7 @@ CredsFile = Annotated[
     Parameter(name="--creds", group=SHORT, help=f"Credentials file for a secured bus. [${VARIABLE}]"),
 ]
 Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
+DemonstrationsFile = Annotated[Path | None, Parameter(name="--sft", group=SHORT)]
 Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
 Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
 NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]

@@ -18,6 +18,7 @@ from launch.cli.app import (
     BusUrl,
     ConfigFiles,
     CredsFile,
+    DemonstrationsFile,
     DryRun,
     EnvironmentName,
     Logging,
@@ -55,6 +56,7 @@ def local(  # noqa: PLR0913 - each is a flag
     bus: BusUrl = None,
     creds: CredsFile = None,
     prompts: Prompts = None,
+    sft: DemonstrationsFile = None,
     reward: RewardName = None,
     agent: AgentCommand = None,
     environment: EnvironmentName = None,
@@ -74,13 +76,15 @@ def local(  # noqa: PLR0913 - each is a flag
         Settings that come with Sluice: sort, addition, count, product, python, retool, search, mcp, guess,
         nim, duel, panel, agent, debate, load.
     recipe_name
-        Settings with a published model and its prompts: sums.
+        A published model with prompts: sums, calculator, instructions, reasoning, agent.
     config
-        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
+        Files of settings, TOML or JSON; the last one wins.
     bus
         NATS server, as nats://[user:password@]host:port; without it one is started.
     prompts
         Training prompts: .jsonl, .parquet or hf://...
+    sft
+        File of demonstrations, which alone are trained on.
     reward
         Built-in reward, or yours: my_pkg.my_module:function.
     agent
@@ -89,7 +93,8 @@ def local(  # noqa: PLR0913 - each is a flag
     log_as(log, "local", level="warning")
     external = None if environment is None else external_environment(environment)
     short = [
-        *run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward, agent),
+        *run_variables(), *environment_sources(external),
+        *short_sources(bus, creds, prompts, reward, agent, sft),
     ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
     sources = start_sources(preset_name, config, short, settings, recipe=recipe)

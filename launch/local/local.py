@@ -224,6 +224,13 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     if allow.insecure:
         join.append("--allow.insecure")
     python = [] if allow.engine_python is None else ["--allow.engine-python", str(allow.engine_python)]
+    actors = Part(
+        "actors",
+        _command("actors", *join, *python, *_monitoring(config, "actors")),
+        drain_s=_actors_drain_s(config),
+        may_end=lambda: stage_of(run) == "done",  # they may be sooner than the learner, which says so
+        smaller="lower actors.engine.slots",
+    )
     parts = (
         Part(
             "storage",
@@ -236,13 +243,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
                 *_monitoring(config, "storage"),
             ),
         ),
-        Part(
-            "actors",
-            _command("actors", *join, *python, *_monitoring(config, "actors")),
-            drain_s=_actors_drain_s(config),
-            may_end=lambda: stage_of(run) == "done",  # they may be sooner than the learner, which says so
-            smaller="lower actors.engine.slots",
-        ),
+        *([actors] if _has_rollouts(config) else []),
         Part(
             "learner",
             _command("learner", *join, *_monitoring(config, "learner")),
@@ -253,6 +254,12 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         *(_policy_part(config, name, join) for name in config.policies),
     )
     return tuple(_with_variables(config, part) for part in parts)
+
+
+def _has_rollouts(config: RunConfig) -> bool:
+    """Return whether anything is asked of actors: a run on demonstrations alone may have nothing measured."""
+    measured = config.data.heldout or config.data.task or config.evaluation.sets
+    return bool(config.learner.steps or measured)
 
 
 def _actors_drain_s(config: RunConfig) -> float:

@@ -56,6 +56,7 @@ async def _serve_from(
         shares_prefixes=config.learner.batch.share_prefixes,
         counts_images=counts_images(config),
         measures=config.trains == DEFAULT_POLICY,
+        rolls_out=config.learner.steps > 0,
     )
     async with (
         metric_sinks(config.metrics, directory, settings.config_json) as sinks,

@@ -69,10 +69,21 @@ def check_together(config: "RunConfig") -> None:
     check_evaluations(config)
     _check_sampling(config)
     _check_client_temperature(config)
-    if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
+    _check_stages(config)
+
+
+def _check_stages(config: "RunConfig") -> None:
+    """Refuse a supervised stage without demonstrations, and a run without any stage."""
+    warmup = config.warmup
+    if warmup.steps and not (warmup.demonstrations or config.data.task):
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
             "off with --warmup.steps 0"
+        )
+    if not (config.learner.steps or warmup.steps):
+        raise ConfigError(
+            "learner.steps=0 with warmup.steps=0 trains nothing: give learner.steps, or demonstrations with "
+            "--sft"
         )
 
 

@@ -9,6 +9,7 @@ from bus.config import URL_VARIABLE
 from bus.security.credentials import VARIABLE, load_credentials
 from launch.settings.run_config import RunConfig, config_file, flags, preset
 from launch.settings.sources import DEFAULT, Source, merged
+from learner.config.warmup import WarmupConfig
 
 
 def sources_of(
@@ -43,14 +44,16 @@ def _types(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def short_sources(
     bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
-    reward: str | None = None, agent: str | None = None,
+    reward: str | None = None, agent: str | None = None, sft: Path | None = None,
 ) -> list[Source]:  # fmt: skip
-    """Return the settings that the environment and the short forms stand for."""
+    """Return the settings that the environment and the short forms stand for. Raises `ConfigError` for
+    demonstrations that cannot be read."""
     environment: dict[str, Any] = {}
     if agent is not None:
         environment = {"type": "agent", "command": agent, "reward": "posted"}
     given: dict[str, dict[str, Any]] = {
         "--prompts": {"data": {"prompts": prompts}} if prompts is not None else {},
+        "--sft": {} if sft is None else _supervised(sft),
         "--agent": {"actors": {"environment": environment}} if environment else {},
         "--reward": {"actors": {"environment": {"reward": reward}}} if reward is not None else {},
     }
@@ -58,6 +61,21 @@ def short_sources(
         *_bus_sources(bus, creds),
         *(Source(f"flag {name}", layer) for name, layer in given.items() if layer),
     ]
+
+
+def _supervised(demonstrations: Path) -> dict[str, Any]:
+    """Return the settings of a run that trains on demonstrations alone, once over, at a rate for a model that
+    was trained before."""
+    from storage.prompt_files.rows import read_rows  # loads pyarrow, which no help needs
+
+    rows = sum(1 for _ in read_rows(demonstrations))
+    batch_size = WarmupConfig.model_fields["batch_size"].default
+    warmup = {
+        "demonstrations": demonstrations,
+        "steps": -(-rows // batch_size),
+        "optimizer": {"lr": 2e-5, "warmup_steps": 10},
+    }
+    return {"warmup": warmup, "learner": {"steps": 0}}
 
 
 def _bus_sources(bus: str | None, creds: Path | None) -> list[Source]:

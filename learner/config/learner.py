@@ -47,8 +47,8 @@ class CheckpointConfig(Config):
 class LearnerConfig(Config):
     """Reinforcement learning."""
 
-    steps: int = Field(1000, gt=0)
-    """Upper bound on the optimizer steps."""
+    steps: int = Field(1000, ge=0)
+    """Upper bound on the optimizer steps; 0 leaves the run at what its `warmup` has trained."""
 
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """Mean reward of sampled held-out answers at which training stops."""

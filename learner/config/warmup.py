@@ -22,7 +22,14 @@ class WarmupConfig(Config):
     """Supervised fine-tuning before reinforcement learning, on demonstrations."""
 
     demonstrations: Path | None = None
-    """JSONL file of {"prompt": ..., "response": ...}. Without it the task's generator writes one."""
+    """JSONL file of {"prompt": ..., "response": ...} or of chats, {"messages": [...]}, whose answers are all
+    trained, but for those with "weight": 0. Without it the task's generator writes one."""
+
+    heldout: Path | None = None
+    """File of demonstrations that are not trained on: their mean loss a token is measured."""
+
+    heldout_every: int = Field(20, gt=0)
+    """Steps from one measurement of the held-out loss to the next; one more follows the last step."""
 
     steps: int = Field(0, ge=0)
     """Steps of the supervised stage; 0 leaves it out."""

@@ -1,7 +1,9 @@
 """Batches of demonstrations for the supervised stage before reinforcement learning."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from bus.messages import Prompt
 from learner.config.batch import BatchConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.packing import MicroBatch, Sample, pack
+from storage.built_in_tasks.generators import is_trained
 from storage.chats.stop_tokens import answer_end, answer_start
 from storage.chats.template import ChatTemplate
 from storage.images.chat import ImageChat, inlined
@@ -21,7 +24,8 @@ from storage.images.encoded import ImageError
 
 
 class Demonstrations:
-    """Prompt and response pairs in an order that depends only on the seed: a position is enough to resume."""
+    """Chats whose answers are trained, in an order that depends only on the seed: a position is enough to
+    resume."""
 
     def __init__(
         self,
@@ -32,8 +36,10 @@ class Demonstrations:
         seed: int,
         images: ImageChat | None = None,
     ) -> None:
-        """`images` are those of a vision-language model. Raises `ConfigError` for a row that shows an image
-        to another one."""
+        """`rows` are prompts with a response, or with an empty one chats whose answers are trained, but for
+        those with a `weight` of 0. `images` are those of a vision-language model.
+
+        Raises `ConfigError` for a row that shows an image to another one."""
         self._rows = rows
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
@@ -54,21 +60,63 @@ class Demonstrations:
         """Return the micro-batches of the `step`-th step, from 0, or of one of equal `shares` of it."""
         start = step * warmup.batch_size
         numbers = [self._index(start + n) for n in range(share, warmup.batch_size, shares)]
-        if not numbers:
+        return self._packed(numbers, batch.token_budget)
+
+    def all(self, batch: BatchConfig, *, share: int, shares: int) -> list[MicroBatch]:
+        """Return the micro-batches of all rows in their order, or of one of equal `shares` of them."""
+        return self._packed(range(share, len(self._rows), shares), batch.logprob_token_budget)
+
+    def _packed(self, numbers: Sequence[int], token_budget: int) -> list[MicroBatch]:
+        """Return micro-batches of these rows; all texts are made tokens at once, each by itself."""
+        chats = [chat for number in numbers for chat in self._chats(number)]
+        texts = [text for chat in chats for text, _ in chat.parts]
+        if not texts:
             return []
-        rows = [self._rows[number] for number in numbers]
-        shown = [self._shown(prompt, number) for number, (prompt, _) in zip(numbers, rows, strict=True)]
-        prompts = [self._template.render(chat) for chat, _ in shown]
-        prompt_ids = self._tokenizer(prompts, add_special_tokens=False)["input_ids"]
-        responses = [self._written(response) for _, response in rows]
-        response_ids = self._tokenizer(responses, add_special_tokens=False)["input_ids"]
-        return pack(
-            [
-                self._sample(p, [*r, self._end], images)
-                for p, r, (_, images) in zip(prompt_ids, response_ids, shown, strict=True)
-            ],
-            batch.token_budget,
-        )
+        tokens = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return pack([self._sample(chat, tokens) for chat in chats], token_budget)
+
+    def _chats(self, number: int) -> Iterator["_Chat"]:
+        """Yield what is trained of a row: one sequence, or one more for each answer behind which the chat
+        template writes otherwise what came before, as templates do that leave earlier thoughts out."""
+        prompt, response = self._rows[number]
+        messages, images = self._shown(prompt, number)
+        if response:
+            yield _Chat([(self._rendered(messages, prompt), False), (self._written(response), True)], images)
+            return
+        begun: list[tuple[str, bool]] = []
+        for place, message in enumerate(messages):
+            if not is_trained(message):
+                continue
+            before = self._rendered(messages[:place], prompt)
+            written = "".join(text + (self._end_text if answer else "") for text, answer in begun)
+            if begun and not before.startswith(written):
+                yield _Chat(begun, images)
+                begun, written = [], ""
+            begun += [(before[len(written) :], False), (self._answer(messages, place, before, prompt), True)]
+        yield _Chat(begun, images)
+
+    def _rendered(self, messages: Sequence[Json], prompt: Prompt, *, go_on: bool = True) -> str:
+        return self._template.render(messages, prompt.tools, go_on=go_on)
+
+    def _answer(self, messages: Sequence[Json], place: int, before: str, prompt: Prompt) -> str:
+        """Return the text of an answer in a chat, without its end."""
+        message = messages[place]
+        assert isinstance(message, dict), "it was read as one"
+        content = message.get("content")
+        if isinstance(content, str) and not (message.keys() & {"tool_calls", "reasoning_content"}):
+            return self._written(content)
+        rendered = self._rendered(messages[: place + 1], prompt, go_on=False)
+        answer, found, _ = rendered.removeprefix(before).rpartition(self._end_text)
+        if not rendered.startswith(before) or not found:
+            raise ConfigError(
+                f"the chat template does not write message {place} (from 0) behind the chat before it, so "
+                "that its tokens are not known: give its content as text alone, with the calls in it"
+            )
+        return answer
+
+    @cached_property
+    def _end_text(self) -> str:
+        return str(self._tokenizer.decode([self._end]))
 
     def _written(self, response: str) -> str:
         """Return a response behind what the chat template begins an answer with, unless it has its own."""
@@ -89,25 +137,41 @@ class Demonstrations:
             self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
         return int(self._order[1][offset])
 
-    def _sample(self, prompt: list[int], response: list[int], shown: Sequence[PlacedImage]) -> Sample:
+    def _sample(self, chat: "_Chat", tokens: Iterator[list[int]]) -> Sample:
+        """Return a chat as tokens; `tokens` are those of its parts, and then of others."""
+        ids: list[int] = []
+        mask: list[bool] = []
         images: tuple[PlacedImage, ...] = ()
-        if self._images is not None:
-            prompt, images = self._images.expanded(prompt, shown)
-        length = len(prompt) + len(response)
-        if length > self._context:
-            text = self._tokenizer.decode(prompt)
+        for place, (_, is_answer) in enumerate(chat.parts):
+            of_part = next(tokens)
+            if place == 0 and self._images is not None:
+                try:
+                    of_part, images = self._images.expanded(of_part, chat.images)
+                except ImageError as error:
+                    raise ConfigError(
+                        f"a demonstration shows images behind its first answer: {error}"
+                    ) from error
+            ids += [*of_part, self._end] if is_answer else of_part
+            mask += [is_answer] * (len(ids) - len(mask))
+        if len(ids) > self._context:
+            text = "".join(text for text, is_answer in chat.parts if not is_answer)
             raise ConfigError(
-                f"a demonstration has {length} tokens, the model's context is {self._context}: "
+                f"a demonstration has {len(ids)} tokens, the model's context is {self._context}: "
                 f"{text!r}; shorten it"
             )
-        mask = np.zeros(length, dtype=bool)
-        mask[len(prompt) :] = True
         return Sample(
-            token_ids=np.array([*prompt, *response], dtype=np.int32),
-            loss_mask=mask,
-            streams={},
-            images=images,
+            token_ids=np.array(ids, dtype=np.int32), loss_mask=np.array(mask), streams={}, images=images
         )
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A sequence that is trained."""
+
+    parts: Sequence[tuple[str, bool]]
+    """Its texts in order, and whether each is an answer, which its end follows."""
+    images: Sequence[PlacedImage]
+    """Images of its first part."""
 
 
 def _chat(prompt: Prompt) -> list[Json]:

@@ -1,6 +1,7 @@
 """Tells what a run trains from: its model directory, made where there is none, and its demonstrations."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ class Initial:
     """Weights by Hugging Face name."""
     demonstrations: Demonstrations | None
     """Says what the warm-up trains on, if the run has one."""
+    heldout_demonstrations: Demonstrations | None = None
+    """Those whose loss is measured beside."""
     images: ImageReader | None = None
     """Images of a vision-language model."""
     whole: WholeModel | None = None
@@ -51,11 +54,21 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     images = ImageChat.of(settings.model_directory, tokenizer)
     if images is not None and (problem := settings.learner.unseeing_teachers):
         raise ConfigError(f"{settings.model_directory} is a vision-language model; {problem}")
-    shown = _demonstrations(settings, demonstrations, tokenizer, hf_config, images)
+    shown, heldout = None, None
+    if settings.warmup.steps:
+        if demonstrations is None:
+            raise ConfigError("warmup.steps needs warmup.demonstrations, or data.task to generate some")
+        made = partial(
+            Demonstrations, tokenizer=tokenizer, seed=settings.seed, images=images,
+            context=hf_config.get_text_config().max_position_embeddings,
+        )  # fmt: skip
+        shown = made(load_demonstrations(demonstrations))
+        if settings.warmup.heldout is not None:
+            heldout = made(load_demonstrations(settings.warmup.heldout))
     whole = None
     if settings.model.other_parts == "frozen":
         whole = _whole_model(settings, hf_config)
-    return Initial(hf_config, state, shown, None if images is None else images.reader, whole)
+    return Initial(hf_config, state, shown, heldout, None if images is None else images.reader, whole)
 
 
 def _whole_model(settings: LearnerSettings, text: PretrainedConfig) -> WholeModel:
@@ -80,23 +93,3 @@ def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
     """Raise `ConfigError` when the tokenizer is not this model's, or writes no prompt."""
     refuse_other_vocabulary(hf_config, tokenizer, directory)
     refuse_no_template(tokenizer, directory)
-
-
-def _demonstrations(
-    settings: LearnerSettings,
-    path: Path | None,
-    tokenizer: PreTrainedTokenizerBase,
-    hf_config: PretrainedConfig,
-    images: ImageChat | None,
-) -> Demonstrations | None:
-    if settings.warmup.steps == 0:
-        return None
-    if path is None:
-        raise ConfigError("warmup.steps needs warmup.demonstrations, or data.task to generate some")
-    return Demonstrations(
-        load_demonstrations(path),
-        tokenizer,
-        context=hf_config.get_text_config().max_position_embeddings,
-        seed=settings.seed,
-        images=images,
-    )

@@ -145,7 +145,7 @@ def build(
     backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel, verified=True)
     rank = Rank(
         backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread,
-        images=initial.images, whole=initial.whole,
+        heldout_demonstrations=initial.heldout_demonstrations, images=initial.images, whole=initial.whole,
     )  # fmt: skip
     return_freed_memory()  # of what was read
     size = published_bytes(initial.state, published_dtype(settings.learner, settings.model))

@@ -180,7 +180,11 @@ class Learner:
             result = await self._world.call(Rank.warm_up, step)
             progress.warmup_step += 1
             progress.warmup_s += time.monotonic() - started
-            self._steps.report("warmup", progress.warmup_step, step_values(result))
+            values = step_values(result)
+            done = progress.warmup_step
+            if warmup.heldout is not None and (done % warmup.heldout_every == 0 or done == warmup.steps):
+                values["heldout/loss_nats"] = await self._world.call(Rank.heldout_loss)
+            self._steps.report("warmup", done, values)
         return not self._stop.is_set()
 
     # --- reinforcement learning ---

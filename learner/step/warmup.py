@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+
 from bus.process.work_progress import tracked
 from learner.backends.contract.backend import Backend, StepResult
+from learner.config.batch import BatchConfig
 from learner.config.loss import SFTLoss
 from learner.config.process_settings import LearnerSettings
 from learner.data.data_parallel import equally_many
 from learner.data.demonstrations import Demonstrations
-from learner.distributed.process_group import use_threads
+from learner.distributed.process_group import device, use_threads
 from learner.logprobs.frozen_policies import hold_frozen_policies
 from learner.progress.progress import Progress
 
@@ -27,6 +31,20 @@ def warm_up_step(
         step, settings.warmup, settings.learner.batch, share=ranks.rank(), shares=ranks.size()
     )
     return backend.train_step(equally_many(batches, ranks), SFTLoss(), policy_version=0)
+
+
+def heldout_loss(backend: Backend, batch: BatchConfig, demonstrations: Demonstrations) -> float:
+    """Return the mean negative log-prob of the trained tokens of held-out demonstrations, in nats. Every rank
+    calls this; nothing of the backend changes."""
+    ranks = backend.data_parallel_group
+    shares = demonstrations.all(batch, share=ranks.rank(), shares=ranks.size())
+    batches = equally_many(shares, ranks)
+    sums = torch.zeros(2, dtype=torch.float64, device=device())
+    for packed, (logprobs, _) in zip(batches, backend.logprobs(batches), strict=True):
+        trained = logprobs[packed.loss_mask].double()
+        sums += torch.stack([-trained.sum(), torch.tensor(float(len(trained)))]).to(sums)
+    dist.all_reduce(sums, group=ranks)
+    return float(sums[0] / sums[1])
 
 
 def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:

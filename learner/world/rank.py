@@ -37,7 +37,7 @@ from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
 from learner.publication.whole_model import WholeModel
 from learner.step.rl_step import train_on
-from learner.step.warmup import begin_reinforcement_learning, warm_up_step
+from learner.step.warmup import begin_reinforcement_learning, heldout_loss, warm_up_step
 from storage.account.records import Copy
 from storage.client.reader import ReplayReader
 from storage.disk.file_errors import naming
@@ -61,6 +61,7 @@ class Rank:
     def __init__(
         self, backend: Backend, settings: LearnerSettings, *,
         reader: ReplayReader, demonstrations: Demonstrations | None, thread: Executor,
+        heldout_demonstrations: Demonstrations | None = None,
         images: ImageReader | None = None, whole: WholeModel | None = None,
     ) -> None:  # fmt: skip
         """Take over the backend. `images` are those of a vision-language model; `whole` is the multimodal
@@ -76,6 +77,7 @@ class Rank:
         self._images = images
         self._reader = reader
         self._demonstrations = demonstrations
+        self._heldout_demonstrations = heldout_demonstrations
         self._thread = thread
         self._whole = whole
         self._host = HostCopy(published_dtype(settings.learner, settings.model), whole)
@@ -190,6 +192,14 @@ class Rank:
         self._saved_step = None
         return await self.in_thread(
             lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
+        )
+
+    async def heldout_loss(self) -> float:
+        """Return the mean loss of the held-out demonstrations, in nats a token."""
+        heldout = self._heldout_demonstrations
+        assert heldout is not None, "it is asked where warmup.heldout names some"
+        return await self.in_thread(
+            lambda: heldout_loss(self._backend, self._settings.learner.batch, heldout)
         )
 
     async def begin_reinforcement_learning(self) -> None:

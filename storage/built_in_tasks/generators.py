@@ -17,7 +17,7 @@ from storage.built_in_tasks import python_demonstrations as python
 from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.disk.atomic_files import make_directory, write_file, write_json
 from storage.prompt_files.dataset import prompt_content
-from storage.prompt_files.rows import read_rows
+from storage.prompt_files.rows import Row, kind_of, read_rows
 
 GENERATOR_VERSION = 2
 """Version of the generators; raise it when one writes other rows for the same parameters."""
@@ -115,16 +115,38 @@ def _generate_reasoning_gym(name: str, directory: Path, *, seed: int) -> TaskFil
 
 
 def load_demonstrations(path: Path) -> list[tuple[Prompt, str]]:
-    """Read prompts with worked answers, from a .jsonl or .parquet file with the keys `prompt` and `response`.
+    """Read demonstrations from a .jsonl or .parquet file: rows with the keys `prompt` and `response`, or with
+    `messages`, a chat, whose response is empty, and perhaps `tools`.
 
     Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
     pairs = []
     for row in read_rows(path):
+        if "messages" in row.values:
+            pairs.append((_chat(row), ""))
+            continue
         response = row.required("response")
         if not (isinstance(response, str) and response):
             raise ConfigError(f"{row.where}: 'response' is not a text or is empty: fill it or remove the row")
         pairs.append((Prompt(content=prompt_content(row, "prompt")), response))
     return pairs
+
+
+def _chat(row: Row) -> Prompt:
+    chat, tools = prompt_content(row, "messages"), row.values.get("tools") or []
+    if not isinstance(chat, list) or not any(map(is_trained, chat)):
+        raise ConfigError(
+            f"{row.where}: 'messages' has no answer to train on: a message with the role 'assistant', and a "
+            "weight other than 0"
+        )
+    if not isinstance(tools, list):
+        raise ConfigError(f"{row.where}: 'tools' is {kind_of(tools)}: make it a list of functions")
+    return Prompt(content=chat, tools=tools)
+
+
+def is_trained(message: Json) -> bool:
+    """Return whether a message of a chat is an answer to train on: `weight` 0 leaves it out, as OpenAI's
+    format of fine-tuning has it."""
+    return isinstance(message, dict) and message.get("role") == "assistant" and message.get("weight") != 0
 
 
 def _manifest(name: str, task: BuiltInTask, seed: int) -> dict[str, Json]:

@@ -25,6 +25,9 @@ from storage.settings.evaluation import EvaluationSetConfig
 READING_VERSION = 2
 """Version of how files become prompts; raise it when the same files give others, or are refused."""
 
+UNASKED = "no file: the run trains on demonstrations alone"
+"""Where the prompts of a run without rollouts are from: one, which nobody asks, stands for them."""
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -47,25 +50,31 @@ class Prompts:
 
 
 def read_prompts(
-    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig] = ()
-) -> Prompts:
+    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig] = (), *,
+    trained_on: bool = True,
+) -> Prompts:  # fmt: skip
     """Read the prompt files, writing them first where the configuration names a task instead.
+
+    A run that is not `trained_on` prompts, but on demonstrations alone, need not have any: one that says so
+    stands for them.
 
     Those to train on are copied into `run` and stay on disk. Raises `ConfigError` for whatever is wrong
     with them; a run that is new leaves nothing then.
     """
     with run.unmade_on_error():
-        return _read_prompts(data, run, seed, evaluation_sets)
+        return _read_prompts(data, run, seed, evaluation_sets, trained_on)
 
 
 def _read_prompts(
-    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig]
-) -> Prompts:
+    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig],
+    trained_on: bool,
+) -> Prompts:  # fmt: skip
     training, heldout = data.prompts, data.heldout
     if training is None and data.task is not None and not data.sources:
         files = generate_task(data.task, run.data, seed=seed)
         training, heldout = files.prompts, heldout or files.heldout
-    if training is None and not data.sources:
+    without = training is None and not data.sources
+    if without and trained_on:
         raise ConfigError(
             "no prompts: give --prompts FILE, data.sources, or --data.task sort for a generated task"
         )
@@ -74,6 +83,8 @@ def _read_prompts(
         one.name: list(with_choices(each_prompt(one.prompts, data.keys), one.reward, one.environment))
         for one in evaluation_sets
     }
+    if without:
+        return Prompts(store_prompts([Prompt(content="-")], run.data), measured, UNASKED, (), sets)
     stored, sources = training_prompts(training or data.sources, data.keys, run.data)  # takes longest
     names = str(training) if training else " and ".join(str(one.prompts) for one in data.sources)
     return Prompts(stored, measured, names, sources, sets)

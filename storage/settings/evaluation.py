@@ -84,7 +84,7 @@ class EvaluationConfig(Config):
     """When the held-out reward is measured, and on what; `actors.evaluation` says how."""
 
     every_versions: int = Field(10, ge=0)
-    """Versions from one evaluation to the next; 0 measures only the first and the last."""
+    """Versions between two evaluations; 0 measures only the first and the last."""
 
     patience_s: float = Field(300.0, gt=0)
     """Longest time that the learner waits for the accuracy of its present version. It waits at the end, where

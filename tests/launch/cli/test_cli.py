@@ -230,7 +230,7 @@ def test_short_forms_say_where_a_learners_world_is(call):
         ("local --learner.steps many", "learner.steps: should be a valid integer"),
         ("local --learner.loss.type ppo_clp", "learner.loss.type: no 'ppo_clp': did you mean 'ppo_clip'?"),
         ("bus --port high", 'invalid value for --port: unable to convert "high" into int'),
-        ("learner --learner.steps 0", "learner.steps: should be greater than 0"),
+        ("learner --learner.steps -1", "learner.steps: should be greater than or equal to 0"),
         ("learner --admission.max-staleness 1", "--admission.max-staleness is the run's, not this process's"),
         ("shards", "--shards requires an argument"),
         ("shards --shards 3-1", "'3-1' names no shards: write 2, or 0-3, or 0,2-3"),

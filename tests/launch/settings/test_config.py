@@ -276,7 +276,7 @@ def test_a_configuration_is_frozen():
             {"learner": {"loss": {"zzz": 1}}},
             "unknown key learner.loss.zzz: there are: type",
         ),
-        ({"learner": {"steps": 0}}, "learner.steps: should be greater than 0 (got 0)"),
+        ({"learner": {"steps": -1}}, "learner.steps: should be greater than or equal to 0 (got -1)"),
         (
             {"learner": {"steps": "many"}},
             "learner.steps: should be a valid integer, unable to parse string as an integer (got 'many')",

@@ -1,15 +1,21 @@
 from itertools import pairwise
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
+from learner.backends.megatron.trainer import Trainer
 from learner.config.batch import BatchConfig
+from learner.config.optimizer import OptimizerConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.demonstrations import Demonstrations
 from learner.initial.scratch_model import character_tokenizer
+from learner.step.warmup import heldout_loss
+from storage.chats.template import ChatTemplate
 from storage.images.chat import ImageChat
+from tests.learner.tiny import tiny_config
 from tests.pictures import image_part, picture, vision_directory
 from tests.published_chats import CHATS, tokenizer_of_chat
 
@@ -92,3 +98,80 @@ def test_a_demonstration_with_an_image_is_refused_before_the_warm_up_of_a_text_m
     rows = [*ROWS, (Prompt(content=chat), "3")]
     with pytest.raises(ConfigError, match=r"demonstration 10 \(from 0\): it shows an image, and the model"):
         Demonstrations(rows, character_tokenizer(), context=64, seed=0)
+
+
+def trained_on(family: str, *messages: dict, **prompt) -> tuple[list[str], list[str]]:
+    """Return the sequences that a chat becomes, as text, and what of them is trained."""
+    tokenizer = tokenizer_of_chat(CHATS[family])
+    made = Demonstrations([(Prompt(content=list(messages), **prompt), "")], tokenizer, context=999, seed=0)
+    [batch] = made.step(0, WarmupConfig(batch_size=1), BatchConfig())
+    bounds = list(pairwise(batch.cu_seqlens.tolist()))
+    texts = [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in bounds]
+    trained = [tokenizer.decode(batch.labels[a:b][batch.loss_mask[a:b]].tolist()) for a, b in bounds]
+    return texts, trained
+
+
+def said(role: str, content: str, **others) -> dict:
+    return {"role": role, "content": content, **others}
+
+
+CHAT = (
+    said("system", "Add."),
+    said("user", "1+1"),
+    said("assistant", "2"),
+    said("user", "2+2"),
+    said("assistant", "4"),
+)
+
+
+def test_all_answers_of_a_chat_are_trained_in_the_text_that_the_template_writes():
+    [text], [trained] = trained_on("Qwen3", *CHAT)
+    template = ChatTemplate(tokenizer_of_chat(CHATS["Qwen3"]))
+    assert text == template.render(CHAT, go_on=False).removesuffix("\n")
+    assert trained == "2<|im_end|>4<|im_end|>"
+
+
+def test_an_answer_of_weight_0_is_read_and_not_trained():
+    [text], [trained] = trained_on("Qwen3", *CHAT[:2], said("assistant", "2", weight=0), *CHAT[3:])
+    assert (text, trained) == (trained_on("Qwen3", *CHAT)[0][0], "4<|im_end|>")
+
+
+def test_an_answer_is_a_sequence_of_its_own_where_a_later_chat_has_it_otherwise():
+    texts, trained = trained_on(
+        "gpt-oss", *CHAT
+    )  # ends an answer with <|return|>, an earlier one with <|end|>
+    start = "<|channel|>final<|message|>"
+    assert trained == [f"{start}2<|return|>", f"{start}4<|return|>"]
+    assert [text.count("1+1") for text in texts] == [1, 1]
+    assert f"{start}2<|end|>" in texts[1]
+
+
+def test_calls_are_trained_as_the_template_writes_them_and_results_are_not():
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat = (CHAT[1], said("assistant", "", tool_calls=[call]), said("tool", "2", tool_call_id="a"), CHAT[2])
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+    [text], [trained] = trained_on("Qwen3", *chat, tools=[tool])
+    template = ChatTemplate(tokenizer_of_chat(CHATS["Qwen3"]))
+    assert text == template.render(chat, [tool], go_on=False).removesuffix("\n")
+    called, answer = trained.split("<|im_end|>")[:2]
+    assert (called.count("<tool_call>"), '"name": "add"' in called, answer) == (1, True, "2")
+
+
+def test_the_held_out_loss_is_the_mean_over_all_trained_tokens_and_changes_nothing():
+    torch.manual_seed(0)
+    config, batch = tiny_config(vocab_size=1000), BatchConfig(tokens_per_micro_batch=40)
+    plain, made = Qwen3ForCausalLM(config), demonstrations()
+    nats: list[float] = []
+    for packed in made.all(batch, share=0, shares=2) + made.all(batch, share=1, shares=2):
+        for a, b in pairwise(packed.cu_seqlens.tolist()):
+            logprobs = plain(packed.tokens[None, a:b].long()).logits[0].log_softmax(-1)
+            picked = logprobs.gather(1, packed.labels[a:b, None].long())[:, 0]
+            nats += picked[packed.loss_mask[a:b]].tolist()
+    assert len(nats) == 4 * len(ROWS)  # three digits and the end
+    trainer = Trainer(config, plain.state_dict(), OptimizerConfig())
+    before = trainer.export()
+    assert heldout_loss(trainer, batch, made) == pytest.approx(-sum(nats) / len(nats), abs=1e-6)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())

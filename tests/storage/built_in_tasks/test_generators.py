@@ -199,6 +199,14 @@ def test_demonstrations_may_be_the_users_own(tmp_path):
         ({"prompt": "a", "response": ""}, "line 1: 'response' is not a text or is empty"),
         ({"prompt": "a", "response": 3}, "line 1: 'response' is not a text or is empty"),
         ({"prompt": "", "response": "b"}, "line 1: 'prompt' is empty"),
+        ({"messages": "a"}, "line 1: 'messages' has no answer to train on: a message with the role"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 1: 'messages' has no answer to train on"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
+            "line 1: 'messages' has no answer to train on",
+        ),
+        ({"messages": [{"role": "assistant"}]}, "line 1: message 0 of 'messages': no key 'content'"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": "b"}, "line 1: 'tools' is a text"),
     ],
 )
 def test_a_bad_demonstration_is_reported_with_its_line(tmp_path, row, message):

@@ -1,0 +1,84 @@
+"""`launch local --sft`: a run on demonstrations alone, which is stopped on its way and goes on."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from launch.run_view.recorded_runs import recorded_runs
+from tests.e2e.commands import Command, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(300)]
+STEPS = 40
+SETTINGS = (
+    "--sft", "chats.jsonl", "--warmup.heldout", "heldout.jsonl", "--warmup.heldout-every", "10",
+    "--warmup.steps", str(STEPS), "--warmup.batch-size", "16", "--warmup.optimizer.lr", "5e-3",
+)  # fmt: skip
+
+
+def chats(directory: Path) -> None:
+    """Write chats of two turns: the digits of a number in order."""
+    rng = random.Random(0)
+    for name, count in (("chats", 200), ("heldout", 30)):
+        rows = []
+        for _ in range(count):
+            asked = ["".join(rng.choices("0123456789", k=3)) for _ in range(2)]
+            said = [("user", f"sort {text}", "assistant", "".join(sorted(text))) for text in asked]
+            turns = [(role, text) for a, b, c, d in said for role, text in ((a, b), (c, d))]
+            rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def steps_of(run: Path) -> dict[int, dict]:
+    """The steps that were recorded, each the last time that it was trained."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows if row.get("train/stage") == "warmup"}
+
+
+def trained(directory: Path, *, stopped_after: int = 0) -> Path:
+    run = directory / "runs/default"
+    if stopped_after:
+        launcher = Command(directory, "local", *SETTINGS)
+        try:
+            begun = run / "metrics.jsonl"
+            wait_until(
+                lambda: begun.exists() and max(steps_of(run), default=0) >= stopped_after, "steps", launcher
+            )
+            assert launcher.stop(60) == 0, launcher.said()
+        finally:
+            launcher.kill()
+        assert 0 < max(steps_of(run)) < STEPS
+        assert [one.state for one in recorded_runs([run])] == ["stopped"]
+    launcher = Command(directory, "local", *SETTINGS)
+    try:
+        assert launcher.wait(120) == 0, launcher.said()
+    finally:
+        launcher.kill()
+    return run
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("sft")
+    chats(directory)
+    return trained(directory, stopped_after=5)
+
+
+def test_it_trains_without_prompts_and_actors_and_its_held_out_loss_falls(resumed: Path):
+    assert [one.state for one in recorded_runs([resumed])] == ["finished"]
+    assert sorted(path.stem for path in (resumed / "logs").glob("*.log")) == ["bus", "learner", "storage"]
+    assert (resumed / "export/model.safetensors").exists()
+    steps = steps_of(resumed)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    measured = {step: row["heldout/loss_nats"] for step, row in steps.items() if "heldout/loss_nats" in row}
+    assert sorted(measured) == [10, 20, 30, 40]
+    assert measured[40] < 0.6 * measured[10]
+
+
+@pytest.mark.nightly
+def test_its_losses_are_those_of_a_run_that_was_not_stopped(resumed: Path, tmp_path: Path):
+    chats(tmp_path)
+    whole, again = steps_of(trained(tmp_path)), steps_of(resumed)
+    for name in ("train/loss", "train/grad_norm"):
+        assert [row[name] for row in whole.values()] == [row[name] for row in again.values()]
