@@ -100,6 +100,9 @@ GOOGLES = (
 COUNT_TOKENS = "/v1/messages/count_tokens"
 CLOSED_REMEMBERED = 4096
 """Closed sessions whose late requests are told so."""
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+PORT = "{port}"
+"""Stands in `advertise` for the port that was free."""
 BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted: agents begin in waves."""
 UNMET_HEADER = "X-Sluice-Unmet"
@@ -158,9 +161,11 @@ class Gateway:
                 "or 0 for any that is free"
             ) from error
         self._runner = runner
-        shown = f"[{host}]" if ":" in host else host
-        own = f"{'http' if tls is None else 'https'}://{shown}:{runner.addresses[0][1]}"
-        self._url = (self._config.advertise or own).rstrip("/")
+        reached = LOOPBACK.get(host, host)  # of all addresses, the one by which this host's programs come
+        shown = f"[{reached}]" if ":" in reached else reached
+        taken = str(runner.addresses[0][1])
+        own = f"{'http' if tls is None else 'https'}://{shown}:{taken}"
+        self._url = (self._config.advertise or own).replace(PORT, taken).rstrip("/")
         log.info("gateway_ready", url=self._url)
 
     @asynccontextmanager

@@ -50,7 +50,7 @@ class GatewayConfig(Config):
 
     advertise: str | None = None
     """URL by which clients reach the gateway, if it is another than where it listens, such as that of a
-    proxy."""
+    proxy. `{port}` in it stands for the port, as in `http://actors.example:{port}` with `port = 0`."""
 
     model: str = "policy"
     """Name of the policy in `/v1/models`; requests may name any model."""

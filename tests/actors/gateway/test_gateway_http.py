@@ -423,3 +423,24 @@ async def test_many_sessions_at_once_lose_nothing():
                 return len(trajectory.turns)
 
         assert await asyncio.gather(*map(episode, range(50))) == [3] * 50
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        ({"host": "0.0.0.0"}, "http://127.0.0.1:{port}"),
+        ({"host": "::"}, "http://[::1]:{port}"),
+        ({"advertise": "https://actors.example:{port}/"}, "https://actors.example:{port}"),
+        ({"advertise": "https://proxy.example/a"}, "https://proxy.example/a"),
+    ],
+)
+async def test_the_url_that_is_told_is_one_by_which_the_gateway_is_reached(settings, url):
+    gateway = Gateway(GatewayConfig(**settings))
+    try:
+        await gateway.start()
+        assert gateway.url == url.format(port=gateway.port)
+        if "host" in settings:
+            async with aiohttp.ClientSession() as http, http.get(f"{gateway.url}/health") as answer:
+                assert answer.status == 200
+    finally:
+        await gateway.close()
