@@ -3,11 +3,19 @@
 from actors.episode_sandboxes.base import SandboxBackend
 from actors.episode_sandboxes.containers import ContainerBackend
 from actors.episode_sandboxes.namespaces import NamespaceBackend
-from actors.settings.episode_sandboxes import ContainerSandboxes, SandboxBackendConfig, SandboxLimits
+from actors.episode_sandboxes.remote import RemoteBackend
+from actors.settings.episode_sandboxes import (
+    ContainerSandboxes,
+    RemoteSandboxes,
+    SandboxBackendConfig,
+    SandboxLimits,
+)
 
 
 def build_backend(config: SandboxBackendConfig, limits: SandboxLimits) -> SandboxBackend:
     """Build it. Raises ConfigError for one that cannot work here."""
     if isinstance(config, ContainerSandboxes):
         return ContainerBackend(config, limits)
+    if isinstance(config, RemoteSandboxes):
+        return RemoteBackend(config)
     return NamespaceBackend.from_config(config, limits)

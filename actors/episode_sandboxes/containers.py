@@ -67,18 +67,25 @@ class ContainerBackend:
                 connector = aiohttp.UnixConnector(str(self._config.socket), limit=0)
                 self._session = aiohttp.ClientSession("http://daemon", connector=connector)
                 await self._remove_orphans()
-        status, made = await self.ask("POST", "/containers/create", self._described(name))
-        if status == 404:
-            await self._pull(name)
-            status, made = await self.ask("POST", "/containers/create", self._described(name))
-        if status != 201:
-            raise ToolError(f"the daemon makes no container of {name!r}: {_message(made)}")
-        container = Container(self, str(made["Id"]))
-        status, said = await self.ask("POST", f"/containers/{container.container_id}/start")
-        if status not in (204, 304):
+        container = Container(self, f"sluice-{secrets.token_hex(16)}")
+        try:
+            await self._begin(container.container_id, name)
+        except BaseException:  # a cancelled start leaves nothing either
             await container.close()
-            raise ToolError(f"the daemon starts no container of {name!r}: {_message(said)}")
+            raise
         return container
+
+    async def _begin(self, name: str, image: str) -> None:
+        path = f"/containers/create?name={name}"
+        status, made = await self.ask("POST", path, self._described(image))
+        if status == 404:
+            await self._pull(image)
+            status, made = await self.ask("POST", path, self._described(image))
+        if status != 201:
+            raise ToolError(f"the daemon makes no container of {image!r}: {_message(made)}")
+        status, said = await self.ask("POST", f"/containers/{name}/start")
+        if status not in (204, 304):
+            raise ToolError(f"the daemon starts no container of {image!r}: {_message(said)}")
 
     async def close(self) -> None:
         """End the connections to the daemon."""

@@ -81,9 +81,11 @@ class NamespaceBackend:
                 socket.send_fds(self._server.control, [b"start"], [theirs.fileno()])
             async with asyncio.timeout(START_TIMEOUT_S):
                 said = json.loads(await asyncio.get_running_loop().sock_recv(ours, LARGEST_REPORT) or b"{}")
-        except (OSError, TimeoutError) as error:
-            await sandbox.close()
-            raise ToolError(f"no sandbox was started: {error!r}") from error
+        except BaseException as error:  # a cancelled start leaves nothing either
+            ours.close()
+            if isinstance(error, OSError | TimeoutError):
+                raise ToolError(f"no sandbox was started: {error!r}") from error
+            raise
         if "ready" not in said:
             await sandbox.close()
             raise ToolError(f"no sandbox was started: {said.get('refused', 'its process ended')}")

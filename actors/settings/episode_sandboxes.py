@@ -76,4 +76,45 @@ class ContainerSandboxes(Config):
     """Longest life of a container, after which it ends by itself."""
 
 
-SandboxBackendConfig = Annotated[NamespaceSandboxes | ContainerSandboxes, Field(discriminator="type")]
+class RemoteSandboxes(Config):
+    """Sandboxes on other hosts, behind a server (`actors/episode_sandboxes/http_contract.py`)."""
+
+    type: Literal["http"] = "http"
+    """Name of the back end."""
+
+    url: str = Field(pattern=r"^https?://.+[^/]$")
+    """Address of the server, without a slash at its end."""
+
+    image: str | None = None
+    """Image of sandboxes; `None` is the server's own. Metadata `sandbox_image` of a prompt names another."""
+
+    token_variable: str = "SLUICE_SANDBOX_TOKEN"
+    """Environment variable of the actor that holds the server's token."""
+
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Longest time for which a server without room is asked again."""
+
+
+LocalBackendConfig = Annotated[NamespaceSandboxes | ContainerSandboxes, Field(discriminator="type")]
+SandboxBackendConfig = Annotated[
+    NamespaceSandboxes | ContainerSandboxes | RemoteSandboxes, Field(discriminator="type")
+]
+
+
+class SandboxServerConfig(PoolConfig):
+    """Server of sandboxes for actors on other hosts."""
+
+    backend: LocalBackendConfig = NamespaceSandboxes()
+    """Where sandboxes run."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Requests are not encrypted: beyond this host have a proxy do that."""
+
+    port: int = Field(8900, ge=0, le=65535)
+    """Port to listen on; 0 takes any that is free."""
+
+    token_variable: str = "SLUICE_SANDBOX_TOKEN"
+    """Environment variable that holds the token which clients give."""
+
+    idle_s: float = Field(1800.0, gt=0)
+    """Time without a command after which a sandbox is ended, since its actor may be gone."""

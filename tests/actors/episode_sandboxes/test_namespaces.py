@@ -190,3 +190,21 @@ async def test_an_actor_without_privileges_has_sandboxes_too(monkeypatch):
     start_as_ordinary_user(monkeypatch)
     async with sandbox_of() as sandbox:
         assert await said(sandbox, "id -u; echo $(ps -e | wc -l); touch f; ls") == "1000\n7\nf\n"
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing():
+    backend = NamespaceBackend.from_config(NamespaceSandboxes(), SandboxLimits())
+    try:
+        for steps in range(3):
+            starts = [asyncio.create_task(backend.start(None)) for _ in range(4)]
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            for start in starts:
+                start.cancel()
+            assert {type(one) for one in await asyncio.gather(*starts, return_exceptions=True)} == {
+                asyncio.CancelledError
+            }
+        server = psutil.Process(backend._server.process.pid)
+        assert psutil.wait_procs(server.children(recursive=True), timeout=10)[1] == []
+    finally:
+        await backend.close()

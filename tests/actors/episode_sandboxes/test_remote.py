@@ -1,0 +1,103 @@
+"""Sandboxes behind a server: the same commands, room, tokens, and what nobody uses any more."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from actors.episode_sandboxes import remote
+from actors.episode_sandboxes.base import EpisodeSandbox
+from actors.episode_sandboxes.remote import RemoteBackend
+from actors.episode_sandboxes.server import SandboxServer
+from actors.episodes.errors import ToolError, ToolFailedError
+from actors.settings.episode_sandboxes import RemoteSandboxes, SandboxServerConfig
+from bus.errors import ConfigError
+from tests.actors.episode_sandboxes.backends import said, shell
+
+TOKEN = "SLUICE_SANDBOX_TOKEN"
+
+
+@asynccontextmanager
+async def server_of(monkeypatch, **settings):
+    """A server, and a client of it."""
+    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setattr(remote, "ASK_AGAIN_S", 0.01)
+    server, stop = SandboxServer(SandboxServerConfig(port=0, **settings)), asyncio.Event()
+    serving = asyncio.create_task(server.serve(stop))
+    url = f"http://127.0.0.1:{await asyncio.wait_for(server.port, 20)}"
+    backend = RemoteBackend(RemoteSandboxes(url=url, start_timeout_s=0.5))
+    try:
+        yield server, backend, url
+    finally:
+        await backend.close()
+        stop.set()
+        await serving
+
+
+async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
+    async with server_of(monkeypatch, at_once=1) as (_, backend, _):
+        sandbox = EpisodeSandbox(await backend.start(None))
+        ran = await shell(
+            sandbox, "cat; echo $A; echo err >&2; exit 3", stdin=b"\0\xff", variables={"A": "b"}
+        )
+        assert (ran.stdout, ran.stderr, ran.end, ran.status) == (b"\0\xffb\n", b"err\n", "exited", 3)
+        assert (await shell(sandbox, "sleep 60", timeout_s=0.2)).end == "time"
+        await sandbox.write("a/b", b"\xff" * 300_000)
+        snapshot = await sandbox.snapshot()
+        await said(sandbox, "rm -r a")
+        await sandbox.restore(snapshot)
+        assert await sandbox.read("a/b") == b"\xff" * 300_000
+        with pytest.raises(ToolError, match=r"no room for a sandbox for 0\.5 s"):
+            await backend.start(None)
+        waiting = asyncio.create_task(backend.start(None))
+        await sandbox.close()
+        other = EpisodeSandbox(await waiting)
+        assert await said(other, "ls") == ""
+        with pytest.raises(ToolFailedError, match="no such sandbox any more"):
+            await said(sandbox, "true")
+        task = asyncio.create_task(shell(other, "echo $$ > pid; exec sleep 300", timeout_s=300))
+        while not (await shell(other, "cat pid 2>/dev/null")).stdout:
+            pass
+        task.cancel()
+        await asyncio.wait([task])
+        async with asyncio.timeout(20):
+            while (await shell(other, "kill -0 $(cat pid)")).status == 0:
+                pass
+
+
+async def test_a_sandbox_that_nobody_uses_is_ended_and_one_in_use_is_not(monkeypatch):
+    async with server_of(monkeypatch, idle_s=0.2) as (server, backend, _):
+        left, used = [EpisodeSandbox(await backend.start(None)) for _ in range(2)]
+        assert await said(used, "sleep 0.8; echo 1") == "1\n"
+        assert len(server._lent) == 1
+        with pytest.raises(ToolFailedError, match="has ended"):
+            await said(left, "true")
+
+
+async def test_wrong_requests_are_refused_and_named(monkeypatch):
+    async with server_of(monkeypatch) as (_, backend, url):
+        named = {"Authorization": "Bearer secret"}
+        sandbox = await backend.start(None)
+        async with aiohttp.ClientSession() as http:
+            for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret"}):
+                for path in ("/sandboxes", f"{sandbox._path}/commands"):
+                    async with http.post(url + path, json={}, headers=headers) as answer:
+                        assert answer.status == 401
+            for body in ({}, {"words": 1}, {"words": ["x"], "timeout_s": "soon"}, []):
+                async with http.post(f"{url}{sandbox._path}/commands", json=body, headers=named) as answer:
+                    assert (answer.status, "no command" in (await answer.json())["error"]) == (400, True)
+        with pytest.raises(ToolError, match="starts no sandbox: image='python:3'"):
+            await backend.start("python:3")
+        monkeypatch.setenv(TOKEN, "wrong")
+        other = RemoteBackend(RemoteSandboxes(url=url))
+        with pytest.raises(ToolError, match="the token is missing or wrong"):
+            await other.start(None)
+    with pytest.raises(ToolError, match="does not answer"):
+        await other.start(None)
+    await other.close()
+    monkeypatch.delenv(TOKEN)
+    with pytest.raises(ConfigError, match="SLUICE_SANDBOX_TOKEN holds no token"):
+        RemoteBackend(RemoteSandboxes(url="http://127.0.0.1:1"))
+    with pytest.raises(ConfigError, match="set the variable SLUICE_SANDBOX_TOKEN"):
+        SandboxServer(SandboxServerConfig())
