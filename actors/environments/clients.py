@@ -34,6 +34,7 @@ from actors.policy.policy import Policy
 from actors.rewards.scoring.answer_scoring import AnswerScoring
 from actors.rewards.scoring.call_times import CallTimes
 from actors.settings.clients import ClientsConfig
+from actors.settings.groups import InterruptionConfig
 from bus.codec import Json
 from bus.errors import HandBackError
 from bus.waiting import cancelled, set_within, unless
@@ -53,10 +54,12 @@ class ClientsEnvironment:
     trajectories_per_episode: int | None = None
 
     def __init__(
-        self, config: ClientsConfig, scoring: AnswerScoring | None, token: str | None = None
-    ) -> None:
+        self, config: ClientsConfig, scoring: AnswerScoring | None, token: str | None = None,
+        finish_within_s: float = InterruptionConfig().finish_within_s,
+    ) -> None:  # fmt: skip
         """`token` is what a client must know to take tasks; None lets everybody who reaches the gateway."""
         self.token = token
+        self._drain_s = finish_within_s if config.drain_timeout_s is None else config.drain_timeout_s
         self._config = config
         self._descriptions = TaskDescriptions(config.shown_metadata)
         self._scoring = scoring
@@ -73,9 +76,14 @@ class ClientsEnvironment:
         """Episodes for which a reward was posted."""
 
     @classmethod
-    def from_config(cls, config: ClientsConfig, *, token: str | None = None) -> Self:
-        """Build. Raises `ConfigError` for a reward that cannot be used."""
-        return cls(config, scoring_of(config), token)
+    def from_config(
+        cls, config: ClientsConfig, *,
+        token: str | None = None, finish_within_s: float = InterruptionConfig().finish_within_s,
+    ) -> Self:  # fmt: skip
+        """Build; episodes get `finish_within_s` to end after a stop, unless the settings say otherwise.
+
+        Raises `ConfigError` for a reward that cannot be used."""
+        return cls(config, scoring_of(config), token, finish_within_s)
 
     @property
     def reward_times(self) -> tuple[CallTimes, ...]:
@@ -219,7 +227,7 @@ class ClientsEnvironment:
 
     async def _drained(self) -> None:
         await self._stop.wait()
-        await asyncio.sleep(self._config.drain_timeout_s)
+        await asyncio.sleep(self._drain_s)
 
     async def _episode(
         self, policy: Policy, session: Session, task: Task, metadata: Mapping[str, Json]

@@ -109,9 +109,10 @@ class Session:
     async def answer(self, ask: Ask, headers: Mapping[str, str], attempt: Attempt) -> Reply:
         """Answer a request, or give a retry the answer of its first attempt. Raises `RefusedError`."""
         kind = kind_of(headers, ask, self._config.rules, self._sub_agents)
-        if kind.policy != DEFAULT_POLICY and kind.policy not in self._policy.opponents:
-            known = ", ".join(sorted(self._policy.opponents)) or "no other"
-            raise invalid(f"there is no policy {kind.policy!r} to answer, but {known}")
+        known = self._policy.opponents & set(self._config.policies_named)
+        if kind.policy != DEFAULT_POLICY and kind.policy not in known:
+            others = ", ".join(sorted(known)) or "no other"
+            raise invalid(f"there is no policy {kind.policy!r} to answer, but {others}")
         exchange = self._exchanges.earlier(attempt)
         if exchange is None:
             self._refuse_if_over(ask.choices)

@@ -111,7 +111,7 @@ class AgentConfig(EnvironmentSettings, AgentTaskConfig):
 
     @property
     def opponents_named(self) -> tuple[str, ...]:
-        """Return the policies that answer requests by a rule."""
+        """Return the policies that may answer its agents' requests, beside the run's own."""
         return self.gateway.policies_named
 
     @property

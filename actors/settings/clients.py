@@ -18,6 +18,7 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
     type: Literal["clients"] = "clients"
     built_by: ClassVar[str] = "actors.environments.clients:ClientsEnvironment.from_config"
     takes_leases_on_demand: ClassVar[bool] = True
+    finishes_after_stop: ClassVar[bool] = True
 
     claim_timeout_s: float = Field(300.0, gt=0)
     """Longest time that a rollout waits for a client. A group of which none was taken goes back to the run;
@@ -30,9 +31,9 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
     episode_timeout_s: float = Field(7200.0, gt=0)
     """Longest time that an episode may take; then it fails by `timeout`."""
 
-    drain_timeout_s: float = Field(20.0, gt=0)
+    drain_timeout_s: float | None = Field(None, gt=0)
     """Time that running episodes get when the process is told to stop; then their groups go back to the
-    run."""
+    run. `None` is `actors.interruption.finish_within_s`."""
 
     gateway: GatewayConfig = GatewayConfig()
     """HTTP server by which the policy is asked."""
@@ -44,7 +45,7 @@ class ClientsConfig(EnvironmentSettings, AgentTaskConfig):
 
     @property
     def opponents_named(self) -> tuple[str, ...]:
-        """Return the policies that answer requests by a rule."""
+        """Return the policies that may answer its agents' requests, beside the run's own."""
         return self.gateway.policies_named
 
     @model_validator(mode="after")

@@ -69,6 +69,10 @@ class GatewayConfig(Config):
     most_tokens: int | None = Field(None, ge=1)
     """Sampled tokens of one session. Requests after them are refused, and its episode ends by `length`."""
 
+    policies: tuple[str, ...] = ()
+    """Names among actors.opponents and policies that a request may choose by `X-Sluice-Policy`. What the
+    policy runs may ask them too, and those of rules: they must not know the answers."""
+
     rules: tuple[RequestRule, ...] = ()
     """Which requests are untrained, or answered by another policy: the first rule that fits holds."""
 
@@ -89,8 +93,8 @@ class GatewayConfig(Config):
 
     @property
     def policies_named(self) -> tuple[str, ...]:
-        """Return the policies that answer requests by a rule."""
-        return tuple(rule.policy for rule in self.rules if rule.policy)
+        """Return the policies that may answer requests, beside the run's own."""
+        return (*self.policies, *(rule.policy for rule in self.rules if rule.policy))
 
     @model_validator(mode="after")
     def _a_certificate_has_its_key(self) -> Self:

@@ -63,9 +63,11 @@ class Lab:
 
 
 @asynccontextmanager
-async def lab(*, token: str | None = None, **settings: object) -> AsyncIterator[Lab]:
+async def lab(
+    *, token: str | None = None, finish_within_s: float = 30.0, **settings: object
+) -> AsyncIterator[Lab]:
     config = ClientsConfig(**{"reward": "posted", **settings})
-    environment = ClientsEnvironment.from_config(config, token=token)
+    environment = ClientsEnvironment.from_config(config, token=token, finish_within_s=finish_within_s)
     async with aiohttp.ClientSession() as http:
         found = Lab(environment, http)
         await environment.open(found.stop)
@@ -260,12 +262,17 @@ async def test_at_the_stop_what_was_begun_may_end_and_the_rest_goes_back():
         await at.ask(taken)
         await at.post(taken["reward_url"], {"reward": 1})
         assert (await begun).end == "completed"
-    async with lab(drain_timeout_s=0.1) as at:
+
+
+@pytest.mark.parametrize("settings", [{"drain_timeout_s": 0.1}, {"finish_within_s": 0.1}])
+async def test_clients_have_the_time_to_end_that_the_settings_give(settings):
+    async with lab(**settings) as at:
         begun = at.rollout(0)
         await at.take()
         at.stop.set()
-        with pytest.raises(HandBackError, match="not done at the stop"):
-            await begun
+        async with asyncio.timeout(5):
+            with pytest.raises(HandBackError, match="not done at the stop"):
+                await begun
 
 
 @pytest.mark.parametrize(

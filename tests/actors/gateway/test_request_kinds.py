@@ -38,7 +38,7 @@ async def test_requests_that_a_rule_or_a_header_names_are_untrained_and_not_the_
 @pytest.mark.parametrize("headers", [{"X_Sluice_Policy": "judge"}, {"X_Sluice_Agent": "user"}])
 async def test_requests_are_routed_to_a_frozen_policy_by_header_or_rule(headers):
     judge = ScriptedEngine(script(lambda _: "good"))
-    async with served(rules=({"agent": "user", "policy": "judge"},)) as s:
+    async with served(rules=({"agent": "user", "policy": "judge"},), policies=("judge",)) as s:
         s.policy._others = OtherEngines(opponents={"judge": judge})
         _, answer = await s.post(CHAT, chat_body("hi"), **headers)
         assert answer["choices"][0]["message"]["content"] == "good"
@@ -49,8 +49,17 @@ async def test_requests_are_routed_to_a_frozen_policy_by_header_or_rule(headers)
 
 
 def test_policies_of_rules_are_known_to_the_settings():
-    config = AgentConfig(command="true", gateway={"rules": [{"policy": "judge"}, {"trained": False}]})
-    assert config.opponents_named == ("judge",)
+    gateway = {"rules": [{"policy": "judge"}, {"trained": False}], "policies": ["user"]}
+    assert AgentConfig(command="true", gateway=gateway).opponents_named == ("user", "judge")
+
+
+async def test_an_opponent_that_the_settings_do_not_name_answers_nobody_here():
+    """A policy with a shell would have a better one answer for it."""
+    engine = ScriptedEngine(script(lambda _: "the answer"))
+    async with served() as s:
+        s.policy._others = OtherEngines(opponents={"teacher": engine})
+        status, _ = await s.post(CHAT, chat_body("hi"), X_Sluice_Policy="teacher")
+        assert (status, engine.requests) == (400, [])
 
 
 @pytest.mark.parametrize("value", ["maybe", ""])
