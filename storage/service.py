@@ -293,7 +293,8 @@ class _Service:
                     await self._check_lengths(found[0].model)
                     await check_measured(self._bus, found[0].model, self._measured)
                     await self._remember_vocabulary(found[0].model)
-                    self._dispatcher.admit()
+                    if self._settings.rolls_out:
+                        self._dispatcher.admit()
                     return
             except BusError as error:  # away, or a new learner has just replaced the files
                 log.warning("model_not_read", reason=str(error))

@@ -69,6 +69,8 @@ def test_it_trains_without_prompts_and_actors_and_its_held_out_loss_falls(resume
     assert [one.state for one in recorded_runs([resumed])] == ["finished"]
     assert sorted(path.stem for path in (resumed / "logs").glob("*.log")) == ["bus", "learner", "storage"]
     assert (resumed / "export/model.safetensors").exists()
+    summary = json.loads((resumed / "summary.json").read_text())
+    assert summary["groups"]["issued"] == 0  # else a run that goes on with prompts would roll them out
     steps = steps_of(resumed)
     assert sorted(steps) == list(range(1, STEPS + 1))
     measured = {step: row["heldout/loss_nats"] for step, row in steps.items() if "heldout/loss_nats" in row}
