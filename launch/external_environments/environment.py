@@ -41,6 +41,9 @@ class EnvironmentFile(Config):
     """What pip installs besides the packages of the kind, such as `verifiers==0.1.14`, a directory, a URL of
     git, or an option such as `--extra-index-url=https://host/simple`."""
 
+    python: str = sys.executable
+    """Interpreter whose version the packages get, such as `/usr/bin/python3.12`."""
+
     settings: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment itself."""
 
@@ -104,7 +107,7 @@ class ExternalEnvironment:
     def place(self) -> Path:
         """Return the directory in which its packages, caches and prompts are kept, with those of other names
         that need the same packages."""
-        kept = f"{self.kind}-{_digest([*self._packages, sys.version])}"
+        kept = f"{self.kind}-{_digest([*self._packages, self.file.python, sys.version])}"
         return user_cache() / "sluice" / "environments" / kept
 
     @property
@@ -113,7 +116,7 @@ class ExternalEnvironment:
 
     @property
     def _virtual_environment(self) -> VirtualEnvironment:
-        return VirtualEnvironment(self.place, self._packages)
+        return VirtualEnvironment(self.place, self._packages, self.file.python)
 
     @property
     def _rows(self) -> Path:

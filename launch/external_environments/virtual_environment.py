@@ -27,6 +27,8 @@ class VirtualEnvironment:
     place: Path
     packages: tuple[str, ...]
     """What pip installs: packages, directories, URLs and options."""
+    base: str = sys.executable
+    """Python that it is made from."""
 
     @property
     def python(self) -> Path:
@@ -40,11 +42,11 @@ class VirtualEnvironment:
             return
         for directory in ("venv", "cache/nltk_data"):
             (self.place / directory).mkdir(parents=True, exist_ok=True)
-        own = [sys.executable, "-m"]
-        make = [*own, "venv", "--clear", "--without-pip", str(self.place / "venv")]
+        make = [self.base, "-m", "venv", "--clear", "--without-pip", str(self.place / "venv")]
         self.run(make, MAKE_TIMEOUT_S, f"making {self.place / 'venv'}")
         if self.packages:
-            pip = [*own, "pip", "--python", str(self.python), "--disable-pip-version-check"]
+            own = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+            pip = [*own, "--python", str(self.python)]
             install = [*pip, "install", "--quiet", *self.packages]
             self.run(install, INSTALL_TIMEOUT_S, f"installing {' '.join(self.packages)}")
         complete.touch()
@@ -63,6 +65,8 @@ class VirtualEnvironment:
                     env={**inherited, **variables_of(self.place)},
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 )  # fmt: skip
+        except FileNotFoundError as error:
+            raise ConfigError(f"{what}: there is no program {command[0]!r}") from error
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{what} took longer than {timeout_s:g} s") from error
         if done.returncode:

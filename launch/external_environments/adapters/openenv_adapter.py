@@ -1,4 +1,4 @@
-"""Environments of OpenEnv behind a server, by its own client."""
+"""Environments of OpenEnv behind a server, by its own client: with actions as text or JSON, or with tools."""
 
 import json
 import urllib.request
@@ -10,6 +10,8 @@ from openenv.core.generic_client import GenericEnvClient
 
 HELDOUT_SEED = 1 << 20
 """Seed of the first held-out task; those to train on count from 0."""
+OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
+"""Names of the actions of servers whose environments offer tools (MCP)."""
 
 
 class Server:
@@ -24,6 +26,7 @@ class Server:
             raise TypeError(f"openenv: no settings {', '.join(settings)}: max_turns, invalid_reward, resets")
         with urllib.request.urlopen(f"{self._url}/schema", timeout=60) as answer:
             self._schema: Mapping[str, Any] = json.load(answer)["action"]
+        self._has_tools = self._schema.get("title") in OF_TOOLS
         required = self._schema.get("required", [])
         properties = self._schema.get("properties", {})
         is_text = len(required) == 1 and properties[required[0]].get("type") == "string"
@@ -44,30 +47,60 @@ class Server:
 
     def play(self, entry: Mapping[str, Any], policy: Policy) -> Mapping[str, Any]:
         """Play until the environment is done, the turns end or the chat does; a wrong action ends it, too."""
-        messages: list[Any] = []
-        parts = {"steps": 0.0, "invalid": 0.0}
         with GenericEnvClient(base_url=self._url).sync() as environment:
-            result = environment.reset(**entry)
-            for _ in range(self._max_turns):
-                messages.append(
-                    {"role": "user", "content": self._told(result.observation, first=not messages)}
-                )
-                try:
-                    answer = policy.chat(messages)
-                except ChatEndedError:
-                    if len(messages) == 1:
-                        raise
-                    break
-                messages.append(answer)
-                action = self._action(answer["content"] or "")
-                if action is None:
-                    parts["invalid"] = self._invalid
-                    break
-                result = environment.step(action)
-                parts["steps"] += result.reward or 0.0
-                if result.done:
+            parts = {"steps": 0.0, "invalid": 0.0}
+            played = self._with_tools if self._has_tools else self._with_actions
+            first = environment.reset(**entry).observation
+            for number, (reward, part) in enumerate(played(environment, first, policy), start=1):
+                parts[part] += reward or 0.0
+                if part == "invalid" or number == self._max_turns:
                     break
         return {"reward": sum(parts.values()), "components": parts}
+
+    def _with_actions(self, environment: Any, seen: Any, policy: Policy) -> Iterator[tuple[float, str]]:
+        """Take the policy's answers for actions; yield what each gives, and as which part of the reward."""
+        messages: list[Any] = []
+        is_done = False
+        while not is_done:
+            messages.append({"role": "user", "content": self._told(seen, first=not messages)})
+            answer = _answered(policy, messages)
+            if answer is None:
+                return
+            action = self._action(answer["content"] or "")
+            if action is None:
+                yield self._invalid, "invalid"
+                return
+            result = environment.step(action)
+            seen, is_done = result.observation, result.done
+            yield result.reward, "steps"
+
+    def _with_tools(self, environment: Any, seen: Any, policy: Policy) -> Iterator[tuple[float, str]]:
+        """Carry out the policy's calls of tools until an answer has none; yield what each gives."""
+        listed = environment.step({"type": "list_tools"}).observation["tools"]
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool["name"],
+                    "description": tool.get("description", ""),
+                    "parameters": tool["input_schema"],
+                },
+            }
+            for tool in listed
+        ]
+        names = {tool["name"] for tool in listed}
+        messages: list[Any] = [{"role": "user", "content": self._told(seen, first=False)}]
+        while calls := (_answered(policy, messages, tools=tools) or {}).get("tool_calls"):
+            for call in calls:
+                action = _call(call["function"], names)
+                said = action
+                if isinstance(action, dict):
+                    result = environment.step(action)
+                    said = _result(result.observation)
+                    yield result.reward, "steps"
+                    if result.done:
+                        return
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
 
     def _told(self, observation: Mapping[str, Any], *, first: bool) -> str:
         """Return an observation as text: its one text, or else all of it as JSON."""
@@ -89,6 +122,41 @@ class Server:
         except ValueError:
             return None
         return found if isinstance(found, dict) else None
+
+
+def _answered(policy: Policy, messages: list[Any], **more: Any) -> dict[str, Any] | None:
+    """Return the policy's answer, which joins the messages; None where it gives none after its first."""
+    try:
+        answer: dict[str, Any] = policy.chat(messages, **more)
+    except ChatEndedError:
+        if len(messages) == 1:
+            raise
+        return None
+    messages.append(answer)
+    return answer
+
+
+def _call(function: Mapping[str, str], names: set[str]) -> dict[str, Any] | str:
+    """Return the action that calls a tool, or what is wrong with the call."""
+    if function["name"] not in names:
+        return f"error: there is no tool {function['name']!r}"
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        return f"error: the arguments are no JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "error: the arguments are no JSON object"
+    return {"type": "call_tool", "tool_name": function["name"], "arguments": arguments}
+
+
+def _result(observation: Mapping[str, Any]) -> str:
+    """Return what a tool answered, or its error, as text."""
+    if (error := observation.get("error")) is not None:
+        return f"error: {error.get('message', error)}"
+    result = observation.get("result")
+    if isinstance(result, dict) and result.get("data") is not None:
+        result = result["data"]
+    return result if isinstance(result, str) else json.dumps(result)
 
 
 def open_source(name: str, settings: dict[str, Any]) -> Server:

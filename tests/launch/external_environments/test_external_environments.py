@@ -149,6 +149,10 @@ def test_environment_is_settings_of_a_run_and_reasoning_gym_stays_a_task(
     assert (found.data.task, found.actors.environment.reward) == ("reasoning_gym/chain_sum", "reasoning_gym")
     both = [external_environment(f"textarena:{name}-v0").place for name in ("Nim", "Wordle")]
     assert both[0] == both[1]  # one installation serves all games
+    of_another = EnvironmentFile(source="textarena:Nim-v0", python=str(tmp_path / "no-python"))
+    assert ExternalEnvironment(of_another).place != both[0]
+    with pytest.raises(ConfigError, match=r"there is no program '.*no-python'"):
+        ExternalEnvironment(of_another).prepare()
 
 
 def test_names_of_the_hub_are_installed_from_their_owners_index_and_paths_as_they_are():

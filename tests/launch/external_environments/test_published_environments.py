@@ -152,10 +152,10 @@ async def test_taskset_of_todays_verifiers_is_answered_in_the_adapters_process_a
 
 
 @contextmanager
-def served(python: Path) -> Iterator[str]:
+def served(python: Path, *words: str) -> Iterator[str]:
     """Run a server of openenv, and yield its URL."""
     with subprocess.Popen(
-        [python, HERE / "openenv_server.py"], stdout=subprocess.PIPE, text=True, stdin=subprocess.PIPE
+        [python, HERE / "openenv_server.py", *words], stdout=subprocess.PIPE, text=True, stdin=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -171,6 +171,19 @@ async def test_openenv_server_is_played_by_texts_until_it_is_done():
         episodes = await played(file, lambda prompt: str(turns(prompt) + 1))
     # The answer is the seed's remainder by three, and one: so many guesses; each wrong one costs a tenth.
     assert [episode.trajectories[0].reward for episode in episodes[:4]] == pytest.approx([1.0, 0.9, 0.8, 1.0])
+
+    def calling(prompt: str) -> str:
+        if turns(prompt) == 0:
+            return '<tool_call>{"name": "reset", "arguments": {"seed": 0}}</tool_call>'  # which is no tool
+        return f'<tool_call>{{"name": "guess", "arguments": {{"number": {turns(prompt)}}}}}</tool_call>'
+
+    with served(nothing.place / "venv/bin/python", "tools") as url:
+        file = EnvironmentFile(source=f"openenv:{url}", prompts=4, heldout=2)
+        episodes = await played(file, calling)
+    assert [episode.trajectories[-1].reward for episode in episodes[:4]] == pytest.approx(
+        [1.0, 0.9, 0.8, 1.0]
+    )
+    assert "there is no tool 'reset'" in TOKENIZER.decode(episodes[0].trajectories[-1].token_ids.tolist())
 
 
 def test_an_environment_of_others_has_a_python_of_its_own():
