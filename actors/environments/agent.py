@@ -165,7 +165,9 @@ class AgentEnvironment:
             await session.close()  # what the program left behind at the engine is no part of its episode
         last = session.last
         if last is None:
-            raise self._failed(task, "it asked the policy nothing: does it heed OPENAI_BASE_URL?")
+            asked = "nothing that is trained and its own: look at gateway.rules and X-Sluice-Trained"
+            nothing = "nothing: does it heed OPENAI_BASE_URL?"
+            raise self._failed(task, f"it asked the policy {asked if session.agents else nothing}")
         if self._scoring is not None:
             return await scored_episode(self._scoring, policy, session, task, last)
         if self._verifier is None:

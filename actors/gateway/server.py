@@ -94,7 +94,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/responses": OPENAI_RESPONSES,
     "/v1/messages": ANTHROPIC,
 }
-GOOGLES = (
+GENERATE_PATH = (
     "/{version:v1|v1alpha|v1beta}/models/{model}:{method:generateContent|streamGenerateContent|countTokens}"
 )
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -231,7 +231,7 @@ class Gateway:
             app.router.add_post(prefix + COUNT_TOKENS, self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
-            app.router.add_post(prefix + GOOGLES, self._generate)
+            app.router.add_post(prefix + GENERATE_PATH, self._generate)
             app.router.add_post(f"{prefix}/reward", self._reward)
         app.router.add_post("/rewards/{reward_key}", self._reward)
         app.router.add_post("/rewards/{reward_key}/turns/{answer}", self._reward_turn)
