@@ -1,18 +1,21 @@
 """`launch.start` and `launch.attach`: a run of this host in the hands of a program or a notebook."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
 from bus.config import URL_VARIABLE
 from launch.api.child import start_local
+from launch.api.given import GivenFiles
 from launch.api.run import Run
 from launch.run_view.recorded_runs import find_run, going_on, supervisor_of
 from launch.settings.environment_variables import run_variables, without_setting_variables
 from launch.settings.run_config import resolve
 from launch.settings.short_forms import short_sources, sources_of
-from launch.settings.sources import merged
+from launch.settings.sources import Source, merged
 from storage.disk.run_directory import RunDirectory
 
 SETTINGS_FILE = "start.json"
@@ -23,8 +26,9 @@ OUTPUT_FILE = "local.log"
 
 def start(
     preset: str | None = None, *, config: Path | str | Sequence[Path | str] = (),
-    prompts: Path | str | None = None, reward: str | None = None, agent: str | None = None,
-    **settings: object,
+    prompts: Path | str | Sequence[str | Mapping[str, Any]] | None = None,
+    reward: str | Callable[..., Any] | None = None, environment: str | type | None = None,
+    agent: str | None = None, **settings: object,
 ) -> Run:  # fmt: skip
     """Start `launch local` as a process of its own, and return when it has checked its settings.
 
@@ -36,33 +40,52 @@ def start(
     Args:
         preset: settings that come with Sluice, such as "sort".
         config: TOML or JSON files of settings over the preset; the last wins.
-        prompts: training prompts, .jsonl or .parquet.
-        reward: built-in reward, or your own as my_pkg.my_module:function, which the processes import: it
-            must lie in a file in the directory in which the run is started, not in a cell of a notebook.
+        prompts: training prompts: a .jsonl or .parquet file, or the prompts themselves, texts or rows such
+            as {"prompt": ..., "label": ...}.
+        reward: built-in reward, or your own: a function, or its name as my_pkg.my_module:function.
+        environment: class of your own, or its name as my_pkg.my_module:Class. What a cell of a notebook
+            defines is written into the run's directory, with the imports, functions and values that it uses.
         agent: command that is run for each episode and asks the policy as it would ask OpenAI's server.
         settings: the run's settings by section, as a file has them: `run="mine"`, `seed=1`,
             `learner={"steps": 20, "optimizer": {"lr": 1e-4}}`.
 
     Raises `ConfigError` for settings that cannot work, and for a run of this name that goes on already."""
-    files = [config] if isinstance(config, str | Path) else config
-    short = short_sources(prompts=None if prompts is None else Path(prompts), reward=reward, agent=agent)
-    sources = sources_of(preset, [Path(file) for file in files], [*run_variables(), *short], settings)
-    layer = merged(sources)
-    resolved = resolve(layer)
-    run = RunDirectory(resolved.directory.absolute(), resolved.run)
-    path = resolved.directory.absolute() / resolved.run
+    files = [Path(file) for file in ([config] if isinstance(config, str | Path) else config)]
+    below = sources_of(preset, files, [*run_variables(), *short_sources(agent=agent)], settings)
+    place = resolve({name: value for name, value in merged(below).items() if name in ("run", "directory")})
+    run = RunDirectory(place.directory.absolute(), place.run)
+    path = place.directory.absolute() / place.run
+    given = GivenFiles(path)
+    if prompts is not None and not isinstance(prompts, str | Path):
+        prompts = given.prompts(prompts)
+    if environment is not None:
+        named = environment if isinstance(environment, str) else given.named(environment)
+        settings = merged([Source("", settings), Source("", _environment(named))])
+    short = short_sources(
+        prompts=None if prompts is None else Path(prompts), agent=agent,
+        reward=given.named(reward) if callable(reward) else reward,
+    )  # fmt: skip
+    layer = merged(sources_of(preset, files, [*run_variables(), *short], settings))
+    resolve(layer)
     if holder := supervisor_of(path):  # before its start.json is written over
         raise going_on(path, holder, "take it by launch.attach")
     settings_file = run.path / SETTINGS_FILE
     url = layer.get("bus", {}).pop("url", None)  # it may hold a password: no file and no argument has it
     run.write_json(settings_file, to_jsonable_python(layer))
-    environment = without_setting_variables() | ({} if url is None else {URL_VARIABLE: url})
-    environment.pop("FORCE_COLOR", None)  # Jupyter sets it, and the output is a file
-    process = start_local(("--config", str(settings_file)), environment, run.logs / OUTPUT_FILE)
+    variables = without_setting_variables() | ({} if url is None else {URL_VARIABLE: url})
+    variables.pop("FORCE_COLOR", None)  # Jupyter sets it, and the output is a file
+    if given.write():
+        others = filter(None, [variables.get("PYTHONPATH")])
+        variables["PYTHONPATH"] = os.pathsep.join([str(given.directory), *others])
+    process = start_local(("--config", str(settings_file)), variables, run.logs / OUTPUT_FILE)
     process.wait_until_held(run.path / "lock")
     if (failure := process.failure()) is not None:
         raise failure
     return Run(run, process)
+
+
+def _environment(named: str) -> dict[str, Any]:
+    return {"actors": {"environment": {"type": "plugin", "environment": named}}}
 
 
 def attach(run: str, *, directory: Path | str = "runs") -> Run:

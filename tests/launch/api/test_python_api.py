@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import launch
+from actors.environments.single_turn import SingleTurn
+from bus.agent_rewards import are_equal
 from launch.api.child import LocalProcess
 from launch.run_view.stored_groups import GroupReader
 from launch.settings.run_config import RunConfig
@@ -166,6 +168,8 @@ def test_attaching_names_the_nearest_run(ended: RunDirectory):
         ({"stepps": 3}, "stepps"),
         ({"run": "a b"}, "cannot be part of a NATS subject"),
         ({"config": "none.toml"}, "cannot read the configuration"),
+        ({"prompts": ["a"], "learner": {"stepps": 3}}, r"learner\.stepps"),
+        ({"prompts": ["a"], "reward": lambda answer: 1.0}, "<lambda> has no name of its own"),
     ],
 )
 def test_a_start_refuses_what_cannot_work_and_leaves_nothing(
@@ -218,6 +222,27 @@ def test_the_process_gets_all_settings_and_a_password_by_its_environment_alone(
     assert (settings["learner"]["steps"], settings["learner"]["target_accuracy"]) == (9, None)
     assert settings["actors"]["environment"]["reward"] == "contains"
     assert "secret" not in Path(file).read_text()
+
+
+def test_prompts_and_a_class_may_be_given_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: list[tuple]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    prompts = ["1+1?", {"prompt": "2+2?", "label": "4"}]
+    run = launch.start(prompts=prompts, environment=SingleTurn)
+    [((_, file), environment)] = commands
+    settings = json.loads(Path(file).read_text())
+    given = run.path / "given"
+    assert environment["PYTHONPATH"] == f"{given}{os.pathsep}mine"
+    assert Path(settings["data"]["prompts"]) == given / "prompts.jsonl"
+    assert len((given / "prompts.jsonl").read_text().splitlines()) == len(prompts)
+    named = "actors.environments.single_turn:SingleTurn"
+    assert settings["actors"]["environment"] == {"type": "plugin", "environment": named}
+    launch.start(prompts=prompts, run="other", reward=are_equal)
+    assert json.loads(Path(commands[1][0][1]).read_text())["actors"]["environment"]["reward"] == (
+        "bus.agent_rewards:are_equal"
+    )
 
 
 def test_a_run_that_goes_on_is_not_started_again_and_keeps_its_settings(
