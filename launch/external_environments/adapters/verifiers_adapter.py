@@ -100,6 +100,11 @@ class Tasks:
             update["harness"] = harness_config_type(HARNESS)(id=HARNESS)
         config = config.model_copy(update={role: agent.model_copy(update=update)})
         self._environment: Any = load_environment(config)
+        taskset = self._environment.taskset
+        if taskset.toolsets(taskset.config) or taskset.task_type().toolsets(taskset.config.task):
+            raise ValueError(
+                f"{name} has tool servers, which verifiers installs as it plays: it is not played"
+            )
         self._loop = Loop()
         self._serving: AsyncExitStack | None = None
         self._starting = threading.Lock()
@@ -162,17 +167,15 @@ def open_source(name: str, settings: Mapping[str, Any]) -> Loaded | Tasks:
 try:
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harness import Harness, HarnessConfig
-    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
     from verifiers.v1.runtimes import ProgramResult
 except ImportError:  # verifiers 0.1 has none of this
     pass
 else:
 
     class InProcess(Harness[HarnessConfig]):  # type: ignore[misc]  # mypy does not see verifiers
-        """Chats with tools of MCP servers until an answer calls none, in this process."""
+        """Asks for one answer to what was said so far, in this process."""
 
         APPENDS_SYSTEM_PROMPT = True
-        SUPPORTS_MCP = True
         SUPPORTS_RESUME = True
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
@@ -181,41 +184,15 @@ else:
             self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any,
             tool_interception_url: str | None = None,
         ) -> Any:  # fmt: skip
-            """Lead one chat to its end."""
+            """Lead a chat to its next answer."""
             from openai import AsyncOpenAI
 
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
             given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or ()
             messages += [one if isinstance(one, dict) else message_to_wire(one) for one in given]
-            servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-            async with (
-                AsyncExitStack() as stack,
-                AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client,
-            ):
-                tools, places, connected = await connect_mcp(servers, stack)
-                offered = {"tools": tools} if tools else {}
-                while True:
-                    asked = {"model": ctx.model, "messages": messages, **offered}
-                    answer = (await client.chat.completions.create(**asked)).choices[0].message
-                    messages.append(answer.model_dump(exclude_none=True))
-                    if not answer.tool_calls:
-                        return ProgramResult(0, answer.content or "", "")
-                    for call in answer.tool_calls:
-                        content = await _called(call.function, places, connected)
-                        result = {"role": "tool", "tool_call_id": call.id, "content": content}
-                        messages.append(result)
-
-    async def _called(function: Any, places: Any, connected: Any) -> Any:
-        """Return what a tool answers, or what is wrong with its call."""
-        if function.name not in places:
-            return f"error: there is no tool {function.name!r}"
-        try:
-            arguments = json.loads(function.arguments or "{}")
-        except ValueError as error:
-            return f"error: the arguments are no JSON: {error}"
-        if not isinstance(arguments, dict):
-            return "error: the arguments are no JSON object"
-        return await call_mcp(connected, places, function.name, arguments)
+            async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
+                answer = await client.chat.completions.create(model=ctx.model, messages=messages)
+            return ProgramResult(0, answer.choices[0].message.content or "", "")
 
     __all__ = ["InProcess"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -149,13 +150,16 @@ async def test_taskset_of_todays_verifiers_is_answered_in_the_adapters_process_a
     rewards = [part.reward for episode in episodes for part in episode.trajectories]
     assert sorted(set(rewards)) == [0.25, 1.25]
     assert episodes[0].trajectories[0].reward_components.keys() == {"exact", "short", "characters"}
+    tooled = file.model_copy(update={"source": file.source.replace(":sums_", ":tooled_")})
+    with pytest.raises(ConfigError, match="has tool servers, which verifiers installs as it plays"):
+        ExternalEnvironment(tooled).prepare()
 
 
 @contextmanager
-def served(python: Path, *words: str) -> Iterator[str]:
-    """Run a server of openenv, and yield its URL."""
+def served(python: Path, program: str, *words: str) -> Iterator[str]:
+    """Run a server, and yield its URL."""
     with subprocess.Popen(
-        [python, HERE / "openenv_server.py", *words], stdout=subprocess.PIPE, text=True, stdin=subprocess.PIPE
+        [python, HERE / program, *words], stdout=subprocess.PIPE, text=True, stdin=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -166,7 +170,7 @@ async def test_openenv_server_is_played_by_texts_until_it_is_done():
     nothing = ExternalEnvironment(EnvironmentFile(source="openenv:none"))
     with pytest.raises(Exception, match="unknown url type"):
         await asyncio.to_thread(nothing.prepare)  # installs its packages, with which the server runs, too
-    with served(nothing.place / "venv/bin/python") as url:
+    with served(nothing.place / "venv/bin/python", "openenv_server.py") as url:
         file = EnvironmentFile(source=f"openenv:{url}", prompts=4, heldout=2)
         episodes = await played(file, lambda prompt: str(turns(prompt) + 1))
     # The answer is the seed's remainder by three, and one: so many guesses; each wrong one costs a tenth.
@@ -177,13 +181,49 @@ async def test_openenv_server_is_played_by_texts_until_it_is_done():
             return '<tool_call>{"name": "reset", "arguments": {"seed": 0}}</tool_call>'  # which is no tool
         return f'<tool_call>{{"name": "guess", "arguments": {{"number": {turns(prompt)}}}}}</tool_call>'
 
-    with served(nothing.place / "venv/bin/python", "tools") as url:
+    with served(nothing.place / "venv/bin/python", "openenv_server.py", "tools") as url:
         file = EnvironmentFile(source=f"openenv:{url}", prompts=4, heldout=2)
         episodes = await played(file, calling)
     assert [episode.trajectories[-1].reward for episode in episodes[:4]] == pytest.approx(
         [1.0, 0.9, 0.8, 1.0]
     )
     assert "there is no tool 'reset'" in TOKENIZER.decode(episodes[0].trajectories[-1].token_ids.tolist())
+
+
+def python_312() -> str:
+    """A Python 3.12, which NeMo Gym wants."""
+    named = ("python3.12", *map(str, Path.home().glob(".pyenv/versions/3.12*/bin/python")))
+    for found in filter(None, map(shutil.which, named)):
+        if subprocess.run([found, "-c", ""], check=False, capture_output=True, timeout=60).returncode == 0:
+            return found
+    pytest.skip("NeMo Gym wants Python 3.12, which is not here")
+
+
+async def test_resources_server_of_nemo_gym_keeps_an_episodes_state_and_verifies_it():
+    packages, python = ("nemo-gym>=0.4,<0.5",), python_312()
+    nothing = EnvironmentFile(source="nemo_gym:http://127.0.0.1:1", packages=packages, python=python)
+    place = ExternalEnvironment(nothing).place
+    with pytest.raises(ConfigError, match="the setting data names"):
+        await asyncio.to_thread(ExternalEnvironment(nothing).prepare)  # it installs what the server needs
+    [data] = place.glob(
+        "venv/lib/*/site-packages/resources_servers/example_session_state_mgmt/data/example.jsonl"
+    )
+
+    def answering(prompt: str) -> str:
+        """Add both numbers, but leave out the second one where the first is even."""
+        [numbers] = re.findall(r"add (\d+) then add (\d+)", prompt)
+        if turns(prompt) < 1 + int(numbers[0]) % 2:
+            arguments = f'{{"count": {numbers[turns(prompt)]}}}'
+            return f'<tool_call>{{"name": "increment_counter", "arguments": {arguments}}}</tool_call>'
+        return "done"
+
+    with served(place / "venv/bin/python", "nemo_gym_server.py") as url:
+        more = {"source": f"nemo_gym:{url}", "settings": {"data": str(data)}}
+        episodes = await played(nothing.model_copy(update=more), answering)
+    shown = [TOKENIZER.decode(episode.trajectories[-1].token_ids.tolist()) for episode in episodes]
+    odd = [float(int(re.findall(r"add (\d+) then", text)[0]) % 2) for text in shown]
+    assert [episode.trajectories[-1].reward for episode in episodes] == odd
+    assert set(odd) == {0.0, 1.0}
 
 
 def test_an_environment_of_others_has_a_python_of_its_own():
