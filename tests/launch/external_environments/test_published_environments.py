@@ -162,8 +162,10 @@ def served(python: Path, program: str, *words: str) -> Iterator[str]:
         [python, HERE / program, *words], stdout=subprocess.PIPE, text=True, stdin=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 async def test_openenv_server_is_played_by_texts_until_it_is_done():
