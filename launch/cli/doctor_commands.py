@@ -47,8 +47,8 @@ def doctor(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, count, product, python, retool, search, mcp, guess,
-        nim, duel, panel, agent, debate, load.
+        Settings that come with Sluice: sort, addition, count, product, python, retool, repair, search, mcp,
+        guess, nim, duel, panel, agent, debate, load.
     config
         TOML or JSON file of the run's settings; of several --config the last wins.
     bus

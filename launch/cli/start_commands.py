@@ -73,8 +73,8 @@ def local(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, count, product, python, retool, search, mcp, guess,
-        nim, duel, panel, agent, debate, load.
+        Settings that come with Sluice: sort, addition, count, product, python, retool, repair, search, mcp,
+        guess, nim, duel, panel, agent, debate, load.
     recipe_name
         A published model with prompts: sums, calculator, instructions, reasoning, agent.
     config
@@ -190,8 +190,8 @@ def storage(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, count, product, python, retool, search, mcp, guess,
-        nim, duel, panel, agent, debate, load.
+        Settings that come with Sluice: sort, addition, count, product, python, retool, repair, search, mcp,
+        guess, nim, duel, panel, agent, debate, load.
     config
         TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
     bus

@@ -14,6 +14,7 @@ from storage.built_in_tasks import agent_demonstrations as agents
 from storage.built_in_tasks import lookup_tasks as lookups
 from storage.built_in_tasks import picture_tasks as pictures
 from storage.built_in_tasks import python_demonstrations as python
+from storage.built_in_tasks import repair_task as repairs
 from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.disk.atomic_files import make_directory, write_file, write_json
 from storage.prompt_files.dataset import prompt_content
@@ -51,6 +52,8 @@ class BuiltInTask:
     demonstrations: int = 26_000
     passages: Callable[[], Sequence[str]] | None = None
     """Function that returns the corpus in which the answers stand; None for a task without one."""
+    metadata: Callable[[int], dict[str, Json]] | None = None
+    """Function from a number to the metadata of that problem; None for a task without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,8 @@ def _write(task: BuiltInTask, files: TaskFiles, seed: int) -> None:
 
 def _prompt_row(task: BuiltInTask, number: int) -> dict[str, Json]:
     prompt, label = task.problem(number)
-    return {"prompt": prompt, "label": label}
+    metadata: dict[str, Json] = {} if task.metadata is None else {"metadata": task.metadata(number)}
+    return {"prompt": prompt, "label": label, **metadata}
 
 
 def _demonstration_rows(task: BuiltInTask, held: frozenset[int], rng: Random) -> Iterator[dict[str, Json]]:
@@ -273,6 +277,14 @@ TASKS = {
         python.multiple_demonstration,
         problems=python.MULTIPLE_PROBLEMS,
         wrong_share=0.6,
+    ),
+    "repair": BuiltInTask(
+        repairs.repair_problem,
+        repairs.repair_demonstration,
+        problems=repairs.REPAIRS,
+        wrong_share=0.6,
+        heldout=64,
+        metadata=repairs.repair_files,
     ),
     "guess": BuiltInTask(
         agents.guess_problem,

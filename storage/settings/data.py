@@ -120,7 +120,7 @@ class DataConfig(Config):
 
     task: str | None = None
     """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition, product,
-    guess, nim, panel, debate, python, retool, search or shop; or `reasoning_gym/NAME`, which has no
+    guess, nim, panel, debate, python, retool, repair, search or shop; or `reasoning_gym/NAME`, which has no
     demonstrations."""
 
     keys: PromptKeys = PromptKeys()

@@ -1,4 +1,4 @@
-"""The environments of the presets `python` and `retool`, with a sandbox, answered as in demonstrations."""
+"""The environments of the presets `python`, `retool` and `repair`, with a sandbox, answered as shown."""
 
 import asyncio
 from random import Random
@@ -15,10 +15,10 @@ from storage.built_in_tasks.generators import TASKS
 from tests.actors.scripted_engine import ScriptedEngine
 
 TOKENIZER = character_tokenizer()
-NUMBER = 1234
+NUMBER = 123
 
 
-@pytest.fixture(scope="module", params=["python", "retool"])
+@pytest.fixture(scope="module", params=["python", "retool", "repair"])
 def prepared(request):
     """The name of a preset and its environment."""
     environment = build_environment(resolve(preset(request.param)).actors.environment)
@@ -48,7 +48,9 @@ async def rolled_out(environment, name: str, text: str):
         return TOKENIZER.encode(text[len(seen) :].partition("<|user|>")[0])
 
     policy = Policy(ScriptedEngine(rest), TOKENIZER, Sampling(max_new_tokens=64))
-    return await environment.run(Task(task_id="t", prompt=prompt, label=label), policy)
+    make = TASKS[name].metadata
+    metadata = make(NUMBER) if make else {}
+    return await environment.run(Task(task_id="t", prompt=prompt, label=label, metadata=metadata), policy)
 
 
 async def test_right_demonstrations_are_what_the_sandbox_answers_and_are_rewarded(prepared):
@@ -65,7 +67,7 @@ async def test_right_demonstrations_are_what_the_sandbox_answers_and_are_rewarde
 async def test_demonstrations_that_guess_after_a_program_are_not_rewarded(prepared):
     name, environment = prepared
     for text in worked(name, wrong=True)[:3]:
-        if text.endswith(f"{TASKS[name].problem(NUMBER)[1]}<|end|>"):
+        if any(f"{TASKS[name].problem(NUMBER)[1]}{after}" in text for after in ("<|end|>", "/ f.py")):
             continue  # it has guessed right
         [trajectory] = (await rolled_out(environment, name, text)).trajectories
         assert (trajectory.reward, trajectory.metadata["tool_calls"], trajectory.end) == (0.0, 1, "completed")

@@ -143,6 +143,22 @@ def test_demonstrations_of_retool_have_the_program_in_the_answer_and_wrong_ones_
     assert len({final(text) for text in wrong}) > 10
 
 
+def test_repairs_have_a_repository_and_a_check_and_wrong_demonstrations_repair_nothing_or_otherwise():
+    repair = TASKS["repair"]
+    problems = {repair.problem(number) for number in range(repair.problems)}
+    assert len(problems) == repair.problems == 306
+    assert all(not text.startswith(f"f.py: {wanted},") for text, wanted in problems)
+    assert repair.problem(0) == ("f.py: x+1, want x+2", "x+2")
+    files = repair.metadata(0)
+    assert files["sandbox_files"]["f.py"] == "def f(x):\n    return x+1\n"
+    assert "x+2" in files["sandbox_check_files"]["/tmp/check.py"]
+    right = {repair.demonstration(0, Random(seed), False)[1] for seed in range(40)}
+    assert right == {"<shell>sed -i s/x+1/x+2/ f.py</shell>", "done"}
+    wrong = [repair.demonstration(0, Random(seed), True) for seed in range(40)]
+    assert {turn for chat, turn in wrong if len(chat) == 3} == {"done"}
+    assert len({turn for _, turn in wrong}) > 10
+
+
 @pytest.mark.slow
 def test_wrong_sorts_are_half_descending_and_half_copied(tmp_path):
     files = generate_task("sort", tmp_path, seed=3)
