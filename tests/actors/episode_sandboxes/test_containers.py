@@ -63,7 +63,7 @@ def daemon(request):
     with tempfile.TemporaryDirectory(prefix="sluice-daemon-", ignore_cleanup_errors=True) as directory:
         with Path(directory, "log").open("wb") as log:
             command = DAEMONS[request.param].format(d=directory).split()
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
         try:
             until = time.monotonic() + 60
             while not Path(directory, "socket").is_socket():
