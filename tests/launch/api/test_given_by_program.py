@@ -8,19 +8,31 @@ from pathlib import Path
 import pytest
 
 PROGRAM = '''
-import linecache, math, sys
+import functools, linecache, math, sys
+import xml.etree.ElementTree
+from dataclasses import dataclass
 from pathlib import Path
+from random import randint
 from fractions import Fraction as Share
 from launch.api.given import GivenFiles
 
 HALF, WORDS, OPEN = 0.5, {"a": [1, None]}, open(__file__)
+LIMITS, result = [-float("inf"), float("inf")], OPEN
 
 def twice(value):
     return 2 * value
 
+doubled = twice
+triple = lambda value: 3 * value
+
+@functools.cache
+def nothing():
+    return len(xml.etree.ElementTree.fromstring("<a/>"))
+
 def reward(answer):
     """Needs all of the above."""
-    return twice(HALF) * math.floor(Share(3, 2)) + len(WORDS)
+    result = doubled(HALF) * math.floor(Share(3, 2)) + len(WORDS)  # a variable, and not the notebook's
+    return min(result + nothing() + triple(randint(0, 0)), LIMITS[1])
 
 def reads(answer):
     return OPEN.read()
@@ -35,8 +47,9 @@ class Base:
     def begin(self):
         return HALF
 
+@dataclass
 class Environment(Base):
-    length = 3
+    length: float = 3
 
     def run(self):
         return self.length * self.begin()
@@ -46,9 +59,18 @@ exec(compile(CELL, "<cell>", "exec"))
 files = GivenFiles(Path(sys.argv[1]))
 prompts = files.prompts(["one", {"prompt": [{"role": "user", "content": "two"}], "label": "2"}])
 print(files.named(reward), files.named(Environment), files.named(Share), prompts)
-for refused in (reads, outer()):
+earlier = twice
+def twice(value):
+    return value
+
+def reads_earlier(answer):
+    return earlier(1)
+
+calls = [(files.named, one) for one in (reads, outer(), earlier, reads_earlier, functools.partial(twice, 1))]
+calls += [(files.prompts, one) for one in ({"prompt": ["one"]}, [1], [{"prompt": "a", "label": OPEN}])]
+for call, refused in calls:
     try:
-        files.named(refused)
+        call(refused)
     except Exception as error:
         print(type(error).__name__, error)
 assert files.write()
@@ -74,11 +96,11 @@ def test_another_process_calls_functions_and_classes_with_all_that_they_use(give
     reward, environment, share, _ = names.split()
     assert share == "fractions:Fraction"
     (module, function), (other, kind) = (name.split(":") for name in (reward, environment))
-    said = f"import {module}, {other}; print({module}.{function}(None), {other}.{kind}().run())"
+    said = f"import {module}, {other}; print({module}.{function}(None), {other}.{kind}(4).run())"
     done = subprocess.run(
         [sys.executable, "-c", said], capture_output=True, text=True, check=True, cwd=directory / "given"
     )
-    assert done.stdout.split() == ["2.0", "1.5"]
+    assert done.stdout.split() == ["2.0", "2.0"]
 
 
 def test_prompts_are_rows_of_a_file(given: tuple[Path, list[str]]):
@@ -90,8 +112,18 @@ def test_prompts_are_rows_of_a_file(given: tuple[Path, list[str]]):
 
 
 def test_what_no_file_can_hold_is_refused_by_name(given: tuple[Path, list[str]]):
-    _, refused, inner = given[1]
-    assert refused.startswith(
-        "ConfigError OPEN is TextIOWrapper, which no file can hold as it is: make it in"
-    )
-    assert inner.startswith("ConfigError outer.<locals>.inner has no name of its own")
+    for said, expected in zip(
+        given[1][1:],
+        (
+            "OPEN is TextIOWrapper, which no file can hold as it is: make it in",
+            "outer.<locals>.inner has no name of its own",
+            "twice is not the twice that is defined now",
+            "earlier is not the twice that is defined now",
+            "partial(...) has no name of its own",
+            "prompts is dict: give a list",
+            "prompt 0 (from 0) is int",
+            "prompt 0 (from 0) is no JSON",
+        ),
+        strict=True,
+    ):
+        assert said.startswith(f"ConfigError {expected}")
