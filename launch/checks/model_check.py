@@ -87,6 +87,9 @@ def refuse_model(config: RunConfig) -> None:
         run = RunDirectory(Path(scratch), config.run)
         settings, _ = learner_settings(config.model_copy(update={"warmup": warmup}), run)
         initial = prepare(settings, shown)
+        for demonstrations in (initial.demonstrations, initial.heldout_demonstrations):
+            if demonstrations is not None:
+                demonstrations.check()
         refuse_before_start(replace(settings, warmup=config.warmup), initial)
         refuse_too_large(config, initial.hf_config)
 

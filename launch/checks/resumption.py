@@ -28,6 +28,11 @@ def over(config: RunConfig, run: RunDirectory) -> str | None:
     if saved.get("stage") != "done":
         return None
     step, target = int(str(saved.get("step", 0))), config.learner.target_accuracy
+    if not config.learner.steps:
+        return (
+            f"it has trained {saved.get('warmup_step', 0)} steps on demonstrations: give prompts, a reward "
+            "and --learner.steps to have reinforcement learning follow"
+        )
     if step >= config.learner.steps:
         return f"it has trained {step} steps: give a higher --learner.steps to have it go on"
     reached = files.settings.get("learner.target_accuracy")

@@ -43,7 +43,7 @@ from launch.recipes.recipe import Recipe
 from launch.recipes.recipe import recipe as recipe_of
 from launch.settings.environment_variables import run_variables
 from launch.settings.run_config import RunConfig, resolve
-from launch.settings.short_forms import short_sources, sources_of
+from launch.settings.short_forms import short_sources, sources_of, supervised_sources
 from launch.settings.sources import Origins, Source, merged
 
 
@@ -93,10 +93,11 @@ def local(  # noqa: PLR0913 - each is a flag
     log_as(log, "local", level="warning")
     external = None if environment is None else external_environment(environment)
     short = [
-        *run_variables(), *environment_sources(external),
-        *short_sources(bus, creds, prompts, reward, agent, sft),
+        *run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward, agent),
     ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
+    others = start_sources(preset_name, config, short, settings, recipe=recipe)
+    short += supervised_sources(sft, merged(others))
     sources = start_sources(preset_name, config, short, settings, recipe=recipe)
     layer = merged(sources)
     resolved = resolve(layer)

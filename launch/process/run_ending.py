@@ -1,6 +1,7 @@
 """Notes in a run's directory how its latest launch ended, for whoever asks when no process is left."""
 
 import asyncio
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,7 +18,7 @@ def noted_ending(run: RunDirectory, stop: asyncio.Event) -> Iterator[None]:
     """Note how what is inside ends: `stopped`, `failed` with the error, or `ended` by itself.
 
     The note says `lost` meanwhile, which stays where the process is killed."""
-    write_json(run.ending, {"state": "lost"})
+    write_json(run.ending, {"state": "lost", "host": platform.node()})
     try:
         yield
     except BaseException as error:

@@ -96,6 +96,11 @@ def is_step(record: Record) -> bool:
     return record.get("kind") != "evaluation" and record.get("train/stage") == "rl"
 
 
+def is_warmup(record: Record) -> bool:
+    """Tell whether a line is of a step of the supervised stage."""
+    return record.get("kind") != "evaluation" and record.get("train/stage") == "warmup"
+
+
 def is_evaluation(record: Record) -> bool:
     """Tell whether a line is of an evaluation."""
     return record.get("kind") == "evaluation"

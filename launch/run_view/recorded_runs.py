@@ -1,6 +1,7 @@
 """Which runs the directories hold, how far each is, and which processes of this host have its files."""
 
 import os
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,9 +26,9 @@ class RecordedRun:
     state: str
     """`starting` and `training`: processes of this host hold its files, before and after its first step;
     `finished`: its learner has ended by itself; `stopped`; `failed`: `problem` is the error that ended it;
-    `lost`: its processes were killed, or their host went; `unseen`: it belongs to another user, whose
-    processes this one cannot see, so that it may go on; `damaged`: a file of it cannot be read, as `problem`
-    says."""
+    `lost`: its processes were killed, or their host went; `unseen`: it belongs to another user, or was
+    started on another host, whose processes are not seen here, so that it may go on; `damaged`: a file of it
+    cannot be read, as `problem` says."""
     directory: str
     started: float | None = None
     """Time of the first start, in seconds since the epoch."""
@@ -36,6 +37,7 @@ class RecordedRun:
     """Time at which something was last recorded, in seconds since the epoch."""
     stage: str = "starting"
     step: int = 0
+    """Steps of reinforcement learning; of a run on demonstrations alone those of its supervised stage."""
     steps: int | None = None
     """Upper bound on the steps."""
     policy_version: int = 0
@@ -97,12 +99,14 @@ def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
 def _state(files: RunFiles, latest: LatestStep, pids: list[int]) -> tuple[str, str]:
     """Return how a run is, and the error that ended it."""
     if pids:
-        return "training" if latest.step else "starting", ""
+        return "training" if latest.step or latest.warmup_step else "starting", ""
     if latest.stage == "done":
         return "finished", ""
     if hidden_owner(files.path) is not None:
         return "unseen", ""
     ending = files.ending
+    if ending.state == "lost" and ending.host not in ("", platform.node()):
+        return "unseen", ""
     return "stopped" if ending.state == "ended" else ending.state, ending.problem
 
 
@@ -117,18 +121,14 @@ def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
         starts=len(starts),
         written=written_s(path),
         stage=latest.stage,
-        step=latest.step,
-        steps=_steps(files.settings.get("learner.steps")),
+        step=files.trained_steps or 0,
+        steps=files.planned_steps,
         policy_version=latest.policy_version,
         reward=finite(files.latest.recent_reward()),
         accuracy=files.accuracy,
         pids=pids,
         problem=problem,
     )
-
-
-def _steps(value: Json) -> int | None:
-    return value if isinstance(value, int) else None
 
 
 def supervisor_of(path: Path) -> int | None:

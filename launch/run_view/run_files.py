@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from bus.codec import Json
 from bus.errors import ConfigError, LostDataError
-from launch.run_view.history import History
+from launch.run_view.history import History, is_warmup
 from launch.settings.run_config import RunConfig, config_file, resolve
 from launch.settings.sources import by_name
 from launch.settings.tree import settings_at
@@ -61,6 +61,8 @@ class Ending(BaseModel):
     """`stopped`, `failed`, `ended` by itself, or `lost` while it goes on."""
     problem: str = ""
     """The error that ended it."""
+    host: str = ""
+    """Host of the launch, while it is `lost`."""
 
 
 STARTS, PROGRESS, ENDING = TypeAdapter(list[Start]), TypeAdapter(_Progress), TypeAdapter(Ending)
@@ -75,6 +77,8 @@ class LatestStep:
     step: int = 0
     policy_version: int = 0
     """Policy version that the step made."""
+    warmup_step: int = 0
+    """Steps of the supervised stage."""
 
 
 class RunFiles:
@@ -142,15 +146,37 @@ class RunFiles:
         """Return the step of the newest checkpoint or the step recorded last, whichever is later; None where
         no file says one."""
         saved, last = self.progress, self.latest.last
-        if saved is None and last is None:
+        warmed = max((integer(row, "step") for row in self.latest_rows if is_warmup(row)), default=0)
+        if saved is None and last is None and not warmed:
             return None
         saved = saved or {}
         stage = saved.get("stage")
+        if last is not None and last.step > integer(saved, "step"):
+            stage = "rl"  # also of a run that was done and goes on
         return LatestStep(
-            stage=stage if isinstance(stage, str) else "starting" if last is None else "rl",
+            stage=stage if isinstance(stage, str) else "warmup" if warmed else "starting",
+            warmup_step=max(integer(saved, "warmup_step"), warmed),
             step=max(integer(saved, "step"), last.step if last else 0),
             policy_version=max(integer(saved, "policy_version"), last.policy_version if last else 0),
         )
+
+    @property
+    def trained_steps(self) -> int | None:
+        """Return the steps so far, of a run on demonstrations alone those of its supervised stage; None where
+        no file says any."""
+        if (latest := self.latest_step) is None:
+            return None
+        return latest.warmup_step if self._is_supervised else latest.step
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Return the upper bound on the steps that `trained_steps` counts, where the settings are known."""
+        value = self.settings.get("warmup.steps" if self._is_supervised else "learner.steps")
+        return value if isinstance(value, int) else None
+
+    @property
+    def _is_supervised(self) -> bool:
+        return self.settings.get("learner.steps") == 0
 
     @property
     def accuracy(self) -> float | None:

@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from bus.config import URL_VARIABLE
 from bus.security.credentials import VARIABLE, load_credentials
@@ -44,16 +47,14 @@ def _types(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def short_sources(
     bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
-    reward: str | None = None, agent: str | None = None, sft: Path | None = None,
+    reward: str | None = None, agent: str | None = None,
 ) -> list[Source]:  # fmt: skip
-    """Return the settings that the environment and the short forms stand for. Raises `ConfigError` for
-    demonstrations that cannot be read."""
+    """Return the settings that the environment and the short forms stand for."""
     environment: dict[str, Any] = {}
     if agent is not None:
         environment = {"type": "agent", "command": agent, "reward": "posted"}
     given: dict[str, dict[str, Any]] = {
         "--prompts": {"data": {"prompts": prompts}} if prompts is not None else {},
-        "--sft": {} if sft is None else _supervised(sft),
         "--agent": {"actors": {"environment": environment}} if environment else {},
         "--reward": {"actors": {"environment": {"reward": reward}}} if reward is not None else {},
     }
@@ -63,19 +64,29 @@ def short_sources(
     ]
 
 
-def _supervised(demonstrations: Path) -> dict[str, Any]:
-    """Return the settings of a run that trains on demonstrations alone, once over, at a rate for a model that
-    was trained before."""
+def supervised_sources(demonstrations: Path | None, others: Mapping[str, Any]) -> list[Source]:
+    """Return the settings of `--sft`: a run that trains on demonstrations alone, once over, at a rate for a
+    model that was trained before.
+
+    `others` are the settings of all other sources. Raises `ConfigError` for demonstrations that cannot be
+    read."""
+    if demonstrations is None:
+        return []
     from storage.prompt_files.rows import read_rows  # loads pyarrow, which no help needs
 
     rows = sum(1 for _ in read_rows(demonstrations))
-    batch_size = WarmupConfig.model_fields["batch_size"].default
+    batch_size = WarmupConfig().batch_size
+    with suppress(ValidationError, KeyError):  # a wrong size is refused with all settings
+        given = {"batch_size": others["warmup"]["batch_size"]}  # a flag's is a text
+        batch_size = WarmupConfig.model_validate(given).batch_size
+    steps = -(-rows // batch_size)
     warmup = {
         "demonstrations": demonstrations,
-        "steps": -(-rows // batch_size),
-        "optimizer": {"lr": 2e-5, "warmup_steps": 10},
+        "steps": steps,
+        "batch_size": min(batch_size, rows),
+        "optimizer": {"lr": 2e-5, "warmup_steps": min(10, steps // 10)},
     }
-    return {"warmup": warmup, "learner": {"steps": 0}}
+    return [Source("--sft", {"warmup": warmup, "learner": {"steps": 0}})]
 
 
 def _bus_sources(bus: str | None, creds: Path | None) -> list[Source]:

@@ -1,9 +1,11 @@
 """Batches of demonstrations for the supervised stage before reinforcement learning."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import nlargest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +20,14 @@ from learner.config.warmup import WarmupConfig
 from learner.data.packing import MicroBatch, Sample, pack
 from storage.built_in_tasks.generators import is_trained
 from storage.chats.stop_tokens import answer_end, answer_start
-from storage.chats.template import ChatTemplate
+from storage.chats.template import ChatRefusedError, ChatTemplate
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
+
+CHECKED = 500
+"""First rows, and longest ones, that are looked at before a run."""
+SHOWN = 200
+"""Characters of a text that is too long."""
 
 
 class Demonstrations:
@@ -52,7 +59,8 @@ class Demonstrations:
         """Latest epoch, and its order."""
         if images is None:
             for number, (prompt, _) in enumerate(rows):
-                self._shown(prompt, number)
+                with _naming(number):
+                    self._shown(prompt)
 
     def step(
         self, step: int, warmup: WarmupConfig, batch: BatchConfig, *, share: int = 0, shares: int = 1
@@ -66,20 +74,38 @@ class Demonstrations:
         """Return the micro-batches of all rows in their order, or of one of equal `shares` of them."""
         return self._packed(range(share, len(self._rows), shares), batch.logprob_token_budget)
 
+    def check(self) -> None:
+        """Raise `ConfigError` for a row that cannot be trained on, before the step that has it.
+
+        The first rows and the longest are looked at, which takes seconds."""
+        longest = nlargest(CHECKED, range(len(self._rows)), key=lambda number: len(str(self._rows[number])))
+        self._samples(sorted({*longest, *range(min(CHECKED, len(self._rows)))}))
+
     def _packed(self, numbers: Sequence[int], token_budget: int) -> list[MicroBatch]:
-        """Return micro-batches of these rows; all texts are made tokens at once, each by itself."""
-        chats = [chat for number in numbers for chat in self._chats(number)]
-        texts = [text for chat in chats for text, _ in chat.parts]
+        samples = self._samples(numbers)
+        return pack(samples, token_budget) if samples else []
+
+    def _samples(self, numbers: Sequence[int]) -> list[Sample]:
+        """Return these rows as tokens; all texts are made tokens at once, each by itself."""
+        chats: list[tuple[int, _Chat]] = []
+        for number in numbers:
+            with _naming(number):
+                chats += [(number, chat) for chat in self._chats(number)]
+        texts = [text for _, chat in chats for text, _ in chat.parts]
         if not texts:
             return []
         tokens = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
-        return pack([self._sample(chat, tokens) for chat in chats], token_budget)
+        samples = []
+        for number, chat in chats:
+            with _naming(number):
+                samples.append(self._sample(chat, tokens))
+        return samples
 
     def _chats(self, number: int) -> Iterator["_Chat"]:
         """Yield what is trained of a row: one sequence, or one more for each answer behind which the chat
         template writes otherwise what came before, as templates do that leave earlier thoughts out."""
         prompt, response = self._rows[number]
-        messages, images = self._shown(prompt, number)
+        messages, images = self._shown(prompt)
         if response:
             yield _Chat([(self._rendered(messages, prompt), False), (self._written(response), True)], images)
             return
@@ -107,10 +133,15 @@ class Demonstrations:
             return self._written(content)
         rendered = self._rendered(messages[: place + 1], prompt, go_on=False)
         answer, found, _ = rendered.removeprefix(before).rpartition(self._end_text)
-        if not rendered.startswith(before) or not found:
+        if (
+            not rendered.startswith(before)
+            or not found
+            or not all(name in answer for name in _called(message))
+        ):
             raise ConfigError(
-                f"the chat template does not write message {place} (from 0) behind the chat before it, so "
-                "that its tokens are not known: give its content as text alone, with the calls in it"
+                f"the chat template does not write message {place} (from 0) behind the chat before it with "
+                "all its calls, so that its tokens are not known: give its content as text alone, with the "
+                "calls in it"
             )
         return answer
 
@@ -124,12 +155,9 @@ class Demonstrations:
         begins_so = any(own.startswith(mark) for mark in re.findall(r"^\s*(<[^<>]+>)", self._start))
         return response if begins_so else self._start + response
 
-    def _shown(self, prompt: Prompt, number: int) -> tuple[list[Json], list[PlacedImage]]:
+    def _shown(self, prompt: Prompt) -> tuple[list[Json], list[PlacedImage]]:
         """Return the chat of a prompt, whose images have become text, and the images."""
-        try:
-            return inlined(_chat(prompt), self._images)
-        except ImageError as error:
-            raise ConfigError(f"demonstration {number} (from 0): {error}") from error
+        return inlined(_chat(prompt), self._images)
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._rows))
@@ -148,16 +176,14 @@ class Demonstrations:
                 try:
                     of_part, images = self._images.expanded(of_part, chat.images)
                 except ImageError as error:
-                    raise ConfigError(
-                        f"a demonstration shows images behind its first answer: {error}"
-                    ) from error
+                    raise ConfigError(f"it shows images behind its first answer: {error}") from error
             ids += [*of_part, self._end] if is_answer else of_part
             mask += [is_answer] * (len(ids) - len(mask))
         if len(ids) > self._context:
             text = "".join(text for text, is_answer in chat.parts if not is_answer)
             raise ConfigError(
-                f"a demonstration has {len(ids)} tokens, the model's context is {self._context}: "
-                f"{text!r}; shorten it"
+                f"it has {len(ids)} tokens, the model's context is {self._context}: {text[:SHOWN]!r}; "
+                "shorten it"
             )
         return Sample(
             token_ids=np.array(ids, dtype=np.int32), loss_mask=np.array(mask), streams={}, images=images
@@ -172,6 +198,24 @@ class _Chat:
     """Its texts in order, and whether each is an answer, which its end follows."""
     images: Sequence[PlacedImage]
     """Images of its first part."""
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+    """Name the demonstration in which something is wrong."""
+    try:
+        yield
+    except (ConfigError, ChatRefusedError, ImageError) as error:
+        raise ConfigError(f"demonstration {number} (from 0): {error}") from error
+
+
+def _called(message: Mapping[str, Json]) -> list[str]:
+    """Return the names of the functions that an answer calls."""
+    calls = message.get("tool_calls")
+    functions = (
+        [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    )
+    return [str(function.get("name")) for function in functions if isinstance(function, dict)]
 
 
 def _chat(prompt: Prompt) -> list[Json]:

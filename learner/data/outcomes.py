@@ -71,7 +71,7 @@ def outcomes(trained: Sequence[Trajectory], agents: Iterable[Sequence[float]]) -
 
 def joined(all_ranks: Sequence[Outcomes]) -> Outcomes:
     """Return the outcomes of several ranks as those of one."""
-    names = sorted({name for one in all_ranks for name in one.parts})
+    names = sorted({name for one in all_ranks for name in one.parts})[:MOST_PARTS]
     return Outcomes(
         rewards=[reward for one in all_ranks for reward in one.rewards],
         lengths=[length for one in all_ranks for length in one.lengths],

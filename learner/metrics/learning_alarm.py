@@ -9,6 +9,10 @@ from storage.metrics.records import integer, number
 STEPS = 3
 """Steps in a row after which it is said."""
 PART = "reward_part/"
+SEVERAL = "reward/group_std_mean"
+"""Metric of a step in which some group has several rewards: those of a single one are always equal."""
+PENALTY = "penal"
+"""Text in the names of parts that are 0 where all is well."""
 FORMAT = "format"
 """Text in the names of those parts of a reward that ask for a form of the answer."""
 
@@ -55,14 +59,15 @@ def _in_common(values: Mapping[str, Json]) -> Iterator[Told]:
             "shows both",
         )
         return
-    if number(values, "reward/equal_groups_fraction") == 1:
+    if number(values, "reward/equal_groups_fraction") == 1 and SEVERAL in values:
         yield (
             "the rewards within each group were equal",
             "the tasks are too easy or too hard, or the reward does not tell answers apart; `launch tail` "
             "shows them",
         )
     for name in sorted(values):
-        if name.startswith(PART) and FORMAT in name.lower() and number(values, name) == 0:
+        asks_for_form = name.startswith(PART) and FORMAT in name.lower() and PENALTY not in name.lower()
+        if asks_for_form and number(values, name) == 0:
             yield (
                 f"{name.removeprefix(PART)}, a part of the reward, was 0 for each answer",
                 "the format that it asks for is never met; `launch tail` shows answers, and the prompt may "

@@ -25,6 +25,7 @@ class Checkpointing:
         """`committed` tells storage of the step of one that is durable; `on_doing` hears what goes on."""
         self.saved_step = progress.step
         """Step of the checkpoint begun last."""
+        self._saved_warmup_step = progress.warmup_step
         self._settings = settings
         self._world = world
         self._progress = progress
@@ -48,6 +49,7 @@ class Checkpointing:
         self._on_doing("copying the state for a checkpoint")
         values = await asyncio.to_thread(values_to_save, self._settings, self._progress)
         self.saved_step, self._saving_since = self._progress.step, time.monotonic()
+        self._saved_warmup_step = self._progress.warmup_step
         self._saving = self.saved_step, values
         await self._world.call(Rank.save, *self._saving)
 
@@ -70,6 +72,8 @@ class Checkpointing:
         return time.monotonic() > self._saving_since + WRITING_TIMEOUT_S
 
     def _is_due(self, save_every: int) -> bool:
-        """Return whether a multiple of `save_every` was passed since the checkpoint begun last. One that the
-        disk is still writing then is followed by the next as soon as it is done, and delays no step."""
-        return self._progress.step // save_every > self.saved_step // save_every
+        """Return whether a stage passed a multiple of `save_every` since the checkpoint begun last. One that
+        the disk is still writing then is followed by the next as soon as it is done, and delays no step."""
+        now, then = self._progress, (self._saved_warmup_step, self.saved_step)
+        stages = zip((now.warmup_step, now.step), then, strict=True)
+        return any(step // save_every > saved // save_every for step, saved in stages)

@@ -185,6 +185,8 @@ class Learner:
             if warmup.heldout is not None and (done % warmup.heldout_every == 0 or done == warmup.steps):
                 values["heldout/loss_nats"] = await self._world.call(Rank.heldout_loss)
             self._steps.report("warmup", done, values)
+            if done < warmup.steps:  # else the next checkpoint begins reinforcement learning
+                await self._checkpoints.after_step()
         return not self._stop.is_set()
 
     # --- reinforcement learning ---

@@ -1,7 +1,9 @@
 """`launch local --sft`: a run on demonstrations alone, which is stopped on its way and goes on."""
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,23 @@ def test_its_losses_are_those_of_a_run_that_was_not_stopped(resumed: Path, tmp_p
     whole, again = steps_of(trained(tmp_path)), steps_of(resumed)
     for name in ("train/loss", "train/grad_norm"):
         assert [row[name] for row in whole.values()] == [row[name] for row in again.values()]
+
+
+@pytest.mark.nightly
+def test_a_learner_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path):
+    chats(tmp_path)
+    run = tmp_path / "runs/default"
+    launcher = Command(tmp_path, "local", *SETTINGS, "--learner.checkpoint.save-every", "4")
+    try:
+        wait_until((run / "progress.json").exists, "a checkpoint", launcher)
+        [learner] = [
+            int(line.split()[-1]) for line in launcher.said().splitlines() if "learner: started" in line
+        ]
+        os.kill(learner, signal.SIGKILL)
+        assert launcher.wait(120) == 0, launcher.said()
+    finally:
+        launcher.kill()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row.get("train/stage") == "warmup"]
+    assert steps.count(1) == 1
+    assert sorted({*steps}) == list(range(1, STEPS + 1))

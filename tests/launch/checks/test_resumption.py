@@ -9,9 +9,12 @@ from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 
 
-def config(steps: int, target: float | None = None, lr: float = 1e-4) -> RunConfig:
+def config(steps: int, target: float | None = None, lr: float = 1e-4, **layer: object) -> RunConfig:
     learner = {"steps": steps, "target_accuracy": target, "optimizer": {"lr": lr}}
-    return RunConfig.model_validate({"run": "mine", "learner": learner})
+    return RunConfig.model_validate({"run": "mine", "learner": learner, **layer})
+
+
+SUPERVISED = config(0, warmup={"steps": 9, "demonstrations": "chats.jsonl"})
 
 
 @pytest.fixture
@@ -23,6 +26,7 @@ def ended(tmp_path):
         run.config.write_text(config(4, 0.9 if reached else None).model_dump_json())
         progress = {
             "stage": "done",
+            "warmup_step": 7,
             "step": 3 if reached else 4,
             "target_reached_step": 3 if reached else None,
         }
@@ -38,6 +42,7 @@ def ended(tmp_path):
         (False, config(4), "it has trained 4 steps: give a higher --learner.steps"),
         (False, config(3), "it has trained 4 steps: give a higher --learner.steps"),
         (False, config(6), None),
+        (False, SUPERVISED, "it has trained 7 steps on demonstrations: give prompts, a reward"),
         (True, config(4, 0.9), "it has reached its target of 0.9 after 3 steps: give a higher"),
         (True, config(9, 0.8), "it has reached its target of 0.9 after 3 steps: give a higher"),
         (True, config(9, 0.95), None),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,21 +70,37 @@ def test_a_run_tells_how_it_ended(tmp_path: Path, inside: Callable, state: str, 
 
 
 def test_a_run_whose_process_was_killed_is_lost_until_it_goes_on(tmp_path: Path):
-    record(tmp_path, "mine", rewards=[0.5])
+    record(tmp_path, "mine", rewards=[0.5, 0.5])
     assert found(tmp_path).state == "stopped"  # by a build that noted nothing
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == -9
     assert found(tmp_path).state == "lost"
-    (tmp_path / "mine" / "progress.json").write_text(json.dumps({"stage": "done", "step": 1}))
+    (tmp_path / "mine" / "progress.json").write_text(json.dumps({"stage": "done", "step": 2}))
     assert found(tmp_path).state == "finished"  # what its learner wrote counts
+    (tmp_path / "mine" / "progress.json").write_text(json.dumps({"stage": "done", "step": 1}))
+    assert (found(tmp_path).state, found(tmp_path).stage) == ("lost", "rl")  # it had gone on
+    (tmp_path / "mine" / "ending.json").write_text(json.dumps({"state": "lost", "host": "elsewhere"}))
+    assert found(tmp_path).state == "unseen"  # it may go on there
 
 
 def test_a_full_disk_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = RunDirectory(tmp_path, "mine")
 
     def full(path: Path, value: object) -> None:
-        if value != {"state": "lost"}:
+        if value != {"state": "lost", "host": platform.node()}:
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("launch.process.run_ending.write_json", full)
     with pytest.raises(StorageError, match="the true error"), noted_ending(run, asyncio.Event()):
         raise StorageError("the true error")
+
+
+def test_a_run_on_demonstrations_alone_trains_from_its_first_step_of_them(tmp_path: Path):
+    path = record(tmp_path, "mine", rewards=[], learner={"steps": 0}, warmup={"steps": 40})
+    with (path / "lock").open("w"):  # as a run that goes on has it
+        assert found(tmp_path).state == "starting"
+        row = {"step": 7, "kind": "metrics", "source": "learner", "train/stage": "warmup"}
+        (path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        run = found(tmp_path)
+        assert (run.state, run.step, run.steps) == ("training", 7, 40)
+        (path / "progress.json").unlink()
+        assert found(tmp_path).stage == "warmup"

@@ -44,6 +44,8 @@ def after(*steps) -> str:
         (values(ZERO, end="length"), ["each answer was cut off", "each reward was 0"]),
         (values(MIXED, right=0.5, Format_tags=0.0), ["Format_tags, a part of the reward, was 0 for each"]),
         (values(MIXED, penalty=0.0, format=0.1), []),
+        (values(MIXED, format_penalty=0.0), []),
+        (values((0.5,), (0.7,)), []),  # groups of one
         (values(MIXED, ZERO, EQUAL), []),
         (values(), []),
     ],

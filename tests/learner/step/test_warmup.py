@@ -115,6 +115,7 @@ def said(role: str, content: str, **others) -> dict:
     return {"role": role, "content": content, **others}
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CHAT = (
     said("system", "Add."),
     said("user", "1+1"),
@@ -147,8 +148,7 @@ def test_an_answer_is_a_sequence_of_its_own_where_a_later_chat_has_it_otherwise(
 
 
 def test_calls_are_trained_as_the_template_writes_them_and_results_are_not():
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    chat = (CHAT[1], said("assistant", "", tool_calls=[call]), said("tool", "2", tool_call_id="a"), CHAT[2])
+    chat = (CHAT[1], said("assistant", "", tool_calls=[CALL]), said("tool", "2", tool_call_id="a"), CHAT[2])
     tool = {
         "type": "function",
         "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
@@ -175,3 +175,21 @@ def test_the_held_out_loss_is_the_mean_over_all_trained_tokens_and_changes_nothi
     before = trainer.export()
     assert heldout_loss(trainer, batch, made) == pytest.approx(-sum(nats) / len(nats), abs=1e-6)
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())
+
+
+@pytest.mark.parametrize(
+    ("chat", "wrong"),
+    [
+        ((said("user", "?"), said("assistant", "1" * 999)), "it has 50150 tokens, the model's"),
+        (
+            (said("user", "?"), said("assistant", "", tool_calls=[CALL])),
+            "does not write message 1 .* all its calls",
+        ),
+        ((said("assistant", "1"),), "empty conversation"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_on_is_named_before_the_first_step(chat, wrong):
+    rows = [*ROWS[:2] * 600, (Prompt(content=list(chat) * 50), "")]
+    made = Demonstrations(rows, character_tokenizer(), context=999, seed=0)
+    with pytest.raises(ConfigError, match=rf"demonstration 1200 \(from 0\): .*{wrong}"):
+        made.check()
