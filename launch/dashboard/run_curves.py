@@ -68,7 +68,7 @@ class RunCurves:
             names = [name for name in names if any(chart.draws(name) for chart in CHARTS)]
         return {
             "steps": _table(self.steps, [name for name in names if name != "time_s"], begin),
-            "warmup": _table(self.warmup, ["train/loss"]),
+            "warmup": _table(self.warmup, ["train/loss", "heldout/loss_nats"]),
             "evaluations": {
                 name: _all_scores(self._scores[name])
                 for name in sorted(self._scores, key=lambda name: name != HELD_OUT)

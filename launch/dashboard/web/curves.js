@@ -64,11 +64,15 @@ export class Curves {
     return { label, x: this.axis(this.steps, by), y: column.mean, low: column.low, high: column.high };
   }
 
-  /** Return the loss of the warm-up as a chart, whose lines are none without a warm-up. */
+  /** Return the losses of the warm-up as a chart, whose lines are none without a warm-up. */
   warmupChart(by) {
-    const column = this.warmup.columns["train/loss"];
-    const line = column ? { label: "loss", x: this.axis(this.warmup, by), y: column.mean } : null;
-    return { title: "Warm-up loss", unit: "supervised, before reinforcement learning", lines: line && line.x.length ? [line] : [] };
+    const axis = this.axis(this.warmup, by);
+    const lines = [["train/loss", "loss"], ["heldout/loss_nats", "held out"]].map(([name, label]) => {
+      const mean = this.warmup.columns[name]?.mean ?? [];
+      const places = [...mean.keys()].filter((place) => mean[place] !== null);
+      return { label, x: places.map((place) => axis[place]), y: places.map((place) => mean[place]) };
+    });
+    return { title: "Warm-up loss", unit: "supervised, nats a token", lines: lines.filter((line) => line.x.length) };
   }
 
   /** Return the scores of each data set as charts. */

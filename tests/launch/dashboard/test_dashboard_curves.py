@@ -124,11 +124,13 @@ def test_evaluations_may_come_late_and_in_any_order():
 
 def test_the_warm_up_has_steps_of_its_own():
     curves = RunCurves()
-    curves.add([row(n, stage="warmup", **{"train/loss": 2.0 / n}) for n in (1, 2, 4)])
+    curves.add([row(n, stage="warmup", **{"train/loss": 2.0 / n}) for n in (1, 2)])
+    curves.add([row(4, stage="warmup", **{"train/loss": 0.5, "heldout/loss_nats": 0.75})])
     curves.add([row(1, reward=0.5)])
     found = curves.payload()
     assert found["warmup"]["step"] == [1, 2, 4]
     assert found["warmup"]["columns"]["train/loss"]["mean"] == [2.0, 1.0, 0.5]
+    assert found["warmup"]["columns"]["heldout/loss_nats"]["mean"] == [None, None, 0.75]
     assert found["steps"]["step"] == [1]
 
 
