@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from actors.episodes.agents import DEFAULT_AGENT
 from actors.gateway.dialects.exchange import Ask
@@ -77,4 +76,10 @@ def _fits(rule: RequestRule, ask: Ask, agent: str) -> bool:
     first = ask.messages[0]
     system = str(first["content"]) if first["role"] == "system" else ""
     wanted = ((rule.model, ask.model), (rule.system, system), (rule.agent, agent))
-    return all(pattern is None or fnmatchcase(given, pattern) for pattern, given in wanted)
+    return all(pattern is None or _matches(given, pattern) for pattern, given in wanted)
+
+
+def _matches(given: str, pattern: str) -> bool:
+    """Return whether a text is what a pattern says, in which only `*` is special: a model is `a[1m]`."""
+    parts = map(re.escape, pattern.split("*"))
+    return re.fullmatch(".*".join(parts), given, re.DOTALL) is not None

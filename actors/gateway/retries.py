@@ -40,6 +40,8 @@ class Attempt:
 class _Exchange:
     attempt: Attempt
     task: asyncio.Task[Reply]
+    answers: int
+    """Answers that it wants."""
     waiting: int = 0
     """Requests that wait for the answer."""
 
@@ -54,8 +56,8 @@ class Exchanges:
 
     @property
     def under_way(self) -> int:
-        """Return the number of requests that have no answer yet."""
-        return sum(not exchange.task.done() for exchange in self._known)
+        """Return the number of answers that are still to come."""
+        return sum(exchange.answers for exchange in self._known if not exchange.task.done())
 
     def earlier(self, attempt: Attempt) -> _Exchange | None:
         """Return the exchange that the attempt repeats. Raises `RefusedError` for another request's key."""
@@ -68,9 +70,9 @@ class Exchanges:
         newest = (left or same)[-1:]
         return newest[0] if newest else None
 
-    def begin(self, attempt: Attempt, work: Coroutine[object, object, Reply]) -> _Exchange:
-        """Start the work of a request that was not sent before."""
-        exchange = _Exchange(attempt, asyncio.create_task(work, name="gateway turn"))
+    def begin(self, attempt: Attempt, work: Coroutine[object, object, Reply], answers: int) -> _Exchange:
+        """Start the work of a request that was not sent before, and wants so many answers."""
+        exchange = _Exchange(attempt, asyncio.create_task(work, name="gateway turn"), answers)
         exchange.task.add_done_callback(retrieve_exception)
         exchange.task.add_done_callback(lambda _: self._ended(exchange))
         self._known.append(exchange)

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -117,7 +117,7 @@ class Session:
         if exchange is None:
             self._refuse_if_over(ask.choices)
             self._refuse_unmeetable(ask)
-            exchange = self._exchanges.begin(attempt, self._turn(ask, kind, attempt.digest))
+            exchange = self._exchanges.begin(attempt, self._turn(ask, kind, attempt.digest), ask.choices)
         else:
             self.counts["retries"] += 1
         self.last_request_s = time.monotonic()
@@ -194,8 +194,7 @@ class Session:
         What was sampled and reached no request is not trained on."""
         self._is_closed = True
         await self._exchanges.close()
-        for completion in chain.from_iterable(self._unclaimed.values()):
-            self._policy.leave_untrained(completion.number)
+        self._leave_untrained(chain.from_iterable(self._unclaimed.values()))
         self._unclaimed.clear()
 
     async def _turn(self, ask: Ask, kind: RequestKind, digest: bytes) -> Reply:
@@ -204,7 +203,11 @@ class Session:
         self._note_differences(ask, lost)
         with self._refusing(digest), self._timed():
             completions = await self._completions(ask, kind, sampling)
-            reply, *further = [await self._shown(ask, completion) for completion in completions]
+            try:
+                reply, *further = [await self._shown(ask, completion) for completion in completions]
+            except BaseException:
+                self._leave_untrained(completions)
+                raise
         self._requests.note(worked=True)
         self._failures.pop(digest, None)
         self._over_long = ""
@@ -230,8 +233,17 @@ class Session:
         ]
         try:
             return list(await asyncio.gather(*answering))
-        finally:
+        except BaseException:
             await cancelled(*answering)
+            self._leave_untrained(
+                one.result() for one in answering if not (one.cancelled() or one.exception())
+            )
+            raise
+
+    def _leave_untrained(self, completions: Iterable[Completion]) -> None:
+        """Keep answers out of the loss that reach no request."""
+        for completion in completions:
+            self._policy.leave_untrained(completion.number)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from actors.episodes.task import ChatMessage
+from actors.gateway.dialects.refusal import invalid
 from actors.policy.messages import Tool, ToolCall
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -50,6 +51,11 @@ class Ask:
     """Names of what an answer without it would be of no use for, such as a schema, and does not get."""
     usage_in_stream: bool = False
     shows_reasoning: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises `RefusedError` where nothing was said, such as by messages without parts."""
+        if not self.messages:
+            raise invalid("there is no message to answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 from pydantic.alias_generators import to_camel
 
 from actors.episodes.task import JSON, ChatMessage
@@ -60,6 +60,13 @@ class _Part(Part, alias_generator=to_camel, populate_by_name=True):
     inline_data: _Blob | None = None
     function_call: _Called | None = None
     function_response: _Answered | None = None
+    file_data: JsonValue = None
+
+    @model_validator(mode="after")
+    def _has_no_file(self) -> Self:
+        if self.file_data is not None:
+            raise ValueError("fileData: no file of Google's is read here, send inlineData")
+        return self
 
     @property
     def image(self) -> str | None:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from actors.environments.session_episode import unscored_episode
+from bus.errors import EngineError
 from tests.actors.gateway.served import TOKENIZER, chat_body, encoded, served, until
 from tests.actors.gateway.test_gateway_http import BODIES, CHAT, MESSAGES, RESPONSES
 from tests.actors.gateway.test_gateway_tools import TOOL, answering
@@ -45,6 +46,30 @@ async def test_choices_that_reached_nobody_or_pass_the_turn_limit_are_not_traine
         assert (await s.chat("hi", n=2))[0] == 200
         status, answer = await s.chat("hi", n=2)
         assert (status, answer["error"]["code"], len(s.engine.requests)) == (403, "turn_limit", 2)
+    async with served(most_turns=3) as s:
+        s.engine.hold()
+        asking = asyncio.create_task(s.chat("hi", n=2))
+        await until(lambda: s.engine.running == 2, "both choices")
+        assert (await s.chat("hi", n=2))[0] == 403  # also while they are under way
+        s.engine.release()
+        assert (await asking)[0] == 200
+
+
+async def test_choices_of_a_request_that_fails_are_not_trained():
+    async with served() as s:
+        begun, answered, chat = [], [], s.policy.chat
+
+        async def first_alone(*given, **asked):
+            begun.append(given)
+            if len(begun) > 1:
+                await until(lambda: answered, "the first choice")
+                raise EngineError("the engine is gone")
+            answered.append(await chat(*given, **asked))
+            return answered[0]
+
+        s.policy.chat = first_alone
+        assert (await s.chat("hi", n=2))[0] == 503
+        assert [trajectory.is_trained for trajectory in s.policy.trajectories(0.0)] == [False]
 
 
 async def test_an_answer_that_the_client_has_begun_goes_on_and_its_beginning_is_not_trained():

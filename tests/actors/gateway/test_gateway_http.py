@@ -96,6 +96,17 @@ BAD = {
 }
 
 
+EMPTY = {"role": "user", "parts": []}
+FILE = {"role": "user", "parts": [{"fileData": {"fileUri": "gs://a", "mimeType": "image/png"}}]}
+
+
+@pytest.mark.parametrize(("content", "said"), [(EMPTY, "no message"), (FILE, "fileData")])
+async def test_a_request_of_google_without_a_word_or_with_a_file_is_refused_by_name(content, said):
+    async with served() as s:
+        status, answer = await s.post(GENERATE, {"contents": [content]})
+        assert (status, said in answer["error"]["message"], s.engine.requests) == (400, True, [])
+
+
 @pytest.mark.parametrize("raw", BAD.values(), ids=BAD)
 async def test_malformed_request_is_refused_and_changes_nothing(raw):
     async with served() as s:

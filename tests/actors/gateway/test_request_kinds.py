@@ -13,6 +13,7 @@ from tests.actors.scripted_engine import ScriptedEngine
 TITLE = {"messages": [{"role": "system", "content": "You write a\ntitle."}, *BODIES[CHAT]["messages"]]}
 UNTRAINED = (
     ({"model": "*haiku*"}, {**BODIES[CHAT], "model": "claude-haiku-9"}, {}),
+    ({"model": "*[1m]"}, {**BODIES[CHAT], "model": "claude-9[1m]"}, {}),
     ({"system": "You write*title*"}, TITLE, {}),
     ({"agent": "critic"}, BODIES[CHAT], {"X_Sluice_Agent": "critic"}),
     (None, BODIES[CHAT], {"X_Sluice_Trained": "false"}),
