@@ -12,6 +12,7 @@ WORKSPACE = "/workspace"
 """Directory in which commands begin, and which snapshots hold."""
 FILE_TIMEOUT_S = 60.0
 LARGEST_FILE = 1 << 26
+LARGEST_SNAPSHOT = 1 << 32
 
 CommandEnd = Literal["exited", "time", "memory", "output"]
 """How a command ended: by itself, at its limit of time, with all processes of the sandbox at the limit of
@@ -82,9 +83,11 @@ class EpisodeSandbox:
         """Carry out a command, as `RunningSandbox.run` does."""
         return await self.running.run(command)
 
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file and the directories that it needs. Raises SandboxFileError and what `run` raises."""
-        await self._piped('mkdir -p "$(dirname "$1")" && cat > "$1"', path, stdin=data)
+    async def write(self, path: str, data: bytes, *, anew: bool = False) -> None:
+        """Write a file and the directories that it needs; with `anew` what is there is removed before, and is
+        not written through where it is a link. Raises SandboxFileError and what `run` raises."""
+        before = 'rm -rf -- "$1" && ' if anew else ""
+        await self._piped(f'{before}mkdir -p "$(dirname "$1")" && cat > "$1"', path, stdin=data)
 
     async def read(self, path: str, *, most_bytes: int = LARGEST_FILE) -> bytes:
         """Return what a file holds. Raises SandboxFileError and what `run` raises."""
@@ -94,9 +97,9 @@ class EpisodeSandbox:
         """Unpack a tar archive below a directory. Raises SandboxFileError and what `run` raises."""
         await self._piped('mkdir -p "$1" && tar -xf - -C "$1"', path, stdin=archive)
 
-    async def snapshot(self) -> bytes:
+    async def snapshot(self, *, most_bytes: int = LARGEST_SNAPSHOT) -> bytes:
         """Return the workspace as a tar archive. Raises SandboxFileError and what `run` raises."""
-        return await self._piped('tar -cf - -C "$1" .', WORKSPACE, output_bytes=1 << 32)
+        return await self._piped('tar -cf - -C "$1" .', WORKSPACE, output_bytes=most_bytes)
 
     async def restore(self, snapshot: bytes) -> None:
         """Make the workspace that of a snapshot; processes go on. Raises SandboxFileError and what `run`

@@ -136,9 +136,12 @@ def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
     signal.signal(OVER, signal.SIG_IGN)
     actor.send(b'{"ready": 1}')
     handlers: set[int] = set()
-    poll = select.poll()
+    poll, next_look_s = select.poll(), 0.0
     poll.register(actor, select.POLLIN)
     while True:
+        if time.monotonic() >= next_look_s:  # however often commands come
+            handlers = _limit_memory(handlers, settings.memory_bytes)
+            next_look_s = time.monotonic() + LOOK_S
         if poll.poll(LOOK_S * 1000):
             packet, received, _, _ = socket.recv_fds(actor, 16, len(CommandDescriptors._fields))
             if not packet:
@@ -150,8 +153,6 @@ def _be_first(actor: socket.socket, settings: GuestSettings) -> int:
             handlers.add(handler)
             for descriptor in given:
                 os.close(descriptor)
-        else:
-            handlers = _limit_memory(handlers, settings.memory_bytes)
 
 
 def _mount(settings: GuestSettings) -> None:

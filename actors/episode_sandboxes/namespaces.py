@@ -3,13 +3,15 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from actors.episode_sandboxes.base import Command, CommandResult
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
@@ -103,11 +105,14 @@ class NamespaceSandbox:
         self._control = control
 
     async def run(self, command: Command) -> CommandResult:
-        """Carry out a command. Raises ToolError where the sandbox has ended: nothing in it can end it."""
+        """Carry out a command. Raises ToolError where the sandbox has ended: nothing in it can end it.
+
+        Commands may end the process that watches them, as `kill -9 -1` does: that reads as their own end."""
         request = CommandRequest(
             words=tuple(command.words), variables=dict(command.variables), directory=command.directory,
             timeout_s=command.timeout_s,
         )  # fmt: skip
+        started = time.monotonic()
         try:
             with ExitStack() as ours:
                 report, outputs = await self._begun(request, command, ours)
@@ -116,16 +121,27 @@ class NamespaceSandbox:
                 await asyncio.wait([output.ended for output in outputs], timeout=LAST_OUTPUT_S)
         except (OSError, TimeoutError) as error:
             raise ToolError(f"the sandbox failed: {error!r}") from error
-        if not packet:
-            raise ToolError("the sandbox failed: the process that watches a command was ended")
-        said, limit = json.loads(packet), command.output_bytes
+        if not packet and await self._has_ended():
+            raise ToolError("the sandbox failed: it has ended")
+        killed: dict[str, Any] = {"end": "exited", "status": -signal.SIGKILL}
+        said, limit = json.loads(packet) if packet else killed, command.output_bytes
         return CommandResult(
             stdout=bytes(outputs[0].data[:limit]),
             stderr=bytes(outputs[1].data[:limit]),
             end="output" if any(output.is_over for output in outputs) else said["end"],
             status=said["status"],
-            took_s=said["took_s"],
+            took_s=said.get("took_s", time.monotonic() - started),
         )
+
+    async def _has_ended(self) -> bool:
+        """Return whether nothing is left of the sandbox, which is known soon after its first process ends."""
+        try:
+            async with asyncio.timeout(LAST_OUTPUT_S):
+                return not await asyncio.get_running_loop().sock_recv(self._control, LARGEST_REPORT)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
 
     async def close(self) -> None:
         """End the sandbox, and wait until nothing of it is left."""

@@ -43,9 +43,10 @@ DENIED: Final[dict[str, tuple[int | None, int | None]]] = {
 """System calls that fail with EPERM, with their numbers on x86_64 and aarch64."""
 NEEDED_BY_COMMANDS: Final = frozenset((
     "execve", "execveat", "ptrace", "kcmp", "process_vm_readv", "process_vm_writev", "process_madvise",
-    "pidfd_getfd", "personality", "socket", "memfd_create", "shmget", "msgget", "semget", "mq_open",
+    "pidfd_getfd", "personality", "socket", "mq_open",
 ))  # fmt: skip
-"""Those that commands of an episode's sandbox may make: it has processes, network and messages of its own."""
+"""Those that commands of an episode's sandbox may make: it has processes, network and messages of its own.
+Those that make memory of no process and no file of the sandbox are not, since nothing would bound it."""
 _FAMILIES = (1, 2, 10, 16)
 """Sockets that these may make: Unix, IPv4, IPv6 and netlink. Others, such as vsock, know no namespaces."""
 _CLONE = (56, 220)

@@ -36,6 +36,8 @@ SANDBOX_CHECK = "sandbox_check"
 """Field of an answer's metadata that says whether what was left passes the check."""
 CHECK_VARIABLES = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
 """Variables of a check: programs read settings of their own in a home, which the workspace is otherwise."""
+HEADS_OF_FILES = 2
+"""Factor by which an archive of small files exceeds them, at most: sparse files could fill any memory."""
 LARGEST_SHOWN = 1 << 20
 """Bytes of a file that is read or edited."""
 
@@ -137,10 +139,11 @@ class Sandboxes:
         proof, check = secrets.token_hex(16), self._config.check or ""
         files = state.task.metadata.get("sandbox_check_files")
         try:
-            left = await state.sandbox.snapshot()
+            left = await state.sandbox.snapshot(most_bytes=HEADS_OF_FILES * self._config.disk_mb << 20)
+            await state.sandbox.close()  # a back end may have no room for both
             async with self._pool.further(image_of(state.task)) as sandbox:
                 await sandbox.restore(left)
-                await write_texts(sandbox, files)
+                await write_texts(sandbox, files, anew=True)
                 ran = await sandbox.run(
                     Command(
                         words=("/bin/sh", "-c", check), stdin=f"{proof}\n".encode(),
@@ -176,10 +179,12 @@ def image_of(task: Task) -> str | None:
     return image if isinstance(image, str) else None
 
 
-async def write_texts(sandbox: EpisodeSandbox, files: JSON) -> None:
-    """Write the texts of a task, by path. Raises SandboxFileError and ToolError."""
+async def write_texts(sandbox: EpisodeSandbox, files: JSON, *, anew: bool = False) -> None:
+    """Write the texts of a task, by path; with `anew` not through links that stand there.
+
+    Raises SandboxFileError and ToolError."""
     for path, text in files.items() if isinstance(files, Mapping) else ():
-        await sandbox.write(path, str(text).encode())
+        await sandbox.write(path, str(text).encode(), anew=anew)
 
 
 class SandboxState:

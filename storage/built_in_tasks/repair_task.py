@@ -6,9 +6,11 @@ from bus.codec import Json
 
 EXPRESSIONS = tuple(f"x{sign}{number}" for sign in "+-" for number in range(1, 10))
 REPAIRS = len(EXPRESSIONS) * (len(EXPRESSIONS) - 1)
-CHECK = """import subprocess
+CHECK = """import os
+import subprocess
 import sys
 
+os.remove(__file__)  # which tells the answer
 proof = sys.stdin.readline().strip()
 code = "import sys; sys.path.insert(0, '.'); from f import f; print(*map(f, range(-20, 20)))"
 asked = [sys.executable, "-SI", "-c", code]

@@ -87,6 +87,25 @@ async def test_a_command_that_passes_a_limit_is_ended_with_all_that_it_started_a
     )
 
 
+async def test_a_command_that_ends_its_watcher_is_no_fault_of_the_host(sandbox):
+    ran = await shell(sandbox, "echo kept > f; kill -9 -1")
+    assert (ran.end, ran.status) == ("exited", -9)
+    assert await said(sandbox, "cat f") == "kept\n"
+
+
+async def test_memory_of_no_process_and_no_file_is_refused_and_the_limit_holds_while_commands_come(sandbox):
+    calls = "os.memfd_create('x')", "sys.exit(ctypes.CDLL(None).shmget(0, 1 << 28, 0o1600) >= 0)"
+    made = [
+        await shell(sandbox, f'{sys.executable} -S -c "import ctypes, os, sys; {call}"') for call in calls
+    ]
+    assert [(b"not permitted" in one.stderr, one.status) for one in made] == [(True, 1), (False, 0)]
+    hoard = f"{sys.executable} -S -c 'x = bytearray(150 << 20); import time; time.sleep(60)'"
+    await said(sandbox, f"({hoard}; touch over) & ({hoard}; touch over) &")
+    async with asyncio.timeout(20):
+        while (await shell(sandbox, "pgrep -f bytearra[y]")).status == 0:
+            pass
+
+
 async def test_a_cancelled_command_is_ended(sandbox):
     task = asyncio.create_task(shell(sandbox, "echo $$ > pid; exec sleep 300", timeout_s=300))
     while not (await shell(sandbox, "cat pid 2>/dev/null")).stdout:

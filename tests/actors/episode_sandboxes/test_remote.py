@@ -11,7 +11,11 @@ from actors.episode_sandboxes.base import EpisodeSandbox
 from actors.episode_sandboxes.remote import RemoteBackend
 from actors.episode_sandboxes.server import SandboxServer
 from actors.episodes.errors import ToolError, ToolFailedError
+from actors.episodes.task import Task
 from actors.settings.episode_sandboxes import RemoteSandboxes, SandboxServerConfig
+from actors.settings.sandbox_tools import SandboxToolConfig
+from actors.tools.build import build_tools
+from actors.tools.episode_tools import EpisodeTools
 from bus.errors import ConfigError
 from tests.actors.episode_sandboxes.backends import said, shell
 
@@ -26,7 +30,7 @@ async def server_of(monkeypatch, **settings):
     server, stop = SandboxServer(SandboxServerConfig(port=0, **settings)), asyncio.Event()
     serving = asyncio.create_task(server.serve(stop))
     url = f"http://127.0.0.1:{await asyncio.wait_for(server.port, 20)}"
-    backend = RemoteBackend(RemoteSandboxes(url=url, start_timeout_s=0.5))
+    backend = RemoteBackend(RemoteSandboxes(url=url, start_timeout_s=30))
     try:
         yield server, backend, url
     finally:
@@ -36,7 +40,7 @@ async def server_of(monkeypatch, **settings):
 
 
 async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
-    async with server_of(monkeypatch, at_once=1) as (_, backend, _):
+    async with server_of(monkeypatch, at_once=1) as (_, backend, url):
         sandbox = EpisodeSandbox(await backend.start(None))
         ran = await shell(
             sandbox, "cat; echo $A; echo err >&2; exit 3", stdin=b"\0\xff", variables={"A": "b"}
@@ -48,8 +52,10 @@ async def test_a_remote_sandbox_does_what_a_near_one_does(monkeypatch):
         await said(sandbox, "rm -r a")
         await sandbox.restore(snapshot)
         assert await sandbox.read("a/b") == b"\xff" * 300_000
+        hurried = RemoteBackend(RemoteSandboxes(url=url, start_timeout_s=0.5))
         with pytest.raises(ToolError, match=r"no room for a sandbox for 0\.5 s"):
-            await backend.start(None)
+            await hurried.start(None)
+        await hurried.close()
         waiting = asyncio.create_task(backend.start(None))
         await sandbox.close()
         other = EpisodeSandbox(await waiting)
@@ -73,6 +79,41 @@ async def test_a_sandbox_that_nobody_uses_is_ended_and_one_in_use_is_not(monkeyp
         assert len(server._lent) == 1
         with pytest.raises(ToolFailedError, match="has ended"):
             await said(left, "true")
+
+
+async def unlent(server):
+    while server._lent:  # noqa: ASYNC110 - the server has no event for it
+        await asyncio.sleep(0.01)
+
+
+async def test_the_end_of_one_sandbox_that_fails_keeps_no_other_alive(monkeypatch):
+    async def fails():
+        raise ToolError("the daemon does not answer")
+
+    async with server_of(monkeypatch, idle_s=0.1) as (server, backend, _):
+        await backend.start(None)
+        [first] = server._lent.values()
+        first.opened.push_async_callback(fails)
+        async with asyncio.timeout(20):
+            await unlent(server)
+            await backend.start(None)
+            await unlent(server)
+
+
+async def test_the_check_of_an_episode_needs_no_second_place(monkeypatch):
+    async with server_of(monkeypatch, at_once=1) as (_, _, url):
+        tools = build_tools([
+            SandboxToolConfig(
+                backend=RemoteSandboxes(url=url, start_timeout_s=2), check="read a; grep -q x f; echo $a"
+            )
+        ])  # fmt: skip
+        episode = EpisodeTools(Task(task_id="t", prompt="x"))
+        try:
+            await episode.call(tools["shell"], {"command": "echo x > f"})
+            assert await episode.examined(tools.values()) == {"sandbox_check": True}
+        finally:
+            await episode.close()
+            await tools["shell"].close()
 
 
 async def test_wrong_requests_are_refused_and_named(monkeypatch):

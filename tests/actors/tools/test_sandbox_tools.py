@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from actors.episodes.errors import ToolError
 from actors.episodes.task import Task
@@ -189,6 +190,24 @@ async def test_what_a_model_left_is_judged_in_a_sandbox_in_which_nothing_of_it_r
     finally:
         await episode.close()
         await tools["shell"].close()
+
+
+async def test_what_a_model_left_neither_takes_the_place_of_the_checks_files_nor_fills_the_memory():
+    tools = build_tools([SandboxToolConfig(check="read line; sh t.sh && echo $line", disk_mb=1)])
+    for left, said in (
+        ("ln -s /dev/null t.sh", []),
+        ("truncate -s 1M a b c", ["has more than 2097152 bytes"]),
+    ):
+        task = Task(task_id="t", prompt="x", metadata={"sandbox_check_files": {"t.sh": "exit 1"}})
+        episode = EpisodeTools(task)
+        try:
+            await episode.call(tools["shell"], {"command": left})
+            with capture_logs() as logs:
+                assert await episode.examined(tools.values()) == {"sandbox_check": False}
+            assert [one["reason"].partition(" ")[2] for one in logs] == said
+        finally:
+            await episode.close()
+    await tools["shell"].close()
 
 
 def test_the_reward_of_a_sandbox_needs_a_check():
