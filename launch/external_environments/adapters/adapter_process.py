@@ -117,15 +117,23 @@ def play_tasks(source: Source, tasks_url: str) -> None:
             continue
         try:
             answer = source.play(task["metadata"]["entry"], Policy(task))
-            url = task["reward_url"]
+            _pay(task["reward_url"], answer)
         except Exception as error:  # noqa: BLE001 - whatever an environment raises fails its own episode
             reason = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
             print(f"episode {task['task_id']} failed: {reason}", file=sys.stderr, flush=True)  # noqa: T201
-            url, answer = task["end_url"], {"failed": reason}
-        try:
-            post(url, answer)
-        except urllib.error.HTTPError as error:  # the episode was over: it took too long, or its actor stops
-            print(f"episode {task['task_id']}: status {error.code}", file=sys.stderr, flush=True)  # noqa: T201
+            _pay(task["end_url"], {"failed": reason})
+
+
+def _pay(url: str, answer: Mapping[str, Any]) -> None:
+    """Tell what came of an episode. Raises `ValueError` for what is no reward, such as NaN."""
+    try:
+        post(url, answer)
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")[:REASON_CHARACTERS]
+        if error.code == 400:
+            raise ValueError(f"{answer} is no reward: {said}") from error
+        # The episode was over: it took too long, or its actor stops.
+        print(f"an episode was over: status {error.code}: {said}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def main(arguments: Sequence[str]) -> None:

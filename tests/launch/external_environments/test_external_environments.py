@@ -1,5 +1,6 @@
 """Environments of others: what `--environment` stands for, and how their adapters play."""
 
+import asyncio
 import json
 import shlex
 from collections.abc import AsyncIterator
@@ -50,6 +51,24 @@ async def test_gymnasium_is_played_to_its_end_by_words_and_numbers_and_a_wrong_a
         with pytest.raises(EpisodeError, match="KeyError: 'seed'"):
             await play([{"no": "seed"}])
         assert (await play([{"seed": 8}]))[0].trajectories[0].reward == -1.0  # the process has outlived that
+
+
+@pytest.mark.parametrize(("reward", "said"), [("float('nan')", "is no reward"), ("{1}", "not JSON")])
+async def test_a_reward_that_is_none_fails_its_episode_at_once_and_not_the_process(
+    tmp_path: Path, reward: str, said: str
+):
+    adapter = tmp_path / "odd.py"
+    adapter.write_text(
+        "class Odd:\n    def play(self, entry, policy):\n"
+        f"        policy.chat([{{'role': 'user', 'content': 'hi'}}])\n"
+        f"        return {{'reward': {reward} if entry else 1.0}}\n"
+        "def open_source(name, settings): return Odd()\n"
+    )
+    command = [*command_of("gymnasium", "x", {})[:2], str(adapter), "x", "{}"]
+    async with asyncio.timeout(60), playing(config_of(command), lambda _: "fine") as play:
+        with pytest.raises(EpisodeError, match=said):
+            await play([1])
+        assert (await play([0]))[0].trajectories[0].reward == 1.0
 
 
 TASK = {
