@@ -17,8 +17,8 @@ from storage.built_in_tasks import python_demonstrations as python
 from storage.built_in_tasks import repair_task as repairs
 from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.disk.atomic_files import make_directory, write_file, write_json
-from storage.prompt_files.dataset import prompt_content
-from storage.prompt_files.rows import Row, kind_of, read_rows
+from storage.prompt_files.dataset import prompt_content, tool_schemas
+from storage.prompt_files.rows import Row, read_rows
 
 GENERATOR_VERSION = 2
 """Version of the generators; raise it when one writes other rows for the same parameters."""
@@ -119,31 +119,30 @@ def _generate_reasoning_gym(name: str, directory: Path, *, seed: int) -> TaskFil
 
 def load_demonstrations(path: Path) -> list[tuple[Prompt, str]]:
     """Read demonstrations from a .jsonl or .parquet file: rows with the keys `prompt` and `response`, or with
-    `messages`, a chat, whose response is empty, and perhaps `tools`.
+    `messages`, a chat, whose response is empty; perhaps with `tools`.
 
     Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
     pairs = []
     for row in read_rows(path):
+        tools = tool_schemas(row.values.get("tools"), f"{row.where}: 'tools'")
         if "messages" in row.values:
-            pairs.append((_chat(row), ""))
+            pairs.append((Prompt(content=_chat(row), tools=tools), ""))
             continue
         response = row.required("response")
         if not (isinstance(response, str) and response):
             raise ConfigError(f"{row.where}: 'response' is not a text or is empty: fill it or remove the row")
-        pairs.append((Prompt(content=prompt_content(row, "prompt")), response))
+        pairs.append((Prompt(content=prompt_content(row, "prompt"), tools=tools), response))
     return pairs
 
 
-def _chat(row: Row) -> Prompt:
-    chat, tools = prompt_content(row, "messages"), row.values.get("tools") or []
+def _chat(row: Row) -> list[Json]:
+    chat = prompt_content(row, "messages")
     if not isinstance(chat, list) or not any(map(is_trained, chat)):
         raise ConfigError(
             f"{row.where}: 'messages' has no answer to train on: a message with the role 'assistant', and a "
             "weight other than 0"
         )
-    if not isinstance(tools, list):
-        raise ConfigError(f"{row.where}: 'tools' is {kind_of(tools)}: make it a list of functions")
-    return Prompt(content=chat, tools=tools)
+    return chat
 
 
 def is_trained(message: Json) -> bool:

@@ -104,12 +104,13 @@ def prompt_content(
 def _check_message(where: str, message: Json) -> None:
     if not isinstance(message, dict):
         raise ConfigError(f'{where} is {kind_of(message)}: make it {{"role": ..., "content": ...}}')
-    for key in ("role", "content"):
+    calls = message.get("tool_calls")
+    for key in ("role", *(() if calls else ("content",))):  # OpenAI's answers of calls need not have any
         if key not in message:
             raise ConfigError(f"{where}: {missing_key(key, message)}")
     if not (isinstance(message["role"], str) and message["role"]):
         raise ConfigError(f"{where}: its role is {kind_of(message['role'])}: make it a text such as 'user'")
-    if not (isinstance(message["content"], str | list) or message.get("tool_calls")):
+    if not (calls or isinstance(message["content"], str | list)):
         raise ConfigError(f"{where}: its content is {kind_of(message['content'])}: make it a text")
 
 

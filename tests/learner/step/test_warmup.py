@@ -148,7 +148,8 @@ def test_an_answer_is_a_sequence_of_its_own_where_a_later_chat_has_it_otherwise(
 
 
 def test_calls_are_trained_as_the_template_writes_them_and_results_are_not():
-    chat = (CHAT[1], said("assistant", "", tool_calls=[CALL]), said("tool", "2", tool_call_id="a"), CHAT[2])
+    answer = {"role": "assistant", "tool_calls": [CALL]}  # without content, as OpenAI's format has it
+    chat = (CHAT[1], answer, said("tool", "2", tool_call_id="a"), CHAT[2])
     tool = {
         "type": "function",
         "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},

@@ -230,3 +230,20 @@ def test_a_bad_demonstration_is_reported_with_its_line(tmp_path, row, message):
     path.write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=message):
         load_demonstrations(path)
+
+
+def test_tools_of_demonstrations_are_read_as_those_of_prompts_are(tmp_path):
+    tool = {"type": "function", "function": {"name": "add", "description": None, "parameters": {}}}
+    read = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, calls], "tools": [tool]},
+        {"prompt": "?", "response": "1", "tools": json.dumps([read])},
+        {"prompt": "?", "response": "1", "tools": None},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [prompt.tools for prompt, _ in load_demonstrations(path)] == [[read], [read], []]
+    path.write_text(json.dumps(rows[0] | {"tools": [{"name": "add"}]}) + "\n")
+    with pytest.raises(ConfigError, match="'tools': tool 0 has the type None, not 'function'"):
+        load_demonstrations(path)
