@@ -15,15 +15,16 @@ LONGEST = 2000
 
 @contextmanager
 def noted_ending(run: RunDirectory, stop: asyncio.Event) -> Iterator[None]:
-    """Note how what is inside ends: `stopped`, `failed` with the error, or `ended` by itself.
+    """Note how what is inside ends: `stopped`, `failed`, or `ended` by itself, and the error if there is one.
 
     The note says `lost` meanwhile, which stays where the process is killed."""
     write_json(run.ending, {"state": "lost", "host": platform.node()})
     try:
         yield
     except BaseException as error:
-        stopped = stop.is_set() or isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-        _note(run, "stopped" if stopped else "failed", "" if stopped else _text(error))
+        cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        state = "stopped" if cancelled or stop.is_set() else "failed"
+        _note(run, state, "" if cancelled else _text(error))
         raise
     _note(run, "stopped" if stop.is_set() else "ended")
 

@@ -25,7 +25,7 @@ class RecordedRun:
     run: str
     state: str
     """`starting` and `training`: processes of this host hold its files, before and after its first step;
-    `finished`: its learner has ended by itself; `stopped`; `failed`: `problem` is the error that ended it;
+    `finished`: its learner has ended by itself; `stopped`, `failed`: `problem` is the error if there was one;
     `lost`: its processes were killed, or their host went; `unseen`: it belongs to another user, or was
     started on another host, whose processes are not seen here, so that it may go on; `damaged`: a file of it
     cannot be read, as `problem` says."""

@@ -60,7 +60,7 @@ class Ending(BaseModel):
     state: str = "stopped"
     """`stopped`, `failed`, `ended` by itself, or `lost` while it goes on."""
     problem: str = ""
-    """The error that ended it."""
+    """The error that ended it, or that came while it was stopped."""
     host: str = ""
     """Host of the launch, while it is `lost`."""
 

@@ -39,8 +39,10 @@ def found(root: Path) -> RecordedRun:
     return run
 
 
-def raising(error: BaseException) -> Callable[[asyncio.Event], None]:
+def raising(error: BaseException, *, stops: bool = False) -> Callable[[asyncio.Event], None]:
     def fail(stop: asyncio.Event) -> None:
+        if stops:
+            stop.set()
         raise error
 
     return fail
@@ -59,6 +61,7 @@ def raising(error: BaseException) -> Callable[[asyncio.Event], None]:
         ),
         (raising(BaseExceptionGroup("", [StorageError("full")])), "failed", "full"),
         (raising(TypeError("a bug")), "failed", "TypeError: a bug"),
+        (raising(StorageError("full"), stops=True), "stopped", "full"),  # no checkpoint was saved
     ],
 )
 def test_a_run_tells_how_it_ended(tmp_path: Path, inside: Callable, state: str, problem: str):
