@@ -71,6 +71,7 @@ def main() -> None:
     host = Host()
     try:
         enter(_shown(settings), _furnish, host, processes=True)
+        _cover(settings.hidden)
         socket.sethostname("sandbox")
     except OSError as error:
         control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
@@ -92,6 +93,16 @@ def _shown(settings: GuestSettings) -> list[str]:
     """Return what is seen of the host: its programs, this Python, and what the settings name."""
     files = [path for path in settings.shown if Path(path).is_file()]
     return [*outermost((*PROGRAMS, sys.prefix, sys.base_prefix, *settings.shown)), *files]
+
+
+def _cover(paths: tuple[str, ...]) -> None:
+    """Put nothing in the place of files of the host, such as labels and records of runs."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_RDONLY
+    for path in paths:
+        if Path(path).is_dir():
+            kernel.mount("hidden", path, "tmpfs", flags, "size=4k,nr_inodes=1,mode=000")
+        elif Path(path).exists():
+            kernel.attach(kernel.read_only_copy("/dev/null", devices=True), path)
 
 
 def _furnish(root: Path) -> None:

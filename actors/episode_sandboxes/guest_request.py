@@ -13,6 +13,8 @@ class GuestSettings:
 
     shown: tuple[str, ...]
     """Files and directories of the host that are seen read-only, besides its programs."""
+    hidden: tuple[str, ...]
+    """Files and directories of the host that are not seen, also where what is above them is."""
     variables: dict[str, str]
     """Environment of commands."""
     cpu_s: int
@@ -33,7 +35,7 @@ class GuestSettings:
     def from_json(cls, text: str) -> Self:
         """Return the settings that `to_json` wrote."""
         fields = json.loads(text)
-        return cls(**{**fields, "shown": tuple(fields["shown"])})
+        return cls(**{**fields, **{name: tuple(fields[name]) for name in ("shown", "hidden")}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

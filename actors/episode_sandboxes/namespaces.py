@@ -8,14 +8,16 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from actors.episode_sandboxes.base import Command, CommandResult
+from actors.episode_sandboxes.guest import PROGRAMS
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
 from actors.episodes.errors import ToolError
+from actors.programs.hidden import hidden_paths
 from actors.sandboxes.sandbox import package_directories
 from actors.sandboxes.server_process import sealed_file, started_server
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
@@ -50,9 +52,11 @@ class NamespaceBackend:
             "PATH": f"{Path(sys.prefix, 'bin')}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": "/workspace", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "MPLBACKEND": "Agg", "USER": "sandbox",
         }  # fmt: skip
+        shown = (*package_directories(), *(str(path.resolve()) for path in config.readable))
         return cls(
             GuestSettings(
-                shown=(*package_directories(), *(str(path.resolve()) for path in config.readable)),
+                shown=shown,
+                hidden=tuple(_hidden_below(shown)),
                 variables=variables,
                 cpu_s=limits.cpu_s,
                 memory_bytes=limits.memory_mb << 20,
@@ -96,6 +100,18 @@ class NamespaceBackend:
     async def close(self) -> None:
         """End the process, and all sandboxes with it."""
         await asyncio.to_thread(self._end)
+
+
+def _hidden_below(shown: Sequence[str]) -> list[str]:
+    """Return what of that which sandboxes see is hidden, but for what Python needs."""
+    needed = [Path(one).resolve() for one in (*package_directories(), sys.prefix, sys.base_prefix)]
+    seen = [*needed, *map(Path, (*PROGRAMS, *shown))]
+    return [
+        str(path)
+        for path in sorted({path.resolve() for path in hidden_paths()})
+        if any(path.is_relative_to(one) for one in seen)
+        and not any(one.is_relative_to(path) for one in needed)
+    ]
 
 
 class NamespaceSandbox:

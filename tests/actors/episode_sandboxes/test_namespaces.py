@@ -13,6 +13,7 @@ import pytest
 from actors.episode_sandboxes.base import Command, EpisodeSandbox, SandboxFileError
 from actors.episode_sandboxes.namespaces import NamespaceBackend
 from actors.episodes.errors import ToolError
+from actors.programs import hidden
 from actors.settings.episode_sandboxes import NamespaceSandboxes, SandboxLimits
 from bus.errors import ConfigError
 from tests.actors.episode_sandboxes.backends import said, sandbox_of, shell
@@ -104,6 +105,19 @@ async def test_memory_of_no_process_and_no_file_is_refused_and_the_limit_holds_w
     async with asyncio.timeout(20):
         while (await shell(sandbox, "pgrep -f bytearra[y]")).status == 0:
             pass
+
+
+async def test_labels_and_records_of_runs_are_hidden_below_what_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(hidden, "_hidden", set())
+    data = tmp_path / "data"
+    (data / "runs").mkdir(parents=True)
+    for name in ("labels.jsonl", "runs/record", "open"):
+        (data / name).write_text(name)
+    hidden.hide([data / "labels.jsonl", data / "runs"])
+    async with sandbox_of(readable=(data,)) as sandbox:
+        ran = await shell(sandbox, f"cd {data}; cat labels.jsonl open; ls -a runs; cat runs/record")
+        assert (ran.stdout, b"record: Permission denied" in ran.stderr) == (b"open", True), ran
+        assert (await shell(sandbox, f"umount {data}/runs {data}/labels.jsonl")).status != 0
 
 
 async def test_a_cancelled_command_is_ended(sandbox):
