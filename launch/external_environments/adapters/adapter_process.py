@@ -10,6 +10,7 @@ ADAPTER is a file with a function `open_source(name, settings)`, whose result ha
 
 `play` is called by many threads. What it raises fails the episode, and not this process."""
 
+import ctypes
 import importlib.util
 import itertools
 import json
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 REQUEST_TIMEOUT_S = 7200.0
 WAIT_S = 30.0
 REASON_CHARACTERS = 2000
+PR_SET_DUMPABLE = 4
 
 
 class ChatEndedError(Exception):
@@ -136,6 +138,13 @@ def _pay(url: str, answer: Mapping[str, Any]) -> None:
         print(f"an episode was over: status {error.code}: {said}", file=sys.stderr, flush=True)  # noqa: T201
 
 
+def _keep_secrets() -> None:
+    """Leave processes that run what the policy writes no way to this one's memory and standard input, which
+    hold addresses of tasks and rewards."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Do what the command line says."""
     adapter, name, settings, what, *more = arguments
@@ -144,6 +153,7 @@ def main(arguments: Sequence[str]) -> None:
         write_rows(opened(adapter, name, settings), int(training), int(heldout), Path(directory))
         return
     tasks_url = json.load(sys.stdin)["tasks_url"]
+    _keep_secrets()
     source = opened(adapter, name, settings)
     failed: list[BaseException] = []
 

@@ -71,6 +71,33 @@ async def test_a_reward_that_is_none_fails_its_episode_at_once_and_not_the_proce
         assert (await play([0]))[0].trajectories[0].reward == 1.0
 
 
+LOOK = """
+import os
+for path in ("/proc/self/fd/0", *(f"/proc/{os.getppid()}/{name}" for name in ("fd/0", "environ", "mem"))):
+    try:
+        with open(path, "rb") as file:
+            print(file.read() if "mem" not in path else "memory")
+    except OSError:
+        pass
+"""
+SPIED = f"""
+import subprocess, sys
+class Spied:
+    def play(self, entry, policy):
+        policy.chat([{{"role": "user", "content": "hi"}}])
+        seen = subprocess.check_output([sys.executable, "-c", {LOOK!r}])
+        return {{"reward": float(len(seen.replace(b"b''", b"").strip()))}}
+def open_source(name, settings): return Spied()
+"""
+
+
+async def test_a_process_of_an_environment_reads_no_addresses_of_tasks_and_rewards(tmp_path: Path):
+    (tmp_path / "spied.py").write_text(SPIED)
+    command = [*command_of("gymnasium", "x", {})[:2], str(tmp_path / "spied.py"), "x", "{}"]
+    async with asyncio.timeout(60), playing(config_of(command), lambda _: "fine") as play:
+        assert (await play([0]))[0].trajectories[0].reward == 0.0
+
+
 TASK = {
     "responses_create_params": {
         "input": [{"role": "user", "content": "40+2?"}],
