@@ -119,6 +119,16 @@ def refuse_clients(environment: Environment) -> None:
         raise ConfigError("actors.environment.type=clients: its tasks are taken by clients; choose another")
 
 
+def refuse_other_policies(config: RunConfig) -> None:
+    """Raise `ConfigError` where episodes need other policies, whose part the one model would play."""
+    named = {name for one in config.actors.by_name.values() for name in one.opponents_named}
+    if found := sorted({*named, *config.actors.opponents, *config.policies}):
+        raise ConfigError(
+            f"{', '.join(found)}: episodes with opponents or several policies need a run, since one model "
+            "alone answers here; leave actors.opponents and policies out"
+        )
+
+
 @asynccontextmanager
 async def answering_model(
     config: RunConfig, endpoint: ChatEndpointConfig | None, name: str = "", *, embedded: bool = False

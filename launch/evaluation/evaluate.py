@@ -28,6 +28,7 @@ from launch.checks.answering_model import (
     directory_of_checkpoint,
     newest_checkpoint,
     refuse_clients,
+    refuse_other_policies,
 )
 from launch.checks.start_checks import check_start
 from launch.evaluation.answers_file import GREEDY, AnswersFile, EvaluationAnswer
@@ -97,6 +98,7 @@ async def evaluate(
 
     They are in `results.json` of the directory, too. Raises `ConfigError` for settings that a start refuses,
     where there is nothing to evaluate, and when too many rollouts fail for too long."""
+    refuse_other_policies(config)
     with directory_of_checkpoint(request.checkpoint, config) as found, TemporaryDirectory() as scratch:
         checked = _without_training(found)
         prompts = await check_start(checked, RunDirectory(Path(scratch), found.run), models=False)

@@ -59,6 +59,7 @@ def result_of(
     of_set = [one for one in answers if one.data_set == data_set.name and one.prompt < prompts]
     sampled = [one for one in of_set if 0 <= one.sample < data_set.samples]
     greedily = [one for one in of_set if one.sample == GREEDY]
+    counted = [*sampled, *greedily]
     rewards = _by_prompt((one.prompt, _reward(one)) for one in sampled)
     scores = {"reward": _mean(rewards)} if rewards else {}
     if greedily:
@@ -74,10 +75,10 @@ def result_of(
         scores=scores,
         missing=prompts * (data_set.samples + greedy) - len(sampled) - greedy * len(greedily),
         failures=file.failures.get(data_set.name, []),
-        ends=dict(Counter(answer.end for answer in of_set).most_common()),
-        tokens=_mean_of(of_set, lambda answer: answer.tokens),
-        turns=_mean_of(of_set, lambda answer: answer.turns),
-        seconds=_mean_of(of_set, lambda answer: answer.seconds),
+        ends=dict(Counter(answer.end for answer in counted).most_common()),
+        tokens=_mean_of(counted, lambda answer: answer.tokens),
+        turns=_mean_of(counted, lambda answer: answer.turns),
+        seconds=_mean_of(counted, lambda answer: answer.seconds),
     )
 
 

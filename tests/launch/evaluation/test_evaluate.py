@@ -110,6 +110,9 @@ async def test_answers_are_scored_kept_and_gone_on_with(
     more = EvaluationRequest(**{**vars(request), "samples": 5})
     [more_samples, _] = await evaluate(config, asyncio.Event(), more, said.append)
     assert (more_samples.missing, len(served.asked)) == (0, before + 4)
+    fewer = EvaluationRequest(**{**vars(request), "samples": 1})
+    [one_each, _] = await evaluate(config, asyncio.Event(), fewer, said.append)
+    assert one_each.ends == {"completed": 4 + 4}  # the sampled answers that count, and the greedy ones
 
 
 async def test_answers_of_another_evaluation_are_not_mixed_in_and_nothing_is_not_evaluated(
@@ -127,6 +130,9 @@ async def test_answers_of_another_evaluation_are_not_mixed_in_and_nothing_is_not
     nothing = config_of(tmp_path, evaluation={}, data={"prompts": tmp_path / "sums.jsonl"})
     with pytest.raises(ConfigError, match="no held-out prompts: give"):
         await evaluate(nothing, asyncio.Event(), request, print)
+    opponent = {"opponents": {"old": {"path": tmp_path}}, "environment": {"reward": "exact"}}
+    with pytest.raises(ConfigError, match="old: episodes with opponents or several policies need a run"):
+        await evaluate(config_of(tmp_path, actors=opponent), asyncio.Event(), request, print)
     nobody = EvaluationRequest(out=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"name one by --model\.path or --url"):
         await evaluate(config_of(tmp_path), asyncio.Event(), nobody, print)
