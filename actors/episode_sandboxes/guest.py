@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.episode_sandboxes.guest_request import CommandRequest, GuestSettings
-from actors.programs.watch import below, signal_all
+from actors.programs.watch import below, end_children, signal_all
 from actors.sandboxes import kernel
 from actors.sandboxes.jail import INSIDE, Host, enter, outermost, own_namespaces
 from actors.sandboxes.system_calls import NEEDED_BY_COMMANDS, filter_program, install_filter
@@ -210,7 +210,7 @@ def _handle(given: CommandDescriptors, settings: GuestSettings) -> int:
         stopped = _wait(child, report, request.timeout_s)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if stopped:
-            _sweep()
+            end_children(SWEEP_S)
         end = "memory" if passed else "time" if stopped else "exited"
         outcome = {"end": end, "status": status, "took_s": time.monotonic() - started}
         with suppress(OSError):  # the actor may no longer want to know
@@ -230,17 +230,6 @@ def _wait(child: int, report: socket.socket, timeout_s: float) -> bool:
         return False
     signal_all(below(os.getpid()), signal.SIGKILL)
     return True
-
-
-def _sweep() -> None:
-    """End all that a command has started, in whatever session it is: it is a child by now."""
-    until = time.monotonic() + SWEEP_S
-    with suppress(ChildProcessError):
-        while time.monotonic() < until:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            signal_all(below(os.getpid()), signal.SIGKILL)
-            time.sleep(0.001)
 
 
 def _become(given: CommandDescriptors, request: CommandRequest, settings: GuestSettings) -> None:
@@ -264,7 +253,7 @@ def _become(given: CommandDescriptors, request: CommandRequest, settings: GuestS
 
 
 def _limit(settings: GuestSettings) -> None:
-    for kind, wanted in (
+    kernel.limit_resources(
         (resource.RLIMIT_CPU, settings.cpu_s),
         (resource.RLIMIT_DATA, settings.memory_bytes),
         (resource.RLIMIT_FSIZE, settings.disk_bytes),
@@ -273,10 +262,7 @@ def _limit(settings: GuestSettings) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
-    ):
-        _, highest = resource.getrlimit(kind)  # the actor may be limited itself
-        value = wanted if highest == resource.RLIM_INFINITY else min(wanted, highest)
-        resource.setrlimit(kind, (value, value))
+    )
 
 
 if __name__ == "__main__":

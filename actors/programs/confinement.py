@@ -153,7 +153,4 @@ def _limit(request: ProgramRequest) -> None:
     ]
     if request.namespaces:  # elsewhere all processes of the user count
         limits.append((resource.RLIMIT_NPROC, request.processes))
-    for kind, wanted in limits:
-        _, highest = resource.getrlimit(kind)  # the actor may be limited itself
-        value = wanted if highest == resource.RLIM_INFINITY else min(wanted, highest)
-        resource.setrlimit(kind, (value, value))
+    kernel.limit_resources(*limits)

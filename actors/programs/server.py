@@ -13,13 +13,12 @@ import os
 import select
 import signal
 import socket
-import time
 from contextlib import suppress
 from typing import NamedTuple
 
 from actors.programs.confinement import enter
 from actors.programs.request import ProgramRequest
-from actors.programs.watch import LOOK_S, TERMINATE_S, Outcome, below, signal_all, watch
+from actors.programs.watch import LOOK_S, TERMINATE_S, Outcome, end_children, watch
 from actors.sandboxes import kernel
 
 SWEEP_S = 5.0
@@ -91,7 +90,7 @@ def _run(
         os.close(descriptor)
     _wait(first, report)
     os.waitpid(first, 0)  # in a namespace of its own, all that the program left ends with it
-    _sweep()
+    end_children(SWEEP_S)  # of a program without namespaces
     with os.fdopen(told) as answer:
         said = answer.read()
     return Outcome(**json.loads(said)) if said else Outcome(-signal.SIGKILL)
@@ -110,17 +109,6 @@ def _wait(first: int, report: socket.socket) -> None:
         if not poll.poll(1000 * (TERMINATE_S + 2 * LOOK_S)):
             os.kill(first, signal.SIGKILL)
     os.close(ended)
-
-
-def _sweep() -> None:
-    """End what a program without namespaces left behind, in whatever session it is: it is a child by now."""
-    until = time.monotonic() + SWEEP_S
-    with suppress(ChildProcessError):
-        while time.monotonic() < until:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            signal_all(below(os.getpid()), signal.SIGKILL)
-            time.sleep(0.001)
 
 
 if __name__ == "__main__":

@@ -119,6 +119,18 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
             os.kill(one.pid, number)
 
 
+def end_children(within_s: float) -> None:
+    """End all that this process has adopted of what a program or command left behind, in whatever session it
+    is."""
+    until = time.monotonic() + within_s
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            signal_all(below(os.getpid()), signal.SIGKILL)
+            time.sleep(0.001)
+
+
 def below(pid: int) -> list[Process]:
     """Return the descendants of a process."""
     children: dict[int, list[Process]] = {}

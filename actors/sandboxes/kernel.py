@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import socket
 import struct
@@ -155,6 +156,14 @@ def bring_loopback_up() -> None:
 def set_dumpable(dumpable: bool) -> None:
     """Say whether processes of the same user may look into this one; its own files in /proc depend on it."""
     _checked(_libc.prctl(_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), "PR_SET_DUMPABLE")
+
+
+def limit_resources(*limits: tuple[int, int]) -> None:
+    """Bound what this process may take of each resource, as far as it is not bounded lower itself."""
+    for kind, wanted in limits:
+        _, highest = resource.getrlimit(kind)
+        value = wanted if highest == resource.RLIM_INFINITY else min(wanted, highest)
+        resource.setrlimit(kind, (value, value))
 
 
 def drop_capabilities() -> None:

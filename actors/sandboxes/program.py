@@ -43,7 +43,7 @@ def become_program(limits: Limits, stdin: int, stdout: int, stderr: int) -> None
 
 
 def _limit(limits: Limits) -> None:
-    for kind, wanted in (
+    kernel.limit_resources(
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_NPROC, limits.processes + 1),  # the process that watches this one counts too
@@ -53,10 +53,7 @@ def _limit(limits: Limits) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, 64),
-    ):
-        _, highest = resource.getrlimit(kind)  # the actor may be limited itself
-        value = wanted if highest == resource.RLIM_INFINITY else min(wanted, highest)
-        resource.setrlimit(kind, (value, value))
+    )
 
 
 def run_code(source: str, packages: tuple[str, ...]) -> int:
