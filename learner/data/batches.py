@@ -39,7 +39,6 @@ class StepBatch:
     queued_sum: int
     """Sum of the trajectories' versions since their newest trained token: what they waited for the learner.
     The rest of their staleness went by while they were sampled."""
-    response_tokens: int
     completed: int
     """Trajectories whose end is "completed": neither cut off by their length nor by a limit of turns."""
     cut_off_tokens: int
@@ -51,12 +50,20 @@ class StepBatch:
     """Groups with a trajectory that is trained."""
     equal_groups: int = 0
     """Trained groups in which no agent's rewards differ, but for rounding."""
-    zero_rewards: int = 0
-    """Trained trajectories whose reward is 0."""
     outcomes: Outcomes = field(default_factory=Outcomes)
     """Rewards and lengths of the trained trajectories."""
     baselines: Mapping[str, float] = field(default_factory=dict)
     """What the advantage estimator keeps for the next step."""
+
+    @property
+    def response_tokens(self) -> int:
+        """Return the number of trained tokens."""
+        return sum(self.outcomes.lengths)
+
+    @property
+    def zero_rewards(self) -> int:
+        """Return the number of trained trajectories whose reward is 0."""
+        return sum(reward == 0 for reward in self.outcomes.rewards)
 
     @property
     def reward_mean(self) -> float:
@@ -128,7 +135,6 @@ def make_step_batch(
         staleness_max=max(staleness, default=0),
         staleness_sum=sum(staleness),
         queued_sum=sum(max(0, policy_version - trajectory.newest_version) for trajectory in trajectories),
-        response_tokens=sum(int(t.loss_mask.sum()) for t in trajectories),
         completed=sum(trajectory.end == "completed" for trajectory in trajectories),
         cut_off_tokens=sum(_cut_off_tokens(trajectory) for trajectory in trajectories),
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
@@ -158,7 +164,6 @@ def _rewards(groups: Groups) -> dict[str, Any]:
     return {
         "groups": len(compared),
         "equal_groups": sum(equal),
-        "zero_rewards": sum(one.reward == 0 for one in everything),
         "outcomes": outcomes(
             everything, [list(episodes.values()) for agents in compared for episodes in agents.values()]
         ),

@@ -15,8 +15,8 @@ from learner.distributed.exact_sums import Rows, SumsOverRanks, exact_sums, join
 from learner.distributed.process_group import device
 
 SUMS = (
-    "trajectories", "tokens", "untrainable", "untrusted", "groups", "equal_groups", "zero_rewards",
-    "staleness_sum", "queued_sum", "completed", "cut_off_tokens", "response_tokens",
+    "trajectories", "tokens", "untrainable", "untrusted", "groups", "equal_groups",
+    "staleness_sum", "queued_sum", "completed", "cut_off_tokens",
 )  # fmt: skip
 """Counts of a batch that ranks add up."""
 
