@@ -27,14 +27,10 @@ from launch.cli.app import (
     app,
     log_as,
 )
-from launch.cli.start_commands import prepare, start_sources
-from launch.external_environments.environment import environment_sources, external_environment
+from launch.cli.start_commands import prepared
 from launch.process.runtime import run
-from launch.recipes.recipe import recipe as recipe_of
-from launch.settings.environment_variables import run_variables
-from launch.settings.run_config import RunConfig, resolve
+from launch.settings.run_config import RunConfig
 from launch.settings.short_forms import short_sources
-from launch.settings.sources import merged
 
 
 def _least(name: str, least: int) -> Parameter:
@@ -100,13 +96,8 @@ def evaluate_command(  # noqa: PLR0913 - each is a flag
     if endpoint is not None and checkpoint is not None:
         raise ConfigError(f"--url {server.url} with --checkpoint {checkpoint}: give one of them")
     log_as(log, "eval", level="warning")
-    external = None if environment is None else external_environment(environment)
-    short = [
-        *run_variables(), *environment_sources(external), *short_sources(reward=reward, agent=agent),
-    ]  # fmt: skip
-    recipe = None if recipe_name is None else recipe_of(recipe_name)
-    resolved = resolve(merged(start_sources(preset_name, config, short, settings, recipe=recipe)))
-    prepare(recipe, external)
+    short = short_sources(reward=reward, agent=agent)
+    resolved = prepared(preset_name, recipe_name, config, environment, short, settings)
     request = EvaluationRequest(
         out=out, samples=samples, count=count, greedy=greedy, at_once=at_once,
         checkpoint=checkpoint, endpoint=endpoint,

@@ -96,9 +96,9 @@ def local(  # noqa: PLR0913 - each is a flag
         *run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward, agent),
     ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
-    others = start_sources(preset_name, config, short, settings, recipe=recipe)
-    short += supervised_sources(sft, merged(others))
     sources = start_sources(preset_name, config, short, settings, recipe=recipe)
+    if sft is not None:
+        sources[-1:-1] = supervised_sources(sft, merged(sources))  # below the flags, which come last
     layer = merged(sources)
     resolved = resolve(layer)
     if not print_config:
@@ -158,13 +158,8 @@ def try_(  # noqa: PLR0913 - each is a flag
     from launch.checks.trial import try_model
 
     log_as(log, "try", level="warning")
-    external = None if environment is None else external_environment(environment)
-    short = [
-        *run_variables(), *environment_sources(external), *short_sources(None, creds, prompts, reward, agent),
-    ]  # fmt: skip
-    recipe = None if recipe_name is None else recipe_of(recipe_name)
-    resolved = resolve(merged(start_sources(preset_name, config, short, settings, recipe=recipe)))
-    prepare(recipe, external)
+    short = short_sources(None, creds, prompts, reward, agent)
+    resolved = prepared(preset_name, recipe_name, config, environment, short, settings)
     say = partial(print, flush=True)
     run(partial(try_model, resolved, count=count, say=say, endpoint=server.endpoint()))
 
@@ -221,6 +216,19 @@ def storage(  # noqa: PLR0913 - each is a flag
     from launch.services.storage import serve_storage
 
     run(partial(serve_storage, resolved, summary=summary))
+
+
+def prepared(
+    preset_name: str | None, recipe_name: str | None, config: list[Path] | None, environment: str | None,
+    short: Sequence[Source], settings: object,
+) -> RunConfig:  # fmt: skip
+    """Return the settings of a command that asks a model without a run, once what they need is here."""
+    external = None if environment is None else external_environment(environment)
+    recipe = None if recipe_name is None else recipe_of(recipe_name)
+    above = [*run_variables(), *environment_sources(external), *short]
+    resolved = resolve(merged(start_sources(preset_name, config, above, settings, recipe=recipe)))
+    prepare(recipe, external)
+    return resolved
 
 
 def prepare(*needed: Recipe | ExternalEnvironment | None) -> None:

@@ -64,14 +64,12 @@ def short_sources(
     ]
 
 
-def supervised_sources(demonstrations: Path | None, others: Mapping[str, Any]) -> list[Source]:
+def supervised_sources(demonstrations: Path, others: Mapping[str, Any]) -> list[Source]:
     """Return the settings of `--sft`: a run that trains on demonstrations alone, once over, at a rate for a
     model that was trained before.
 
     `others` are the settings of all other sources. Raises `ConfigError` for demonstrations that cannot be
     read."""
-    if demonstrations is None:
-        return []
     from storage.prompt_files.rows import read_rows  # loads pyarrow, which no help needs
 
     rows = sum(1 for _ in read_rows(demonstrations))
