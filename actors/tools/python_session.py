@@ -73,16 +73,23 @@ class Session:
         self._names: dict[str, object] = {"__name__": "__main__"}
         self._count = 0
         self._null = os.open(os.devnull, os.O_RDWR)
+        self._may_interrupt = False
         sys.argv[:] = [""]
         sys.path[0] = ""
+        signal.signal(signal.SIGINT, self._interrupt)
 
     def serve(self) -> None:
         """Run code until the sandbox ends."""
         while True:
-            with suppress(KeyboardInterrupt):  # it came after the code that it was meant for
-                connection, _ = self._listening.accept()
-                with connection:
-                    self._serve(connection)
+            connection, _ = self._listening.accept()
+            with connection, suppress(KeyboardInterrupt):  # it came as the code that it was meant for ended
+                self._serve(connection)
+
+    def _interrupt(self, *_: object) -> None:
+        """Interrupt code alone: elsewhere, what a call has sent or waits for would be lost."""
+        if self._may_interrupt:
+            self._may_interrupt = False
+            raise KeyboardInterrupt
 
     def _serve(self, connection: socket.socket) -> None:
         _, given, _, _ = socket.recv_fds(connection, 1, 2)
@@ -93,8 +100,10 @@ class Session:
         over = threading.Event()
         watching = threading.Thread(target=_interrupt_if_left, args=(connection, over), daemon=True)
         watching.start()
-        status = self._run(code)
-        over.set()
+        try:
+            status = self._run(code)
+        finally:
+            over.set()
         for place in (1, 2):
             os.dup2(self._null, place)
         with suppress(OSError):
@@ -105,6 +114,7 @@ class Session:
         name = f"<call {self._count}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         try:
+            self._may_interrupt = True
             self._execute(code, name)
             _show_pictures()
             status = 0
@@ -117,6 +127,7 @@ class Session:
             while shown is not None and not shown.tb_frame.f_code.co_filename.startswith("<call "):
                 shown = shown.tb_next
             traceback.print_exception(type(error), error, shown)
+        self._may_interrupt = False
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -150,11 +161,10 @@ def _interrupt_if_left(connection: socket.socket, over: threading.Event) -> None
     poll = select.poll()
     poll.register(connection.fileno(), 0)  # hang-ups alone
     while not over.is_set():
-        if poll.poll(200):
+        if poll.poll(200) and not over.is_set():
             os.kill(os.getpid(), signal.SIGINT)
             if not over.wait(GRACE_S):
                 os._exit(LOST)
-            return
 
 
 if __name__ == "__main__":
