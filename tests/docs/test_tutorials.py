@@ -27,17 +27,15 @@ NOT_RUN = {"dashboard", "doctor"}
 """Commands that serve until they are stopped, or look at the GPUs of a host."""
 
 
-def console(page: str) -> Iterator[tuple[str, str]]:
-    """Each command of a tutorial, with the host that its prompt names."""
+def console(page: str) -> Iterator[str]:
+    """Each command of a tutorial."""
     for block in CONSOLE.findall((TUTORIALS / f"{page}.md").read_text()):
-        for line in block.replace("\\\n", " ").splitlines():
-            host, command = re.fullmatch(r"(\w*)\$ (.*)", line).groups()
-            yield host, command
+        yield from (line for line in block.replace("\\\n", " ").splitlines() if not line.startswith("# "))
 
 
 def launches(page: str) -> list[list[str]]:
     """The arguments of each `launch` command of a tutorial."""
-    commands = (shlex.split(command) for _, command in console(page) if command.startswith("launch "))
+    commands = (shlex.split(command) for command in console(page) if command.startswith("launch "))
     return [words[1:] for words in commands]
 
 
@@ -54,7 +52,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
     def prepare(page: str) -> Path:
         for name, text in FILE.findall((TUTORIALS / f"{page}.md").read_text()):
             (tmp_path / name).write_text(text)
-        for _, command in console(page):
+        for command in console(page):
             if not command.startswith("launch "):
                 subprocess.run(command, shell=True, check=True, cwd=tmp_path)
         monkeypatch.chdir(tmp_path)
@@ -114,7 +112,7 @@ def test_the_hosts_of_the_tutorial_train_together(beside):
     directory, port = beside("two-hosts"), free_port("127.0.0.1")
     running: dict[str, Command] = {}
     try:
-        for _, command in console("two-hosts"):
+        for command in console("two-hosts"):
             here = command.replace("4222", str(port)).replace("--host a", "--host 127.0.0.1")
             words = shlex.split(here)[1:]
             if words[0] == "status":
