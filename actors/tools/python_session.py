@@ -104,8 +104,10 @@ class Session:
             status = self._run(code)
         finally:
             over.set()
+        _flush()
         for place in (1, 2):
             os.dup2(self._null, place)
+        _flush()  # what nobody reads any more is not the output of the next call
         with suppress(OSError):
             connection.send(bytes([status]))
 
@@ -126,11 +128,9 @@ class Session:
             shown = error.__traceback__
             while shown is not None and not shown.tb_frame.f_code.co_filename.startswith("<call "):
                 shown = shown.tb_next
-            traceback.print_exception(type(error), error, shown)
+            with suppress(OSError, ValueError):  # nobody may read it any more
+                traceback.print_exception(type(error), error, shown)
         self._may_interrupt = False
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
         return status
 
     def _execute(self, code: str, name: str) -> None:
@@ -143,6 +143,12 @@ class Session:
             if value is not None:
                 self._names["_"] = value
                 print(repr(value))  # noqa: T201  # as an interpreter does
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _show_pictures() -> None:

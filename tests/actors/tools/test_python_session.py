@@ -14,13 +14,12 @@ from actors.tools import python_session
 
 @pytest.fixture
 def run(tmp_path):
-    program = shutil.copy(python_session.__file__, tmp_path / "session.py")
+    words = [sys.executable, "-S", shutil.copy(python_session.__file__, tmp_path / "session.py")]
 
     def run(code):
-        return subprocess.run(
-            [sys.executable, "-S", program], input=code, capture_output=True, text=True, timeout=20, check=False
-        )
+        return subprocess.run(words, input=code, capture_output=True, text=True, timeout=20, check=False)
 
+    run.words = words
     yield run
     run("import os; os._exit(0)")
 
@@ -36,9 +35,21 @@ def test_an_interrupt_that_comes_too_late_loses_no_call(run):
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
     try:
-        for _ in range(60):
+        for _ in range(25):
             run("")  # an interrupt may strike the code, but the call ends
     finally:
         is_over.set()
         interrupting.join()
     assert run("kept").stdout == "1\n"
+
+
+def test_code_that_is_stopped_when_nobody_reads_its_output_leaves_the_session(run):
+    run("kept = 1")
+    with subprocess.Popen(run.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stopped:
+        stopped.stdin.write(b"print('begun', flush=True)\nprint('old')\nwhile True: pass")
+        stopped.stdin.close()
+        assert stopped.stdout.readline() == b"begun\n"
+        stopped.stdout.close()
+        stopped.kill()
+    ran = run("kept")
+    assert (ran.stdout, ran.stderr) == ("1\n", "")
