@@ -2,12 +2,12 @@
 
 from bisect import bisect_left
 from dataclasses import replace
-from hashlib import blake2b
 from itertools import accumulate
 from math import ceil, exp
 from statistics import NormalDist
 from typing import Self
 
+from actors.episodes.draws import uniform_draw
 from actors.episodes.episode import Episode
 from actors.episodes.task import Task
 from actors.policy.policy import Policy
@@ -32,7 +32,7 @@ class LengthProfile:
 
     def length(self, task_id: str) -> int:
         """Return the number of tokens of this sample's answer: the same in every process."""
-        return length_at(self._config.lengths, _uniform(self._config.seed, "length", task_id))
+        return length_at(self._config.lengths, uniform_draw(f"{self._config.seed}/length/{task_id}"))
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError, also where the length exceeds the model's context."""
@@ -41,7 +41,7 @@ class LengthProfile:
         # no stop token, and so SGLang's ignore_eos: its min_new_tokens needs a tokenizer, which it has not
         policy.sampling = replace(policy.sampling, max_new_tokens=length, stop_token_ids=())
         await policy.chat(task.messages, tools=task.tools or None)
-        reward = _uniform(self._config.seed, "reward", task.task_id)
+        reward = uniform_draw(f"{self._config.seed}/reward/{task.task_id}")
         return Episode(
             trajectories=policy.trajectories(reward),
             metrics={"rollout/reward": reward, "rollout/completion_tokens": float(length)},
@@ -63,9 +63,3 @@ def length_at(lengths: LogNormalLengths | RecordedLengths, share: float) -> int:
     first = lengths.upper[number - 1] if number else 0
     within = (wanted - below[number]) / lengths.counts[number]
     return min(max(first + ceil(within * (lengths.upper[number] - first)), first + 1), lengths.upper[number])
-
-
-def _uniform(seed: int, what: str, task_id: str) -> float:
-    """Return a number in (0, 1) that is drawn by name: equal wherever and however often it is asked for."""
-    digest = blake2b(f"{seed}/{what}/{task_id}".encode(), digest_size=8).digest()
-    return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52

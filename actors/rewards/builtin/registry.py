@@ -5,6 +5,7 @@ from typing import cast
 
 from actors.rewards.base import GroupReward, Reward
 from actors.rewards.builtin.dapo import dapo
+from actors.rewards.builtin.debugging import length, random_reward
 from actors.rewards.builtin.gpqa import gpqa
 from actors.rewards.builtin.judge import Judge
 from actors.rewards.builtin.matching import contains, exact, final_answer, last_number, sandbox_check
@@ -27,6 +28,8 @@ REWARDS: Mapping[str, Reward] = {
     "gpqa": gpqa,
     "instructions": instructions,
     "last_number": last_number,
+    "length": length,
+    "random": random_reward,
     "sandbox_check": sandbox_check,
 }
 """Quick functions without settings."""

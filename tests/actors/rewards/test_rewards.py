@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,7 +41,9 @@ def test_builtin_rewards(name, text, label, finish_reason, reward):
     assert REWARDS[name](answer(text, label, finish_reason=finish_reason)) == reward
 
 
-@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"instructions", "sandbox_check"}))
+@pytest.mark.parametrize(
+    "name", sorted(REWARDS.keys() - {"instructions", "length", "random", "sandbox_check"})
+)
 async def test_a_missing_label_is_an_error_not_a_zero(name):
     with pytest.raises(RewardError, match="task t has no label"):
         await Scorer(name, timeout_s=1).score(answer("42", None))
@@ -49,6 +52,20 @@ async def test_a_missing_label_is_an_error_not_a_zero(name):
 async def test_a_label_that_is_no_number_is_an_error():
     with pytest.raises(RewardError, match="the label 'many' is not a number"):
         await Scorer("last_number", timeout_s=1).score(answer("42", "many"))
+
+
+def test_a_random_reward_is_uniform_and_the_same_whenever_its_rollout_is_scored():
+    names = [f"g{lease:08d}.{sample}" for lease in range(500) for sample in range(8)]
+    found = [REWARDS["random"](answer("42", task_id=name)) for name in names]
+    assert found == [REWARDS["random"](answer("other", None, task_id=name)) for name in names]
+    counts, _ = np.histogram(found, bins=10, range=(0, 1))
+    assert all(abs(count - 400) < 100 for count in counts)  # 5 standard deviations
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.08
+
+
+def test_a_reward_of_length_counts_tokens_and_characters_where_these_are_not_known():
+    short, long = answer("42"), replace(answer("42"), token_count=16)
+    assert [REWARDS["length"](one) for one in (short, long, answer())] == [16 / 18, 0.5, 1.0]
 
 
 def test_an_unknown_name_names_the_nearest_and_all():
