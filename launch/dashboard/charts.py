@@ -41,6 +41,8 @@ CHARTS = (
         {"reward/group_std_mean": "within groups", "reward/std": "within a step"},
     ),
     Chart("Parts of the reward", "mean of a step's trajectories", prefix="reward_part/"),
+    Chart("Reward by source", "mean of a step's trajectories", prefix="source_reward/"),
+    Chart("Parts of the reward by source", "mean of a step's trajectories", prefix="source_reward_part/"),
     Chart("Loss", "", {"train/loss": "loss"}),
     Chart("Entropy", "nats a token", {"policy/entropy_nats": "entropy"}),
     Chart(
@@ -52,6 +54,7 @@ CHARTS = (
             "train/response_tokens_max": "longest",
         },
     ),
+    Chart("Response length by source", "tokens, mean", prefix="source_response_tokens/"),
     Chart("Gradient norm", "", {"train/grad_norm": "gradient norm"}, log=True),
     Chart(
         "Staleness", "policy versions", {STALENESS_P50: "median token", "staleness/max_versions": "largest"}

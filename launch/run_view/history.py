@@ -8,6 +8,8 @@ from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics
 from storage.metrics.records import Record, evaluation_record, integer, metrics_record, number
 
+SOURCE_REWARD = "source_reward/"
+"""What the names begin with of the mean reward of each source that a step trained on."""
 MOST = 20_000
 """Steps that are kept; of more, about every other one goes, but for the latest."""
 LATEST = 1000
@@ -31,6 +33,8 @@ class Step:
     """Time waiting for the batch, within `step_s`."""
     publish_stall_s: float
     """Time waiting for the publication of weights, within `step_s`."""
+    source_rewards: dict[str, float] = field(default_factory=dict)
+    """Mean reward of each source, by its name, where prompts name theirs."""
 
     @property
     def training_s(self) -> float:
@@ -119,6 +123,11 @@ def step_of(record: Record) -> Step:
         step_s=number(record, "time/step_s"),
         waiting_s=number(record, "time/waiting_for_batch_s"),
         publish_stall_s=number(record, "time/publish_stall_s"),
+        source_rewards={
+            name.removeprefix(SOURCE_REWARD): number(record, name)
+            for name in record
+            if name.startswith(SOURCE_REWARD)
+        },
     )
 
 

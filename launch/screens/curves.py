@@ -77,6 +77,11 @@ def _draw_reward(axes: Axes, history: History, target: float | None) -> None:
             ms=3,
             label="... mean of the last 10 steps",
         )
+    for name in sorted({name for step in steps for name in step.source_rewards}):
+        of_source = np.array([step.source_rewards.get(name, np.nan) for step in steps])
+        axes.plot(
+            numbers, _running_mean(of_source), lw=1, alpha=0.8, label=f"{name}, training, last 10 steps"
+        )
     _draw_evaluations(axes, history)
     if target is not None:
         axes.axhline(target, color=GREEN, ls="--", lw=1.5, label=f"target {target:g}")

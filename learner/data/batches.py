@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.agent_rewards import AgentReward, are_equal, episode_rewards
+from bus.agent_rewards import are_equal, episode_rewards
 from bus.trajectory import SOURCE, Groups, Trajectory
-from learner.data.outcomes import Outcomes, outcomes
+from learner.data.outcomes import Outcome, Outcomes, spreads_of
 from learner.data.packing import Sample
 
 DIGESTS = 1 << 128
@@ -113,17 +112,18 @@ def make_step_batch(
         baselines: kept for the next step.
     """
     trained = [
-        (np.asarray(found, np.float64), weight)
+        (trajectory, np.asarray(found, np.float64), weight)
         for group, of_group, weight in zip(groups, advantages, weights or [1.0] * len(groups), strict=True)
         for trajectory, found in zip(group, of_group, strict=True)
         if trajectory.is_trained
     ]
     samples = [
         _with_advantages(sample, found, weight)
-        for sample, (found, weight) in zip(samples, trained, strict=True)
+        for sample, (_, found, weight) in zip(samples, trained, strict=True)
     ]
     everything = [trajectory for group in groups for trajectory in group]
-    trajectories = [trajectory for trajectory in everything if trajectory.is_trained]
+    trajectories = [trajectory for trajectory, *_ in trained]
+    agents = _rewards_of_agents(groups)
     untrainable = sum(not trajectory.trainable for trajectory in everything)
     staleness = [max(0, policy_version - trajectory.oldest_version) for trajectory in trajectories]
     return StepBatch(
@@ -138,7 +138,12 @@ def make_step_batch(
         completed=sum(trajectory.end == "completed" for trajectory in trajectories),
         cut_off_tokens=sum(_cut_off_tokens(trajectory) for trajectory in trajectories),
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
-        **_rewards(groups),
+        groups=len(agents),
+        equal_groups=sum(all(map(are_equal, episodes)) for episodes in agents),
+        outcomes=Outcomes(
+            [Outcome.of(trajectory, found) for trajectory, found, _ in trained],
+            spreads_of(rewards for episodes in agents for rewards in episodes),
+        ),
         baselines=baselines,
     )
 
@@ -151,23 +156,14 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64], weight: fl
     return sample.with_streams(advantages=found, **({} if weight == 1.0 else {"group_weights": weight}))
 
 
-def _rewards(groups: Groups) -> dict[str, Any]:
-    """Return how many groups there are with something to train, in how many rewards are equal, and zeros."""
+def _rewards_of_agents(groups: Groups) -> list[list[list[float]]]:
+    """Return the rewards of each agent's episodes, for each group that has something to train."""
     trained = [[one for one in group if one.is_trained] for group in groups]
-    compared = [
-        episode_rewards(AgentReward(one.policy, one.agent, one.rollout, one.reward) for one in group)
+    return [
+        [[*episodes.values()] for episodes in episode_rewards(one.agent_reward for one in group).values()]
         for group in trained
         if group
     ]
-    equal = [all(are_equal(episodes.values()) for episodes in agents.values()) for agents in compared]
-    everything = [one for group in trained for one in group]
-    return {
-        "groups": len(compared),
-        "equal_groups": sum(equal),
-        "outcomes": outcomes(
-            everything, [list(episodes.values()) for agents in compared for episodes in agents.values()]
-        ),
-    }
 
 
 def _sample(trajectory: Trajectory, experts: NDArray[np.unsignedinteger] | None) -> Sample:

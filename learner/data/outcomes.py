@@ -1,37 +1,76 @@
 """Rewards and lengths of the trajectories that a step trains on, as curves show them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from math import fsum
 from statistics import stdev
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bus.trajectory import Trajectory
+from bus.trajectory import SOURCE, Trajectory
 
-MOST_PARTS = 100
-"""Names of parts that are counted: a reward that invents one for each answer makes no column for each."""
+MOST_NAMES = 100
+"""Parts of a reward, and sources, that have figures: a reward that invents a name for each answer makes no
+column for each."""
+
+
+class Outcome(NamedTuple):
+    """What one trained trajectory earned, and how long it was."""
+
+    trajectory_id: str
+    source: str
+    """Name of the source of its prompt; empty where it names none."""
+    reward: float
+    parts: Mapping[str, float]
+    """What each part of the reward was, by its name."""
+    tokens: int
+    """Number of its trained tokens."""
+    is_too_long: bool
+    """Says whether it ended at the limit of its tokens."""
+    advantage: float
+    """Mean over its trained tokens."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, advantages: NDArray[np.float64]) -> "Outcome":
+        """Return that of a trajectory with one advantage, or [L]."""
+        mask = trajectory.loss_mask
+        return cls(
+            trajectory.trajectory_id,
+            str(trajectory.metadata.get(SOURCE, "")),
+            trajectory.reward,
+            trajectory.reward_components,
+            int(mask.sum()),
+            trajectory.end == "length",
+            float(advantages[mask].mean() if advantages.ndim else advantages),
+        )
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Of each trained trajectory what it earned and how long it was, in any order."""
+    """Those of all trained trajectories of a step, in any order."""
 
-    rewards: Sequence[float] = ()
-    lengths: Sequence[int] = ()
-    """Trained tokens of each."""
-    too_long: int = 0
-    """Trajectories that ended at the limit of their tokens."""
+    each: Sequence[Outcome] = ()
     spreads: Sequence[float] = ()
     """Standard deviation of the rewards of each group that has several, for each of its agents."""
-    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What each part of the reward was, by its name, in the trajectories that have it."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return the reward of each trajectory."""
+        return [one.reward for one in self.each]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the number of trained tokens of each trajectory."""
+        return [one.tokens for one in self.each]
 
     @property
     def reward_mean(self) -> float:
         """Return the mean over the trajectories; 0 without any."""
-        return fsum(self.rewards) / max(1, len(self.rewards))
+        return _mean(self.rewards) if self.each else 0.0
 
     @property
     def figures(self) -> dict[str, float]:
@@ -45,37 +84,47 @@ class Outcomes:
             "reward/min": min(rewards),
             "reward/max": max(rewards),
             **({"reward/std": stdev(rewards)} if len(rewards) > 1 else {}),
-            **({"reward/group_std_mean": fsum(self.spreads) / len(self.spreads)} if self.spreads else {}),
-            **{f"reward_part/{name}": fsum(found) / len(found) for name, found in sorted(self.parts.items())},
+            **({"reward/group_std_mean": _mean(self.spreads)} if self.spreads else {}),
+            **{f"reward_part/{name}": mean for name, mean in _parts(self.each)},
             "train/response_tokens_p95": float(np.percentile(lengths, 95)),
             "train/response_tokens_max": max(lengths),
-            "rollout/too_long_fraction": self.too_long / len(rewards),
+            "rollout/too_long_fraction": _mean([one.is_too_long for one in self.each]),
+            **dict(self._by_source()),
         }
 
+    def _by_source(self) -> Iterator[tuple[str, float]]:
+        """Yield the figures of each source, where prompts name theirs."""
+        sources: defaultdict[str, list[Outcome]] = defaultdict(list)
+        for one in self.each:
+            sources[one.source].append(one)
+        for name in islice(sorted(filter(None, sources)), MOST_NAMES):
+            yield f"source_reward/{name}", _mean([one.reward for one in sources[name]])
+            yield f"source_response_tokens/{name}", _mean([one.tokens for one in sources[name]])
+            yield from ((f"source_reward_part/{name}/{part}", mean) for part, mean in _parts(sources[name]))
 
-def outcomes(trained: Sequence[Trajectory], agents: Iterable[Sequence[float]]) -> Outcomes:
-    """Return those of trained trajectories, and of the rewards of each agent's episodes in a group."""
+
+def _parts(trajectories: Iterable[Outcome]) -> Iterator[tuple[str, float]]:
+    """Yield the mean of each part of the reward, over the trajectories that have it."""
     parts: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in trained:
-        for name, value in trajectory.reward_components.items():
-            if name in parts or len(parts) < MOST_PARTS:
-                parts[name].append(value)
-    return Outcomes(
-        rewards=[trajectory.reward for trajectory in trained],
-        lengths=[int(trajectory.loss_mask.sum()) for trajectory in trained],
-        too_long=sum(trajectory.end == "length" for trajectory in trained),
-        spreads=[stdev(rewards) for rewards in agents if len(rewards) > 1],
-        parts=dict(parts),
-    )
+    for one in trajectories:
+        for name, value in one.parts.items():
+            parts[name].append(value)
+    for name in islice(sorted(parts), MOST_NAMES):
+        yield name, _mean(parts[name])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fsum(values) / len(values)
+
+
+def spreads_of(agents: Iterable[Sequence[float]]) -> list[float]:
+    """Return the standard deviations of the rewards of each agent's episodes in a group."""
+    return [stdev(rewards) for rewards in agents if len(rewards) > 1]
 
 
 def joined(all_ranks: Sequence[Outcomes]) -> Outcomes:
     """Return the outcomes of several ranks as those of one."""
-    names = sorted({name for one in all_ranks for name in one.parts})[:MOST_PARTS]
     return Outcomes(
-        rewards=[reward for one in all_ranks for reward in one.rewards],
-        lengths=[length for one in all_ranks for length in one.lengths],
-        too_long=sum(one.too_long for one in all_ranks),
-        spreads=[spread for one in all_ranks for spread in one.spreads],
-        parts={name: [value for one in all_ranks for value in one.parts.get(name, ())] for name in names},
+        each=[one for rank in all_ranks for one in rank.each],
+        spreads=[spread for rank in all_ranks for spread in rank.spreads],
     )

@@ -19,7 +19,7 @@ from bus.waiting import ended_before, ended_soon_after
 from learner.backends.contract.backend import StepResult
 from learner.config.process_settings import LearnerSettings, shared_kernels
 from learner.data.batches import StepBatch
-from learner.metrics import trained_logprobs
+from learner.metrics import trained_advantages, trained_logprobs
 from learner.metrics.learning_alarm import LearningAlarm
 from learner.metrics.policy_alarm import PolicyAlarm
 from learner.metrics.step_metrics import StepReporter, batch_values, read_values, step_values
@@ -266,6 +266,8 @@ class Learner:
         await asyncio.to_thread(lineage.record, self._settings.lineage, line)
         run, recorded = self._settings.lineage.parent, self._world.rank.recorded
         await asyncio.to_thread(trained_logprobs.write, run, lease.step, version, recorded)
+        advantages = {one.trajectory_id: one.advantage for one in batch.outcomes.each}
+        await asyncio.to_thread(trained_advantages.write, run, lease.step, advantages)
         return batch, result
 
     # --- the end ---

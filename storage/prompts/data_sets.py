@@ -14,6 +14,7 @@ from bus.messages import Prompt
 from storage.ledger.ledger import Ledger
 from storage.prompt_files.stored_prompts import StoredPrompts, digest_of, open_stored, store_prompts
 from storage.prompts.order import DataSet, DataSetOrder, PromptSource, shares
+from storage.prompts.sources import with_source
 
 log = structlog.get_logger()
 _DATA_SET, _QUARANTINED, _CONFIGURED = "data_set.", "quarantined.", "data_configured"
@@ -148,7 +149,7 @@ class DataSets:
     def prompt(self, lease_id: int) -> Prompt:
         """Return the prompt of an open lease."""
         found, index = self._order.find(lease_id)
-        return self._prompts[found.digest][index]
+        return with_source(self._prompts[found.digest][index], self.source(lease_id))
 
     def is_quarantined(self, lease_id: int) -> bool:
         """Return whether the prompt of a lease is quarantined."""
@@ -225,7 +226,7 @@ class PastPrompts:
             self._prompts[found.digest] = open_stored(
                 self._directory, found.digest, source=found.source, save_index=False
             )
-        return self._prompts[found.digest][index]
+        return with_source(self._prompts[found.digest][index], self._order.source(lease_id))
 
 
 def recorded(facts: Mapping[str, str]) -> list[DataSet]:

@@ -13,6 +13,7 @@ import xxhash
 from bus.codec import Json, decode, encode
 from bus.errors import ConfigError
 from bus.messages import Prompt
+from bus.trajectory import SOURCE
 from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.prompt_files.dataset import each_prompt
 from storage.prompt_files.stored_prompts import StoredPrompts, identity_of, store_prompts
@@ -119,6 +120,14 @@ def _framed(file: BufferedRandom) -> Iterator[bytes]:
     """Return the messages of a file, each of which its length precedes."""
     while size := file.read(4):
         yield file.read(int.from_bytes(size))
+
+
+def with_source(prompt: Prompt, name: str) -> Prompt:
+    """Return the prompt with the name of its source, unless it names one itself; an empty name changes
+    nothing."""
+    if not name or SOURCE in prompt.metadata:
+        return prompt
+    return replace(prompt, metadata={**prompt.metadata, SOURCE: name})
 
 
 def with_choices(prompts: Iterable[Prompt], reward: str | None, environment: str | None) -> Iterable[Prompt]:

@@ -78,6 +78,10 @@ def assert_mixed(run: Path) -> None:
     for row in rows:
         assert sum(row[f"source/{name}/groups_in_step"] for name in names) == 4
         assert sum(row[f"source/{name}/share"] for name in names) == pytest.approx(1.0)
+    for row in (row for row in read_records(run / "metrics.jsonl") if row.get("train/stage") == "rl"):
+        told = {name.removeprefix("source_reward/") for name in row if name.startswith("source_reward/")}
+        assert told, row
+        assert told <= {*names}, row
     last = rows[-1]
     assert sum(last[f"source/{name}/groups"] for name in names) >= 16
     floors = {"chat": 0.025, "math=0": 0.0375, "math=1": 0.0375}  # a tenth of what is configured

@@ -11,7 +11,7 @@ from rich.console import Console
 from bus.codec import Json
 from launch.run_view.history import History
 from launch.run_view.monitor import RunMonitor, RunSettings
-from launch.screens.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, draw_curves
+from launch.screens.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, _draw_reward, draw_curves
 from launch.screens.summary import _accounted, print_summary, summarise, write_summary
 from launch.settings.run_config import resolve
 from storage.disk.run_directory import RunDirectory
@@ -261,6 +261,17 @@ def test_the_level_before_warm_up_names_the_versions_that_answered():
     _draw_evaluations(axes, history)
     [level] = axes.get_legend_handles_labels()[1]
     assert level == "held-out before warm-up: 0.020 at v0 (drawn by v0 to v1, 2 rollouts failed)"
+
+
+def test_the_reward_of_each_source_is_a_curve():
+    from matplotlib.figure import Figure
+
+    rows = [metrics(n, **{"source_reward/gsm8k": n / 4, "source_reward/aime": 0.1}) for n in (1, 2)]
+    axes = Figure().subplots()
+    _draw_reward(axes, History(map(metrics_record, rows)), None)
+    drawn = {line.get_label(): line.get_ydata()[-1] for line in axes.get_lines()}
+    assert drawn["gsm8k, training, last 10 steps"] == pytest.approx(0.375)
+    assert drawn["aime, training, last 10 steps"] == pytest.approx(0.1)
 
 
 def test_curves_need_neither_numbers_nor_bounds(tmp_path: Path):

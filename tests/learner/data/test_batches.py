@@ -9,7 +9,7 @@ from bus.trajectory import Turn
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage, PluginAdvantage
 from learner.data.batches import DIGESTS, make_step_batch, recorded_samples
-from learner.data.outcomes import joined
+from learner.data.outcomes import Outcome, joined
 from learner.data.packing import pack
 from learner.metrics.step_metrics import batch_values
 from tests.factories import make_trajectory
@@ -260,7 +260,15 @@ def test_rewards_their_parts_and_lengths_are_told_by_step_whatever_ranks_have_wh
     ]
     groups[0][1] = replace(groups[0][1], reward_components={"right": 1.0, "tidy": 0.5})
     groups[1][0] = replace(groups[1][0], reward_components={"right": 0.0}, end="length")
+    groups[1] = [replace(t, metadata={"source": "gsm8k"}) for t in groups[1]]
+    groups[2] = [replace(t, metadata={"source": "aime"}) for t in groups[2]]
     values = batch_values(batch_of(groups))
+    by_source = {name: value for name, value in values.items() if name.startswith("source_")}
+    assert by_source == pytest.approx({
+        "source_reward/gsm8k": 0.25, "source_reward_part/gsm8k/right": 0.0, "source_reward/aime": 2.0,
+        "source_response_tokens/gsm8k": np.mean([int(t.loss_mask.sum()) for t in groups[1]]),
+        "source_response_tokens/aime": int(groups[2][0].loss_mask.sum()),
+    })  # fmt: skip
     every = np.array([reward for of in rewards for reward in of])
     lengths = [int(t.loss_mask.sum()) for group in groups for t in group]
     assert values["reward/mean"] == pytest.approx(every.mean(), rel=1e-12)
@@ -272,6 +280,12 @@ def test_rewards_their_parts_and_lengths_are_told_by_step_whatever_ranks_have_wh
     assert values["train/response_tokens_max"] == max(lengths)
     assert values["rollout/too_long_fraction"] == 1 / 7
     parts = [batch_of(groups[:1]).outcomes, batch_of(groups[1:]).outcomes, batch_of([]).outcomes]
+    told = {one.trajectory_id: one.advantage for one in joined(parts).each}
+    by_hand = [-(2**0.5), 2**-0.5, 2**-0.5, 0, 0, 0, 0]  # (reward - mean) / standard deviation of its group
+    assert [told[t.trajectory_id] for group in groups for t in group] == pytest.approx(by_hand, abs=1e-6)
+    first = groups[0][0]
+    of_tokens = np.arange(len(first.token_ids), dtype=np.float64)
+    assert Outcome.of(first, of_tokens).advantage == np.mean(np.flatnonzero(first.loss_mask))
     assert joined(parts).figures == pytest.approx(batch_of(groups).outcomes.figures, rel=1e-12)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from bus.errors import ConfigError
 from storage.ledger.ledger import Ledger
 from storage.prompts.data_sets import DataSets, PastPrompts
 from storage.prompts.order import WINDOW, MixtureOrder, PromptOrder, PromptSource, shares
-from storage.prompts.sources import load_sources
+from storage.prompts.sources import load_sources, with_source
 from storage.settings.data import DataConfig, PromptKeys, SourceConfig
 
 
@@ -87,13 +88,18 @@ def test_other_weights_after_a_restart_go_on_where_each_source_was(tmp_path):
         with closing(Ledger.open(tmp_path / "ledger.db")) as ledger:
             sets = DataSets(ledger, tmp_path)
             sets.configure(prompts, seed=0, shuffle=False, source="both", sources=sources)
-            issued += [str(sets.prompt(lease).content) for lease in ledger.issue(8, policy_version=0)]
+            asked = [sets.prompt(lease) for lease in ledger.issue(8, policy_version=0)]
+            assert [one.metadata["source"] for one in asked] == [str(one.content)[0] for one in asked]
+            issued += [str(one.content) for one in asked]
             assert sets.drawn == Counter(one[0] for one in issued)
     assert [one for one in issued if one.startswith("a")] == a[: 6 + 6 + 4]
     assert [one for one in issued if one.startswith("b")] == b[: 2 + 2 + 4]
     with closing(Ledger.open(tmp_path / "ledger.db")) as ledger:
         past = PastPrompts(ledger.facts, tmp_path)
     assert [past.of(lease).content for lease in range(24)] == issued
+    assert [past.of(lease).metadata for lease in range(24)] == [{"source": one[0]} for one in issued]
+    named = replace(past.of(0), metadata={"source": "own"})
+    assert with_source(named, "a") == named
 
 
 def test_a_mix_changed_while_the_run_goes_on_is_there_after_a_restart(tmp_path):
