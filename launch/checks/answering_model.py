@@ -138,6 +138,10 @@ async def answering_model(
     path does not.
 
     Raises `ConfigError` where there is no model, and `EngineError` for engines that do not start."""
+    if config.model.from_run is not None:
+        raise ConfigError(
+            "model.from_run is for a run that trains: `launch eval --checkpoint` measures a checkpoint"
+        )
     run = RunDirectory(config.directory, config.run)
     model = None if config.model.path is None else model_directory(pinned(config.model.path, run))
     if endpoint is None and model is None:

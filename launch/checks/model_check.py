@@ -17,6 +17,8 @@ from bus.process.child_process import module_command
 from bus.process.host_limits import MemoryKills
 from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_on_disk
+from launch.run_view.run_files import RunFiles
+from launch.run_view.source_run import chosen_checkpoint
 from launch.settings.run_config import RunConfig
 from learner.config.parallel import UNDIVIDED
 from storage.disk.run_directory import RunDirectory
@@ -66,7 +68,8 @@ def _with_model_here(config: RunConfig) -> RunConfig | None:
     """Return the settings with the directory of the model; None where there is nothing to ask of it: it is on
     another host, or made here in a shape that nobody divides."""
     if config.model.path is None:
-        return config if config.learner.parallel != UNDIVIDED or config.learner.lora.exists else None
+        divided = config.learner.parallel != UNDIVIDED or config.learner.lora.exists
+        return config if divided or config.model.from_run is not None else None
     directory = model_on_disk(pinned(config.model.path, RunDirectory(config.directory, config.run)))
     if not (directory / "config.json").is_file():
         return None
@@ -79,19 +82,26 @@ def refuse_model(config: RunConfig) -> None:
     from launch.checks.memory_check import refuse_too_large
     from launch.services.learner import learner_settings
     from learner.initial.initial import prepare
+    from learner.initial.linked_checkpoint import refuse_unfit_checkpoint
     from learner.initial.unfit_settings import refuse_before_start
 
     shown = config.warmup.demonstrations
     warmup = config.warmup if shown is not None else config.warmup.model_copy(update={"steps": 0})
+    own = config.model_copy(
+        update={"warmup": warmup, "model": config.model.model_copy(update={"from_run": None})}
+    )
     with tempfile.TemporaryDirectory(prefix="sluice-model-") as scratch:
         run = RunDirectory(Path(scratch), config.run)
-        settings, _ = learner_settings(config.model_copy(update={"warmup": warmup}), run)
+        settings, _ = learner_settings(own, run)
         initial = prepare(settings, shown)
         for demonstrations in (initial.demonstrations, initial.heldout_demonstrations):
             if demonstrations is not None:
                 demonstrations.check()
         refuse_before_start(replace(settings, warmup=config.warmup), initial)
         refuse_too_large(config, initial.hf_config)
+        if config.model.from_run is not None and not RunFiles(config.directory / config.run).origin:
+            checkpoint, _ = chosen_checkpoint(config.directory, config.model.from_run)
+            refuse_unfit_checkpoint(checkpoint, initial.hf_config)
 
 
 def main() -> None:

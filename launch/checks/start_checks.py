@@ -169,13 +169,15 @@ async def rehearse_local(
 
 
 def start_remarks(config: RunConfig) -> list[str]:
-    """Say where records are not signed, and for each policy how its weights travel, as `transport_remark`
-    does, what its chats are like, as `chat_remark` does, and what of its objective is set otherwise than in
-    the papers that its parts are from."""
+    """Say where records are not signed, with whose weights the run begins, and for each policy how its
+    weights travel, as `transport_remark` does, what its chats are like, as `chat_remark` does, and what of
+    its objective is set otherwise than in the papers that its parts are from."""
     policies = list(_of_each_policy(config))
+    source = config.model.from_run
+    begins = "" if source is None else f"Run {config.run!r} begins with the weights of run {source}."
     different = [_of_policy(one, said) for one in policies for said in one.learner.differences_from_papers]
     said = (remark(one) for remark in (transport_remark, chat_remark) for one in policies)
-    return [*filter(None, [unsigned_remark(config.bus), *said]), *different]
+    return [*filter(None, [unsigned_remark(config.bus), begins, *said]), *different]
 
 
 def _of_policy(config: RunConfig, sentence: str) -> str:

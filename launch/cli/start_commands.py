@@ -30,6 +30,7 @@ from launch.cli.app import (
     RecipeName,
     RewardName,
     Settings,
+    SourceRun,
     app,
     log_as,
 )
@@ -42,7 +43,7 @@ from launch.process.runtime import run
 from launch.recipes.recipe import Recipe
 from launch.recipes.recipe import recipe as recipe_of
 from launch.settings.environment_variables import run_variables
-from launch.settings.run_config import RunConfig, resolve
+from launch.settings.run_config import Layer, RunConfig, resolve, validate
 from launch.settings.short_forms import short_sources, sources_of, supervised_sources
 from launch.settings.sources import Origins, Source, merged
 
@@ -56,6 +57,7 @@ def local(  # noqa: PLR0913 - each is a flag
     bus: BusUrl = None,
     creds: CredsFile = None,
     prompts: Prompts = None,
+    from_run: SourceRun = None,
     sft: DemonstrationsFile = None,
     reward: RewardName = None,
     agent: AgentCommand = None,
@@ -80,7 +82,9 @@ def local(  # noqa: PLR0913 - each is a flag
     config
         Files of settings, TOML or JSON; the last one wins.
     bus
-        NATS server, as nats://[user:password@]host:port; without it one is started.
+        NATS server, as nats://host:4222; else one is started.
+    from_run
+        RUN[@STEP]: begin with the weights of that checkpoint.
     prompts
         Training prompts: .jsonl, .parquet or hf://...
     sft
@@ -93,7 +97,8 @@ def local(  # noqa: PLR0913 - each is a flag
     log_as(log, "local", level="warning")
     external = None if environment is None else external_environment(environment)
     short = [
-        *run_variables(), *environment_sources(external), *short_sources(bus, creds, prompts, reward, agent),
+        *run_variables(), *environment_sources(external),
+        *short_sources(bus, creds, prompts, reward, agent, from_run),
     ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
     sources = start_sources(preset_name, config, short, settings, recipe=recipe)
@@ -247,9 +252,26 @@ def start_sources(
 
     of_recipe = None if recipe is None else Source(f"recipe {recipe.name}", recipe.settings)
     sources = sources_of(preset_name, configs, short, settings, recipe=of_recipe)
+    below = 1 + sum(one is not None for one in (preset_name, recipe))  # files and flags win over that run
+    sources[below:below] = _of_source_run(merged(sources))
     for replaced in Origins(sources).replaced:
         structlog.get_logger().warning("settings_left_out", reason=replaced)
     return sources
+
+
+def _of_source_run(layer: Layer) -> list[Source]:
+    """Return the settings of the model of the run that this one is to begin with, if there is one.
+
+    Raises `ConfigError` for an unknown run or step."""
+    if (from_run := layer.get("model", {}).get("from_run")) is None:
+        return []
+    from launch.run_view.source_run import model_settings
+
+    place = validate(
+        {name: layer[name] for name in ("run", "directory") if name in layer},
+        {"model": {"from_run": from_run}},
+    )
+    return [Source(f"run {from_run}", {"model": model_settings(place.directory, place.run, from_run)})]
 
 
 def _looked_at(

@@ -43,6 +43,7 @@ def _facts(run: RecordedRun, here: bool) -> dict[str, Json]:
         "here": here,
         "state": run.state if here else None,
         "problem": run.problem,
+        "origin": run.origin,
         "stage": latest.stage if latest else None,
         "step": files.trained_steps,
         "steps": files.planned_steps,

@@ -48,6 +48,8 @@ class RecordedRun:
     pids: list[int] = field(default_factory=list)
     """Processes of this host that hold files of the run."""
     problem: str = ""
+    origin: str = ""
+    """Checkpoint of another run with whose weights it began, as run@step."""
 
     def to_json(self) -> dict[str, Json]:
         """Return it as one object."""
@@ -128,6 +130,7 @@ def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
         accuracy=files.accuracy,
         pids=pids,
         problem=problem,
+        origin=str(files.origin or ""),
     )
 
 

@@ -30,6 +30,7 @@ TAIL_BYTES = 1 << 20
 UNSET = "no default"
 SETTINGS_REMEDY = "start the run again to write it"
 PROVENANCE_REMEDY = "remove it: it only records what started the run"
+ORIGIN_REMEDY = "write the run and the step into it from whose checkpoint the run began"
 ENDING_REMEDY = "remove it: it only says how the latest launch ended"
 NOT_COMPARED = ("run", "directory", "bus", "monitoring")
 """Settings that say where a run is, not what it is."""
@@ -65,8 +66,23 @@ class Ending(BaseModel):
     """Host of the launch, while it is `lost`."""
 
 
+class Origin(BaseModel):
+    """The checkpoint of another run with whose weights a run began."""
+
+    run: str
+    step: int
+    """Step of reinforcement learning; 0 before the first, as in a run on demonstrations alone."""
+    warmup_step: int = 0
+    """Steps on demonstrations before."""
+
+    def __str__(self) -> str:
+        """Return it as `model.from_run` takes it, and what of the supervised stage a step 0 does not say."""
+        taught = f" after {self.warmup_step} steps on demonstrations" if not self.step else ""
+        return f"{self.run}@{self.step}{taught if self.warmup_step else ''}"
+
+
 STARTS, PROGRESS, ENDING = TypeAdapter(list[Start]), TypeAdapter(_Progress), TypeAdapter(Ending)
-SETTINGS = TypeAdapter(dict[str, Any])
+SETTINGS, ORIGIN = TypeAdapter(dict[str, Any]), TypeAdapter(Origin)
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,11 @@ class RunFiles:
     def ending(self) -> Ending:
         """Return how the latest launch ended; `stopped` where a build noted nothing."""
         return self._json("ending.json", ENDING, ENDING_REMEDY)[1] or Ending()
+
+    @property
+    def origin(self) -> Origin | None:
+        """Return the checkpoint of another run that the run began with; None for its own first weights."""
+        return self._json("model/origin.json", ORIGIN, ORIGIN_REMEDY)[1]
 
     @cached_property
     def latest_rows(self) -> list[Record]:

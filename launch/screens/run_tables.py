@@ -40,7 +40,8 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
             fraction(run.reward), fraction(run.accuracy), at(run.started), ago(run.written),
         )  # fmt: skip
     problems = [Text(f"{run.run}: {run.problem}", "red") for run in runs if run.problem]
-    return Group(table, *problems)
+    origins = [Text(f"{run.run} began with the weights of {run.origin}", "dim") for run in runs if run.origin]
+    return Group(table, *problems, *origins)
 
 
 def whole_run(path: Path) -> dict[str, Any]:
@@ -89,6 +90,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["state"] == "damaged":
         return
     yield "started", f"{at(found['started'])} on {found['host']}"
+    if found["origin"]:
+        yield "began with", f"the weights of {found['origin']}"
     yield "written", ago(found["written"])
     yield "bus", str(found["bus"] or UNKNOWN)
     yield "code", str(found["git_commit"] or found["packages"].get("sluice-rl", UNKNOWN))

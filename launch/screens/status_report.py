@@ -34,6 +34,7 @@ def report(state: RunState) -> Report:
         "time_s": state.asked_s,
         "healthy": not missing,
         "stage": state.stage,
+        "from_run": None if state.config is None else state.config.model.from_run,
         "problems": missing,
         "waits": waits(state),
         "members": [*map(_member, _ordered(state)), *_silent(state)],
@@ -207,6 +208,8 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
             f"step {_known(versions['trained_step'])} of {_known(versions['steps'])} trained"
         ),
     )
+    if found["from_run"]:
+        yield "began with", f"weights of run {found['from_run']}"
     for name, policy in found["policies"].items():
         yield name[: LABEL - 1], policy_text(policy)
     staleness = found["staleness"]

@@ -10,9 +10,8 @@ import structlog
 from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from bus.process.process_tuning import no_collections
-from launch.model_files.hub_revision import pin
-from launch.model_files.model_directory import model_directory
 from launch.process.run_connection import connected, joined
+from launch.services.first_weights import first_model
 from launch.settings.run_config import RunConfig, policy_config
 from learner.config.parallel import WorldConfig
 from storage.built_in_tasks.generators import generate_task
@@ -82,7 +81,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
     from learner.config.process_settings import EngineContext, LearnerSettings
     from learner.initial.micro_batch import fitted
 
-    demonstrations, path = config.warmup.demonstrations, config.model.path
+    demonstrations = config.warmup.demonstrations
     if config.warmup.steps and demonstrations is None and config.data.task:
         with one_at_a_time(directory.data):
             demonstrations = generate_task(config.data.task, directory.data, seed=config.seed).demonstrations
@@ -93,7 +92,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         evaluation=config.evaluation,
         samples_per_prompt=config.admission.samples_per_prompt,
         seed=config.seed,
-        model_directory=directory.path / "model" if path is None else model_directory(pin(path, directory)),
+        model_directory=first_model(config, directory),
         checkpoints=directory.checkpoints,
         progress=directory.path / "progress.json",
         lineage=directory.path / "lineage.jsonl",

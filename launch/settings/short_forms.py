@@ -47,13 +47,14 @@ def _types(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def short_sources(
     bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
-    reward: str | None = None, agent: str | None = None,
+    reward: str | None = None, agent: str | None = None, from_run: str | None = None,
 ) -> list[Source]:  # fmt: skip
     """Return the settings that the environment and the short forms stand for."""
     environment: dict[str, Any] = {}
     if agent is not None:
         environment = {"type": "agent", "command": agent, "reward": "posted"}
     given: dict[str, dict[str, Any]] = {
+        "--from": {"model": {"from_run": from_run}} if from_run is not None else {},
         "--prompts": {"data": {"prompts": prompts}} if prompts is not None else {},
         "--agent": {"actors": {"environment": environment}} if environment else {},
         "--reward": {"actors": {"environment": {"reward": reward}}} if reward is not None else {},

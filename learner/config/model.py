@@ -1,9 +1,10 @@
 """Settings of the policy that training starts from. Loads without torch."""
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from bus.config import Config
 
@@ -63,6 +64,15 @@ class ModelConfig(Config):
     """Hugging Face model directory, or a name on the hub such as Qwen/Qwen3-0.6B, with @REVISION if wanted.
     Without it a small random model is made."""
 
+    from_run: str | None = None
+    """Run in the same directory of runs with whose checkpoint training begins, as RUN or RUN@STEP; without a
+    step, with its newest. The tokenizer is that of `path`, which must name a model of the same sizes. Other
+    settings of the model are those of that run where none are given."""
+
+    from_optimizer: bool = False
+    """Also begin with the optimizer's state in that checkpoint, and its place in the schedule of the learning
+    rate. Backend, kind of optimizer, adapters and frozen weights must be those of that run."""
+
     scratch: ScratchModel = ScratchModel()
     """Sizes of the scratch model."""
 
@@ -87,3 +97,16 @@ class ModelConfig(Config):
 
     train_only: tuple[str, ...] = ()
     """Regular expressions, searched in Hugging Face names: all other weights stay as they are."""
+
+    @field_validator("from_run")
+    @classmethod
+    def _names_a_run(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}(@\d{1,12})?", name):
+            raise ValueError("it is RUN or RUN@STEP, a run's name and the step of one of its checkpoints")
+        return name
+
+    @model_validator(mode="after")
+    def _has_an_optimizer_to_begin_with(self) -> Self:
+        if self.from_optimizer and self.from_run is None:
+            raise ValueError("from_optimizer=true needs from_run: name the run whose optimizer goes on")
+        return self

@@ -45,7 +45,7 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     Raises `ConfigError` when model, tokenizer or demonstrations do not belong together.
     """
     torch.manual_seed(settings.seed)
-    if settings.model.path is None:
+    if settings.model.path is None and settings.model.from_run is None:
         with one_at_a_time(settings.model_directory):
             ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
     hf_config, state = load_hf_directory(settings.model_directory)

@@ -25,7 +25,8 @@ def restore_backend(
     settings: LearnerSettings, initial: Initial, checkpoint: Path | None, progress: Progress,
     parallel: ParallelConfig, *, verified: bool = False,
 ) -> Backend:  # fmt: skip
-    """Return the backend of `checkpoint`, whose `progress` this is; without one, of the initial model.
+    """Return the backend of `checkpoint`, whose `progress` this is; without one, of the initial model, with
+    the optimizer of the run that it is from where `model.from_optimizer` says so.
 
     Model, optimizer, critic, frozen policies, random generators and the stage's threads are as they were
     then. A run that was done trains on. Every rank calls this, in a world divided as `parallel` says. The
@@ -52,6 +53,8 @@ def restore_backend(
         backend.compute_with(rounding)
     if settings.learner.fp8_matmul:
         backend.multiply_in_fp8()
+    if checkpoint is None and settings.model.from_optimizer:
+        load_checkpoint(backend, settings.model_directory)
     if checkpoint is not None:
         load_checkpoint(backend, checkpoint, verified=verified)
         progress.stage = "rl" if progress.stage == "done" else progress.stage

@@ -49,11 +49,12 @@ def heldout_loss(backend: Backend, batch: BatchConfig, demonstrations: Demonstra
 
 def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:
     """Give the policy a fresh optimizer, make it the reference if that is due, and begin the critic. Every
-    rank calls this."""
+    rank calls this. Optimizer and critic that come from another run go on where no warm-up used them."""
     use_threads(settings.learner.threads, backend.size_bytes)
-    backend.set_optimizer(settings.learner.optimizer)
-    if backend.critic is not None:
-        backend.critic.begin()
+    if settings.warmup.steps or not settings.model.from_optimizer:
+        backend.set_optimizer(settings.learner.optimizer)
+        if backend.critic is not None:
+            backend.critic.begin()
     hold_frozen_policies(backend, settings, settings.learner, stage="rl", step=0)
 
 

@@ -232,7 +232,8 @@ class Rank:
                 if adapters is not None:
                     alone = {name: tensor.cpu().clone() for name, tensor in adapters.streamed()}
             if adapters is not None and dist.get_rank() == 0:
-                model = str(settings.model.path or settings.model_directory)
+                named = settings.model.path if settings.model.from_run is None else None
+                model = str(named or settings.model_directory)
                 with naming(settings.export):
                     write_adapter(settings.export / SUBDIRECTORY, adapters, alone, model)
 

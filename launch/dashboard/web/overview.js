@@ -124,6 +124,7 @@ export class Overview {
       ["staleness", last("staleness/max_versions"), staleness == null ? "" : `of ${staleness} allowed`],
       ["training", duration(times.length > 1 ? times.at(-1) - times[0] : null)],
       ["started", moment(this.known.started), this.known.host ? `on ${this.known.host}` : ""],
+      ...(this.known.origin ? [["began with", this.known.origin]] : []),
     ];
   }
 

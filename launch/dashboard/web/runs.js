@@ -73,7 +73,8 @@ export class Runs {
     if (place >= 0) swatch.style.background = `var(--line-${place})`;
     const cell = (label, ...content) => make("td", { "data-label": label }, ...content);
     return make("tr", {}, make("td", { class: "pick" }, box, swatch),
-      make("th", { scope: "row" }, make("a", { href: `#/runs/${run.run}` }, run.run)),
+      make("th", { scope: "row" }, make("a", { href: `#/runs/${run.run}` }, run.run),
+        run.origin ? make("small", {}, ` from ${run.origin}`) : null),
       cell("state", run.state ?? UNKNOWN, run.problem ? make("small", {}, ` ${run.problem.slice(0, 120)}`) : null),
       cell("step", run.step == null ? UNKNOWN : value(run.step), run.steps ? make("small", {}, ` of ${value(run.steps)}`) : null),
       cell("reward", value(run.reward)), cell("held-out", value(run.heldout)), cell("started", moment(run.started)),

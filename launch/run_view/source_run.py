@@ -1,0 +1,54 @@
+"""Another run whose checkpoint a run begins with (`model.from_run`), and what is taken of its model."""
+
+from pathlib import Path
+from typing import Any
+
+from bus.errors import ConfigError
+from launch.model_files.hub_revision import pinned
+from launch.model_files.model_directory import model_of_run
+from launch.run_view.recorded_runs import find_run
+from launch.run_view.run_files import Origin, RunFiles, recorded_config
+from learner.model_directories.checkpoint_manifest import read_manifest
+from storage.disk import checkpoints
+from storage.disk.run_directory import RunDirectory
+
+
+def chosen_checkpoint(directory: Path, from_run: str) -> tuple[Path, Origin]:
+    """Return the checkpoint that RUN or RUN@STEP names, in a directory of runs.
+
+    Raises `ConfigError` for an unknown run or step, and `StorageError` for a checkpoint that is not whole."""
+    name, _, asked = from_run.partition("@")
+    path = find_run(directory, name)
+    there = RunFiles(path).saved_steps
+    if not there:
+        raise ConfigError(f"run {name!r} has no checkpoint in {path} yet: nothing can begin with its weights")
+    step = int(asked) if asked else there[-1]
+    if step not in there:
+        raise ConfigError(
+            f"run {name!r} has no checkpoint of step {step}: there are {', '.join(map(str, there))}; "
+            "learner.checkpoint.keep says how many a run keeps"
+        )
+    found = checkpoints.directory(path / "checkpoints", step)
+    warmup_step = int(str(read_manifest(found)["extra"].get("warmup_step", 0)))
+    return found, Origin(run=name, step=step, warmup_step=warmup_step)
+
+
+def model_settings(directory: Path, run: str, from_run: str) -> dict[str, Any]:
+    """Return the settings of the model that a run takes over from the one that it begins with.
+
+    A run that has begun keeps those that it had, since the other may be gone. Raises as `chosen_checkpoint`
+    does."""
+    source = RunDirectory(directory, run)
+    if RunFiles(directory / run).origin is None:
+        chosen_checkpoint(directory, from_run)
+        source = RunDirectory(directory, from_run.partition("@")[0])
+    model = recorded_config(source).model
+    path = None if model.path is None else pinned(model.path, source)
+    taken = model.model_copy(update={"path": path})
+    return taken.model_dump(mode="json", exclude={"from_run", "from_optimizer"})
+
+
+def source_model(directory: Path, origin: Origin) -> Path:
+    """Return the directory with the tokenizer of the model of a run that another begins with."""
+    source = RunDirectory(directory, origin.run)
+    return model_of_run(recorded_config(source), source)

@@ -1,0 +1,67 @@
+"""The model directory that a run begins with: named, made here, or of a checkpoint of another run."""
+
+from pathlib import Path
+
+import structlog
+
+from bus.errors import ConfigError
+from launch.model_files.hub_revision import pin
+from launch.model_files.model_directory import model_directory
+from launch.run_view.run_files import RunFiles
+from launch.run_view.source_run import chosen_checkpoint, source_model
+from launch.settings.run_config import RunConfig
+from storage.disk.atomic_files import one_at_a_time
+from storage.disk.run_directory import RunDirectory
+
+log = structlog.get_logger()
+
+
+def first_model(config: RunConfig, run: RunDirectory) -> Path:
+    """Return the run's model directory. That of a scratch model may be missing; a checkpoint of another run
+    becomes one when it is first asked for.
+
+    Raises `ConfigError` where there is no such model, checkpoint or run, and for a run that has begun with
+    other weights than those of `model.from_run`."""
+    begun = RunFiles(run.path).origin
+    if config.model.from_run is not None:
+        return _of_other_run(config, run)
+    if begun is not None:
+        raise ConfigError(
+            f"run {run.name!r} has begun with the weights of {begun}: give --from {begun.run} again, or "
+            "choose another --run"
+        )
+    path = config.model.path
+    return run.path / "model" if path is None else model_directory(pin(path, run))
+
+
+def _of_other_run(config: RunConfig, run: RunDirectory) -> Path:
+    from learner.initial.linked_checkpoint import link_checkpoint  # loads torch
+
+    asked, target = str(config.model.from_run), run.path / "model"
+    with one_at_a_time(target):  # each rank of a learner comes here
+        begun = RunFiles(run.path).origin
+        if begun is not None and asked not in (begun.run, f"{begun.run}@{begun.step}"):
+            raise ConfigError(
+                f"run {run.name!r} has begun with the weights of {begun}, not of {asked}: choose another "
+                "--run for those"
+            )
+        if begun is not None:
+            return target
+        _refuse_begun(run, target, asked)
+        checkpoint, origin = chosen_checkpoint(config.directory, asked)
+        path = config.model.path
+        described = (
+            source_model(config.directory, origin) if path is None else model_directory(pin(path, run))
+        )
+        link_checkpoint(checkpoint, described, target, {"origin.json": origin.model_dump_json()})
+        log.info("begins_with_other_run", source=str(origin), optimizer=config.model.from_optimizer)
+    return target
+
+
+def _refuse_begun(run: RunDirectory, model: Path, asked: str) -> None:
+    """Raise `ConfigError` for a run that has weights of its own already."""
+    if model.exists() or RunFiles(run.path).saved_steps:
+        raise ConfigError(
+            f"run {run.name!r} has begun with other weights than those of {asked}: choose another --run for "
+            "those, or leave --from out"
+        )
