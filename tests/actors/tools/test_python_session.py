@@ -45,11 +45,13 @@ def test_an_interrupt_that_comes_too_late_loses_no_call(run):
 
 def test_code_that_is_stopped_when_nobody_reads_its_output_leaves_the_session(run):
     run("kept = 1")
-    with subprocess.Popen(run.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stopped:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(run.words, **pipes) as stopped:
         stopped.stdin.write(b"print('begun', flush=True)\nprint('old')\nwhile True: pass")
         stopped.stdin.close()
         assert stopped.stdout.readline() == b"begun\n"
         stopped.stdout.close()
+        stopped.stderr.close()
         stopped.kill()
     ran = run("kept")
     assert (ran.stdout, ran.stderr) == ("1\n", "")
