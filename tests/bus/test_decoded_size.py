@@ -23,6 +23,8 @@ from bus.trajectory import Trajectory, TrajectoryBatch, Turn
 from tests.bus.test_codec import wire
 from tests.factories import make_trajectory
 
+pytestmark = pytest.mark.slow
+
 COUNT = 1 << 17
 
 
@@ -80,7 +82,6 @@ def memory_of(value: object, seen: set[int]) -> int:
     return sys.getsizeof(value) + sum(memory_of(one, seen) for one in within)
 
 
-@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("deep", "values"),
     [

@@ -16,6 +16,8 @@ from storage.model_files.families import FAMILIES
 from storage.settings.weights_transport import TransportConfig
 from tests.learner.choices import RECORDS
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = ("bus", "storage", "actors", "learner", "launch")
 ROOT = Path(__file__).parents[2]
 UNIONS = (EnvironmentConfig, EngineConfig, TransportConfig)

@@ -16,6 +16,8 @@ from launch.settings.run_config import RunConfig
 from launch.settings.sources import leaves
 from tests.docs.test_docs import all_commands, exists
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
 PACKAGES = ("actors", "bus", "launch", "learner", "storage")

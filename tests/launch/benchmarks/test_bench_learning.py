@@ -20,6 +20,8 @@ from benchmarks.whole_runs.results import Results
 from bus.errors import ConfigError, SluiceError
 from launch.settings.run_config import RunConfig, resolve
 
+pytestmark = pytest.mark.slow
+
 CELL = Cell(0, "guess", 0.1)
 
 
@@ -175,7 +177,6 @@ def test_a_bias_is_told_from_noise_and_an_arm_alone_is_compared_with_nothing():
     assert verdicts == {("guess", 0.0): None, ("guess", 0.1): True, ("nim", 0.0): None, ("nim", 0.1): False}
 
 
-@pytest.mark.slow
 def test_the_table_has_a_row_for_each_arm_and_the_picture_is_drawn(tmp_path: Path):
     outcomes = [outcome(failures=f, seed=n) for n in (0, 1) for f in FAILURES] + [
         outcome("nim", top=0.8, last=40)

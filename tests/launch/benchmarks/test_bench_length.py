@@ -24,6 +24,8 @@ from storage.prompt_files.dataset import load_prompts
 from storage.settings.data import PromptKeys
 from tests.factories import make_trajectory
 
+pytestmark = pytest.mark.slow
+
 CELL = Cell(0, "wrong", 8, "token_tis")
 
 
@@ -50,7 +52,6 @@ def test_only_a_completed_answer_with_enough_dots_is_right():
     assert score(answer("." * LIMIT, "length")) == 0.0
 
 
-@pytest.mark.slow
 def test_the_task_is_that_of_its_seed_and_shows_nothing_of_what_is_needed(tmp_path: Path):
     files, again = (write_task(tmp_path / name, seed=1) for name in "ab")
     other = write_task(tmp_path / "c", seed=2)
@@ -163,7 +164,6 @@ def test_the_report_says_whether_token_tis_runs_away_and_what_holds_the_length()
     assert report([])["shown"] == {}
 
 
-@pytest.mark.slow
 def test_the_table_has_a_row_for_each_arm_and_the_picture_is_drawn(tmp_path: Path):
     cells = [outcome(seed=n, least=0.1 * n) for n in range(3)]
     cells += [outcome("ppo_clip", cut_off="left_out", least=0.8), outcome("none", 0, least=0.9)]

@@ -43,6 +43,8 @@ from bus.errors import ConfigError, SluiceError
 from launch.cli import main as cli
 from launch.settings.run_config import RunConfig, resolve
 
+pytestmark = pytest.mark.slow
+
 CELL = Cell(seed=0, reuse=1, lag=2, method="token_tis")
 
 
@@ -144,7 +146,6 @@ def test_types_that_differ_in_nothing_else_are_not_comparable(tmp_path):
     assert of({"type": "reinforce"}) == digest(base_settings({}, tmp_path, steps=7), tmp_path)
 
 
-@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize("stream", METHODS)
 def test_every_method_can_be_trained_on_the_stream_of_any_other(stream, tmp_path):
     base = base_settings({}, tmp_path, steps=7)
@@ -351,7 +352,6 @@ def test_a_page_is_filled_and_one_that_cannot_be_read_is_refused(tmp_path: Path)
         refuse_without_place(page, "reuse")
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", ["staleness", "reuse", "learning", "length"])
 def test_a_page_that_is_not_there_is_refused_before_anything_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -364,7 +364,6 @@ def test_a_page_that_is_not_there_is_refused_before_anything_runs(name, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_pictures_and_tables_are_written_also_of_few_outcomes(tmp_path: Path):
     write_report("staleness", [outcome("none", 0, reaches=400), outcome("vespo", 8)], tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -89,6 +89,7 @@ def helps(helped: subprocess.CompletedProcess) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_the_supervisor_of_a_local_run_loads_no_torch(helped: subprocess.CompletedProcess):
     what, _, *names = helped.stderr.splitlines()[-1].split("\t")
     assert (what, {"torch", "transformers", "megatron"} & {*names}) == ("supervisor", set())

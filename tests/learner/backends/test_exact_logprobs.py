@@ -40,6 +40,8 @@ from tests.learner.exact import (
 )
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
 BACKENDS = {"fsdp": FsdpTrainer, "megatron": Trainer}
 
@@ -58,9 +60,7 @@ def take(decoder: BatchedDecoder, learner: Backend, version: int) -> None:
     decoder.swap_weights(weights, version)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "qwen2"))]
-)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_batch_of_the_engine_and_any_pack_of_the_learner_agree_to_the_bit(backend, family):
     learner = learner_of(backend, family)
@@ -80,7 +80,6 @@ def test_without_exact_arithmetic_they_do_not(backend):
     assert 0 < found.mean() < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_come_in_mid_answer(backend):
     learner = learner_of(backend, "qwen3")
@@ -103,14 +102,13 @@ def test_each_token_agrees_with_the_version_that_sampled_it_also_when_weights_co
         assert not found.any(), f"version {version}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
         ("megatron", "fp8_block"),
         ("fsdp", "int4"),
-        pytest.param("megatron", "int4", marks=pytest.mark.slow),
-        pytest.param("fsdp", "fp8_block", marks=pytest.mark.slow),
+        ("megatron", "int4"),
+        ("fsdp", "fp8_block"),
     ],
 )
 def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_bit(backend, name):
@@ -127,7 +125,6 @@ def test_a_quantised_engine_and_a_learner_that_rounds_its_weights_agree_to_the_b
         assert differences(learner, sampled, version, 200).any() != aware
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
     learner = learner_of(backend, "qwen3")
@@ -138,8 +135,7 @@ def test_log_probs_within_kept_sets_agree_to_the_bit(backend):
     assert not differences(learner, sampled, 0, 200).any()
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, monkeypatch):
     learner = learner_of(backend, "qwen3", parallel=ParallelConfig(recompute=recompute))
@@ -154,7 +150,6 @@ def test_the_step_itself_sees_a_mismatch_of_exactly_zero(backend, recompute, mon
     assert result.grad_norm > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     learner = learner_of(backend, "llama")
@@ -175,7 +170,6 @@ def test_a_resumed_learner_agrees_to_the_bit(backend, tmp_path: Path):
     assert not differences(resumed, finished(decoder, random_requests(3, seed=6)), 2, 90).any()
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_trains_as_ordinary_arithmetic_does(backend):
     exact, ordinary = (learner_of(backend, "qwen3", exact=each) for each in (True, False))
@@ -189,7 +183,6 @@ def test_it_trains_as_ordinary_arithmetic_does(backend):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_two_threads_give_the_same_bits(backend):
     learner = learner_of(backend, "qwen3")
@@ -210,7 +203,6 @@ def logprobs_on_each_rank(backend: str) -> np.ndarray:
     return np.concatenate([each.logprobs for each in found])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_that_share_weights_give_the_same_bits(worlds, backend):
     alone = logprobs_on_each_rank(backend)

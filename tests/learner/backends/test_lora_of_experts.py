@@ -32,6 +32,8 @@ from tests.learner.lora_reference import adapt
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 from tests.suites import thinned
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 LORA = LoraConfig(rank=4, alpha=6.0, experts=True)
@@ -64,7 +66,6 @@ def adapters(trainer):
     return {name: tensor.clone() for name, tensor in trainer.adapters.streamed()}
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("backend", "family", "lora"),
     [
@@ -94,7 +95,6 @@ def test_steps_are_those_of_the_formula(backend, family, lora):
     assert_steps_are_those_of_the_formula(trainer, model, begun, 3.0 if lora.rank_stabilised else 1.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     thinned(
@@ -107,7 +107,6 @@ def test_each_step_of_fsdp_is_megatrons(family):
     assert_same(trained_alone("fsdp", lora, family=family), trained_alone("megatron", lora, family=family))
 
 
-@pytest.mark.slow
 def test_two_ranks_of_fsdp_train_the_same_adapters_of_experts_as_one(worlds):
     (found, (_, *nothing)) = worlds.run(2, partial(trained, "fsdp", LORA, family="qwen3_moe"))
     assert nothing == [{}, {}]
@@ -142,7 +141,6 @@ def test_every_layout_of_ranks_trains_the_same_adapters_of_experts(worlds, name)
     assert any(".mlp.experts." in each for each in found[0][1])
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("backend", "family", "lora"),
     [
@@ -200,7 +198,6 @@ def resumed(root: Path, layout: dict[str, object], backend: str = "megatron") ->
     return step(trainer, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_goes_on_from_a_checkpoint_of_adapters_of_experts_to_the_bit(tmp_path, backend):
     expected = saved(tmp_path, {}, backend)
@@ -210,7 +207,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_adapters_of_experts_to_the_bit(tmp_p
         load_checkpoint(other, latest(tmp_path))
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_adapters_of_experts_is_loaded_by_another_layout_of_ranks(worlds, tmp_path):
     expected = worlds.run(2, saved, tmp_path, {"expert": 2})[0]
     assert worlds.run(2, resumed, tmp_path, {"expert": 2})[0] == expected
@@ -287,7 +283,6 @@ WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_adapters_of_experts_are_written_as_peft_reads_them(tmp_path, name):
     family, lora, targets, alpha = WRITTEN[name]
@@ -321,7 +316,6 @@ def test_dense_layers_of_mixtures_are_written_as_parameters_which_peft_does_not_
     assert "rank_pattern" not in config
 
 
-@pytest.mark.slow
 def test_adapters_of_all_experts_wait_on_the_host_while_weights_are_merged():
     """Tensors of a GPU, without their values, show where each one lies."""
     layers, live = [f"experts.{n}.up_proj" for n in range(8)], []

@@ -28,6 +28,8 @@ from tests.learner.mtp_reference import (
 )
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
+pytestmark = pytest.mark.slow
+
 CHANGES = {"deepseek_v3": {"rope": "mscale"}, "qwen3_5_text": {"tied": True}}
 LENGTHS = [9, 14, 5, 2, 21, 1, 12]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
@@ -68,7 +70,6 @@ def assert_trained_like(found, weights, family, layers=2):
         assert (weight - state[name]).abs().max() < 2e-4, name
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES))
 def test_steps_are_those_of_plain_torch(family):
     trainer = trainer_of(family)
@@ -76,7 +77,6 @@ def test_steps_are_those_of_plain_torch(family):
     assert_trained_like(found, trainer.export(), family)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", by_day(*BEHIND_FAMILIES, "qwen3_next", "qwen3_5_text"))
 def test_each_gradient_is_that_of_plain_torch(family):
     optimizer = OPTIMIZER.model_copy(update={"clip_grad": 1e9})
@@ -95,7 +95,6 @@ def test_each_gradient_is_that_of_plain_torch(family):
         assert (found[name] - gradient).abs().max() < 1e-6 + 1e-5 * gradient.abs().max(), name
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("family", "optimizer", "parallel"),
     [
@@ -104,7 +103,7 @@ def test_each_gradient_is_that_of_plain_torch(family):
         pytest.param("deepseek_v3", {}, PLAIN, id="adamw, plain", marks=pytest.mark.nightly),
         pytest.param("deepseek_v3", {"matrices": "muon"}, PLAIN, id="muon, plain"),
         pytest.param("qwen3_next", {}, UNDIVIDED, id="qwen3_next", marks=pytest.mark.nightly),
-        pytest.param("qwen3_5_text", {}, PLAIN, id="qwen3_5_text", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", {}, PLAIN, id="qwen3_5_text"),
     ],
 )
 def test_the_policy_is_that_of_a_run_without_a_head_to_the_bit(family, optimizer, parallel):
@@ -134,7 +133,6 @@ def test_the_policy_is_that_of_a_run_without_a_head_to_the_bit(family, optimizer
             assert ours[name].equal(weight), name
 
 
-@pytest.mark.slow
 def test_tokens_whose_experts_are_given_go_there_in_the_policy_alone():
     model = tiny_model("deepseek_v3", **CHANGES["deepseek_v3"])
     batches = pack(given(random_samples(LENGTHS), model), 40)
@@ -290,7 +288,6 @@ def test_settings_beside_which_no_head_is_trained_are_refused_by_name(settings, 
         LearnerConfig.model_validate({"mtp": {"weight": 0.2}, **settings})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "layers"),
     [

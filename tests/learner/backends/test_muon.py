@@ -32,6 +32,8 @@ from tests.learner.muon_reference import ReferenceMuon, expected_step
 from tests.learner.reference import reference_step
 from tests.learner.tiny import SIZES, TIS, hf_state, random_samples, tiny_model
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(matrices="muon", lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
 PLAIN = {"distributed_optimizer": False}
@@ -147,10 +149,8 @@ NIGHTLY = ("dp2", "tp2 plain", "tp2 ep2 glm", "tp2 ep2 plain", "ep2")
 
 
 def marked(name: str) -> object:
-    if name == "tp2":
-        return name
     nightly = LAYOUTS[name][0] > 2 or name in NIGHTLY
-    return pytest.param(name, marks=pytest.mark.nightly if nightly else pytest.mark.slow)
+    return pytest.param(name, marks=pytest.mark.nightly) if nightly else name
 
 
 def test_steps_follow_the_papers_on_one_rank():
@@ -159,7 +159,6 @@ def test_steps_follow_the_papers_on_one_rank():
 
 
 @pytest.mark.first(3, others=pytest.mark.nightly)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in LAYOUTS])
 def test_steps_follow_the_papers_on_any_layout(worlds, name):
     ranks, layout, model_changes = LAYOUTS[name]
@@ -184,14 +183,13 @@ def states(trainer):
     return muons, [state for state in part.optimizer.state.values() if not any(state is m for m in muons)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe"])
 def test_steps_of_transformers_own_model_follow_the_papers(family):
     model_changes = {"family": family}
     steps, weights = train({}, model_changes, FsdpTrainer)
     assert_follows_the_reference(steps, weights, model_changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_steps_of_three_ranks_with_transformers_model_follow_the_papers(worlds, family):
     answers = worlds.run(3, train, {}, {"family": family}, FsdpTrainer)
@@ -210,7 +208,6 @@ def train_save_and_resume(model_changes: dict[str, object], root: Path):
     return first.export(), second.export()
 
 
-@pytest.mark.slow
 def test_a_run_of_which_a_rank_has_an_empty_shard_of_a_matrix_is_resumed(worlds, tmp_path):
     # four experts on three ranks: two, two and none
     first, second = worlds.run(3, train_save_and_resume, {"family": "mixtral"}, tmp_path)[0]
@@ -289,7 +286,6 @@ def test_in_bfloat16_steps_stay_near_those_in_float32():
     assert [loss for loss, _ in rounded] == pytest.approx([loss for loss, _ in exact], abs=0.15)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "tensor"),
     [
@@ -304,10 +300,7 @@ def test_matrices_that_files_keep_in_one_tensor_are_refused_and_named(config, te
         FsdpTrainer(config, hf_state(model), OPTIMIZER)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [{}, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["distributed", "plain"]
-)
+@pytest.mark.parametrize("layout", [{}, PLAIN], ids=["distributed", "plain"])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, layout):
     def losses(trainer, steps):
         return [
@@ -324,7 +317,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, layout):
     assert losses(second, range(3, 6)) == uninterrupted[3:]
 
 
-@pytest.mark.parametrize("backend", [Trainer, pytest.param(FsdpTrainer, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_a_checkpoint_of_the_other_optimizer_is_refused_and_no_file_has_a_second_moment(tmp_path, backend):
     model = tiny_model()
     muon, adamw = (

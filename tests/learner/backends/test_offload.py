@@ -32,6 +32,8 @@ from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 17, 2, 32, 9]
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 
@@ -55,7 +57,6 @@ def on_the_host(trainer):
     return part.optimizer.received
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 def test_four_steps_follow_plain_torch_adamw(fraction):
     reference, trainer = tiny_model(), trainer_of(fraction)
@@ -82,7 +83,6 @@ def assert_as_resident(trainer: Trainer, dtype: torch.dtype = torch.float32) -> 
         assert torch.equal(ours, weights[name])
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 def test_where_the_state_lies_changes_no_bit_of_the_weights(fraction, dtype):
@@ -118,7 +118,6 @@ def test_a_skipped_step_changes_nothing_on_the_host():
 
 
 @pytest.mark.first(1, others=pytest.mark.nightly)
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(0.6, 0.0), (0.0, 0.6), (0.3, 1.0)])
 def test_a_checkpoint_goes_on_with_another_fraction(tmp_path, before, after):
     uninterrupted = train(trainer_of(before), range(4))
@@ -147,7 +146,6 @@ def test_what_does_not_combine_is_refused():
 IN_EVERY_RUN = ((1, 0.3, torch.float32), (20_000, 1.0, torch.bfloat16), (2**26, 0.3, torch.float32))
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("bucket_bytes", "fraction", "dtype"),
     [
@@ -225,7 +223,6 @@ def test_the_file_holds_the_weights_and_moments_and_has_no_name(tmp_path):
             assert values.abs().max() > 0
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_next_optimizer_gets_the_room_of_the_last_one(tmp_path, dtype):
     def mapped():
@@ -257,7 +254,6 @@ def test_a_skipped_step_changes_nothing_in_the_file(tmp_path):
     assert all(torch.equal(weights[name], after) for name, after in trainer.export().items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("file", "file"), ("file", "device"), ("device", "file")])
 def test_a_checkpoint_goes_on_with_files_or_without(tmp_path, before, after):
     places = {"file": {"offload": 1.0, "directory": tmp_path / "state"}, "device": {"offload": 0.0}}
@@ -295,7 +291,6 @@ def of_ranks(directory):
     return losses, trainer.export()
 
 
-@pytest.mark.slow
 def test_each_rank_has_a_file_of_its_own_share(worlds, tmp_path):
     (filed, weights), (in_memory, expected) = (worlds.run(2, of_ranks, d)[0] for d in (tmp_path, None))
     assert filed == in_memory
@@ -331,7 +326,6 @@ def test_a_disk_that_fails_or_hangs_ends_the_run_with_its_name(tmp_path, monkeyp
         train(trainer, range(1))
 
 
-@pytest.mark.slow
 def test_a_process_ends_although_a_read_hangs(tmp_path):
     program = f"""
 import os, pathlib, threading, torch

@@ -32,6 +32,8 @@ from tests.learner.fp8_reference import served
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=1e-4)
 STEPS = 2
@@ -153,7 +155,6 @@ def assert_follows_the_reference(found, name, model_changes):
             assert (weight - expected[step][key]).abs().max() < tolerance, (step, key)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_steps_are_those_of_a_straight_through_written_from_its_definition(backend):
     found = train(backend, "fp8_block", LARGE)
@@ -193,7 +194,6 @@ NIGHTLY = ("dp2 plain", "tp2", "tp2 of one key-value head", "fsdp2")
 
 
 @pytest.mark.first(4, others=pytest.mark.nightly)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in LAYOUTS]
 )
@@ -204,7 +204,6 @@ def test_every_layout_computes_with_the_weights_that_whole_matrices_give(worlds,
 
 
 @pytest.mark.first(2, others=pytest.mark.nightly)
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 @pytest.mark.parametrize("saved", [{"offload": 1.0}, {"matrices": "muon"}])
 def test_the_optimizer_updates_the_weights_that_are_not_rounded(backend, saved):
@@ -226,8 +225,7 @@ def trainer_of(backend: type[Backend], dtype: torch.dtype = torch.float32) -> Ba
     return trainer
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", [Trainer, FsdpTrainer])
 def test_a_resume_goes_on_to_the_bit(backend, dtype, tmp_path: Path):
     trainer, resumed = (trainer_of(backend, dtype) for _ in range(2))

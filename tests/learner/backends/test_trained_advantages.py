@@ -42,6 +42,8 @@ from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import VOCAB, hf_state, reference_logits, tiny_model
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
 STEPS, GROUPS, ROLLOUTS = 2, 3, 4
 POLICY, REFERENCE = 0, 1
@@ -314,7 +316,6 @@ def assert_as_expected(name: str, steps, weights, kept) -> None:
     assert list(kept.values()) == pytest.approx([expected_kept] if name in ("rae", "plugin") else [])
 
 
-@pytest.mark.first(4, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_steps_follow_plain_torch_adamw_on_advantages_by_their_formula(name):
     steps, weights, kept, _ = train(name, {})
@@ -328,7 +329,6 @@ def test_every_advantage_is_trained_here_but_for_that_of_a_critic():
 
 
 @pytest.mark.first(2, others=pytest.mark.nightly)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ALL_RANKS)
 def test_two_ranks_train_as_one_does_on_the_same_bits(worlds, name):
     _, _, kept, digests = train(name, {})
@@ -341,7 +341,6 @@ def test_two_ranks_train_as_one_does_on_the_same_bits(worlds, name):
             assert digests_there == digests
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"context": 2}], ids=str)
 def test_ranks_that_share_a_sequence_have_the_same_advantages(worlds, layout):
     name = "reinforce_pp, kl in the reward"

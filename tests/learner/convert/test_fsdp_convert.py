@@ -16,6 +16,8 @@ from learner.data.packing import pack
 from storage.disk.checkpoints import latest
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def saved(root, family="qwen3", kind=FsdpTrainer, **settings):
     model = tiny_model(family)
@@ -25,7 +27,7 @@ def saved(root, family="qwen3", kind=FsdpTrainer, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_transformers_loads_the_weights_of_a_checkpoint_to_the_bit(tmp_path, family):
     trainer = saved(tmp_path / "checkpoints", family)
     done = fsdp_to_hf(tmp_path / "checkpoints", tmp_path / "hf", shard_bytes=50_000)

@@ -14,6 +14,8 @@ from storage.weights.quantisation import CONVERTIBLE, is_quantised
 from tests.learner.fp8_reference import rounded
 from tests.learner.tiny import hf_state, tiny_model
 
+pytestmark = pytest.mark.slow
+
 NAMES = [name for name in CONVERTIBLE if name != "int4"]
 E4M3, F32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -43,7 +45,6 @@ def equal_bits(one, other):
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
-@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", F32), ("qwen3_moe", BF16)])
 def test_there_and_back_every_weight_is_what_fp8_makes_of_it(tmp_path, name, family, dtype):

@@ -17,6 +17,8 @@ from tests.learner.division import divide_world
 from tests.learner.stored_rollouts import stored_rollouts
 from tests.learner.tiny import hf_state, tiny_model
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(max_new_tokens=24)
 
 
@@ -43,7 +45,6 @@ def figures(model, groups, lr=1e-4, **settings):
     return result.diagnostics, batch.xxh3()
 
 
-@pytest.mark.slow
 def test_replay_takes_away_what_other_experts_add_to_the_mismatch(model, stored):
     own, own_digest = figures(model, [stored])
     replayed, digest = figures(model, [stored], router_replay="engine")

@@ -25,6 +25,8 @@ from tests.learner.logprobs.served_model import ServedModel, Spoil
 from tests.learner.logprobs.served_steps import groups_of, stepped, teacher
 from tests.learner.tiny import VOCAB
 
+pytestmark = pytest.mark.slow
+
 AWAY = "http://127.0.0.1:9"
 """An address at which nobody answers."""
 
@@ -55,7 +57,6 @@ KINDS: dict[str, list[dict]] = {
 }
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_with_a_teacher_behind_a_server_are_those_with_its_directory(kind):
     def learner(**where: object) -> LearnerConfig:

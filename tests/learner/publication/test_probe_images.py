@@ -26,6 +26,8 @@ from storage.images.reader import ImageReader
 from tests.learner.tiny import TIS
 from tests.pictures import SIZES, TINY, vision_directory
 
+pytestmark = pytest.mark.slow
+
 BLOB = BlobRef(subject="blob", chunks=1, size_bytes=1, digest="")
 
 
@@ -67,7 +69,6 @@ def manifest(version: int, probe: Probe) -> PolicyManifest:
     return decode(encode(given), PolicyManifest)  # the image travels with it
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 async def test_a_tower_that_was_not_updated_is_named_and_one_that_was_is_not(fleet, trainer, reader):
     check = ProbeCheck(fleet, bound_nats=100.0)  # the versions before tell it without the bound
     await fleet.load_weights(trainer.export(), 0)
@@ -91,7 +92,6 @@ async def test_a_tower_that_was_not_updated_is_named_and_one_that_was_is_not(fle
     assert check.alarms == {}
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 async def test_another_tower_than_any_version_had_is_told_by_the_bound_on_the_image_alone(
     fleet, trainer, reader
 ):
@@ -136,7 +136,6 @@ def test_a_context_without_room_for_the_image_is_probed_with_text(tmp_path, cont
     assert [len(sample.token_ids) for sample in samples if sample.images] == shows
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_log_probs_and_images_that_do_not_belong_to_the_probe_are_refused(trainer, reader):
     probe = scored_probe(trainer, reader)
     probe.check()

@@ -37,7 +37,7 @@ from storage.weights.tensors import Weights
 from tests.actors.weights.test_received import Recording, damage
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 
 SERVED = ServedAdapters(rank=2, scale=1.5, modules=tuple(sorted(KNOWN)), versions=6)
@@ -87,9 +87,10 @@ def assert_trained(weights, trainer):
 
 @pytest.mark.parametrize(
     "decomposed",
-    [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="with lengths of rows")],
+    [False, True],
+    ids=["plain", "with lengths of rows"],
 )
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path, dtype, decomposed):
     learner = Learner(bus, tmp_path, dtype, decomposed=decomposed)
     await learner.publisher.start(tmp_path)
@@ -109,7 +110,6 @@ async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path,
     assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "backend", "decomposed"),
     [

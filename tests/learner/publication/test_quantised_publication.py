@@ -27,7 +27,7 @@ from storage.weights.quantisation import FORMATS, with_scales
 from tests.learner.fp8_reference import served
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
 NAMES = list(FORMATS)
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 128}
 """Sizes of a model whose layers have groups of 128 columns."""
@@ -64,7 +64,6 @@ class Learning:
         return served(self.trainer.export(), name)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(bus, tmp_path, name):
     learning = await Learning(bus, "qwen3_moe", name).start(tmp_path)
@@ -88,10 +87,9 @@ async def test_an_engine_has_to_the_bit_what_fp8_makes_of_the_learners_weights(b
     assert any(not torch.equal(own[key], wanted[key]) for key in own)  # the learner's are as they were
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("fp8_block", "int4") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    NAMES,
 )
 async def test_engine_and_learner_differ_by_kernels_alone_where_the_learner_rounds_its_weights(
     bus, tmp_path, name
@@ -116,7 +114,6 @@ async def test_engine_and_learner_differ_by_kernels_alone_where_the_learner_roun
     assert differences[1] < 2e-5
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_tensor", "int4"])
 async def test_deltas_of_codes_and_scales_lead_to_what_a_snapshot_would_have(bus, tmp_path, name):
     learning = await Learning(bus, "qwen3", name, snapshot_every=99).start(tmp_path)
@@ -179,7 +176,6 @@ async def publish_by(bus, directory, name, version, **config):
     return await made.publish(tensors, policy_version=version, stage="rl", trains_from=0)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [

@@ -9,12 +9,14 @@ from storage.built_in_tasks.generators import TASKS, generate_task, load_demonst
 from storage.prompt_files.dataset import load_prompts
 from storage.settings.data import PromptKeys
 
+pytestmark = pytest.mark.slow
+
 KEYS = PromptKeys()
 
 
 @pytest.fixture(
     scope="module",
-    params=["sort", *(pytest.param(name, marks=pytest.mark.slow) for name in ("addition", "product"))],
+    params=["sort", "addition", "product"],
 )
 def generated(request, tmp_path_factory):
     return request.param, generate_task(request.param, tmp_path_factory.mktemp(request.param), seed=1)
@@ -35,7 +37,6 @@ def test_a_task_writes_the_promised_numbers_of_distinct_prompts(generated):
     )
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_heldout_prompts_appear_in_no_training_file_and_depend_on_no_seed(generated, tmp_path):
     name, files = generated
     heldout = {p.content for p in load_prompts(files.heldout, KEYS)}
@@ -159,7 +160,6 @@ def test_repairs_have_a_repository_and_a_check_and_wrong_demonstrations_repair_n
     assert len({turn for _, turn in wrong}) > 10
 
 
-@pytest.mark.slow
 def test_wrong_sorts_are_half_descending_and_half_copied(tmp_path):
     files = generate_task("sort", tmp_path, seed=3)
     rows = [
@@ -173,7 +173,6 @@ def test_wrong_sorts_are_half_descending_and_half_copied(tmp_path):
     assert descending / len(wrong) == pytest.approx(0.5, abs=0.02)
 
 
-@pytest.mark.slow
 def test_the_same_seed_writes_nothing_twice_and_another_seed_writes_again(tmp_path):
     files = generate_task("addition", tmp_path, seed=1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}

@@ -8,6 +8,8 @@ from storage.built_in_tasks.lookup_tasks import NAMES, SHOP_TOOLS, shop_answer
 from storage.prompt_files.dataset import load_prompts
 from storage.settings.data import PromptKeys
 
+pytestmark = pytest.mark.slow
+
 KEYS = PromptKeys()
 
 
@@ -32,8 +34,6 @@ def known(question: str, facts: dict[str, str]) -> str:
     return shop_answer(kind, name) if kind in SHOP_TOOLS else facts[asked]
 
 
-@pytest.mark.slow
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_every_label_is_what_the_corpus_or_the_shop_says(generated, facts):
     name, own, heldout, _ = generated
     prompts = [*own, *heldout]
@@ -41,7 +41,6 @@ def test_every_label_is_what_the_corpus_or_the_shop_says(generated, facts):
     assert all(row.label == known(row.content, facts) for row in prompts)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_held_out_questions_are_asked_in_no_demonstration(generated):
     name, prompts, held_out, demonstrations = generated
     heldout = {row.content for row in held_out}

@@ -12,6 +12,8 @@ from bus.errors import ConfigError
 from storage.exact_arithmetic import attention, elementary, functions, self_check, softmax, sums
 from storage.exact_arithmetic.self_check import refuse_other_arithmetic
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

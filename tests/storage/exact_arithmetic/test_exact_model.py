@@ -15,6 +15,8 @@ from storage.exact_arithmetic.exact_model import make_exact
 from tests.learner.tiny import tiny_config
 from tests.storage.exact_arithmetic.test_exact_arithmetic import two_threads
 
+pytestmark = pytest.mark.slow
+
 KIND = "tests_exact"
 
 
@@ -38,7 +40,6 @@ def exact_model(family: str, **changes: object):
     return model
 
 
-@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.no_grad()
 def test_logits_of_a_token_do_not_depend_on_the_batch_and_are_near_the_models_own(family):

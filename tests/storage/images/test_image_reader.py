@@ -18,6 +18,8 @@ from storage.images.positions import rope_delta, rope_positions
 from storage.images.reader import ImageReader
 from tests.pictures import image_part, picture, vision_directory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

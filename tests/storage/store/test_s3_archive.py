@@ -19,6 +19,8 @@ from storage.store.retention import Retention, keep_house
 from tests.factories import make_trajectory
 from tests.storage.serving import LearnerStandIn, running, send_groups, serving, until
 
+pytestmark = pytest.mark.slow
+
 ARCHIVE = "s3://bucket/replay/test"
 
 
@@ -51,7 +53,6 @@ def test_segment_comes_back_from_a_bucket_bit_for_bit(object_store, tmp_path):
         assert [encode(t) for t in store.read([0, 1])] == [encode(t) for t in (*group(0), *group(1))]
 
 
-@pytest.mark.slow
 @pytest.mark.nats
 @pytest.mark.usefixtures("quick", "quick_housekeeping")
 async def test_nothing_is_removed_while_the_server_is_away_and_all_is_archived_when_it_is_back(
@@ -78,7 +79,6 @@ async def test_nothing_is_removed_while_the_server_is_away_and_all_is_archived_w
     assert restore(tmp_path / "0", ARCHIVE) == ["segment_00000000"]
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("missing", ["bucket", "credentials"])
 def test_archive_that_cannot_be_used_is_refused_at_the_start(object_store, monkeypatch, missing):
     if missing == "credentials":
@@ -100,7 +100,6 @@ def test_archive_that_can_be_used_is_left_as_it_was(object_store, tmp_path):
     assert list((tmp_path / "archive").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_archive_that_is_away_at_the_start_is_warned_of(object_store):
     object_store.kill()
     with capture_logs() as said:

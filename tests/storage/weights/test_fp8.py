@@ -22,6 +22,8 @@ from storage.weights.quantisation import (
 from storage.weights.quantised_tensors import quantised
 from storage.weights.tensors import HostTensor
 
+pytestmark = pytest.mark.slow
+
 BLOCK, UE8M0, TENSOR = (FORMATS[name] for name in ("fp8_block", "fp8_ue8m0", "fp8_tensor"))
 NAME = "model.layers.0.mlp.up_proj.weight"
 E4M3 = torch.float8_e4m3fn

@@ -25,6 +25,8 @@ from tests.learner.division import divide_world
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 17, 2, 32, 9, 20]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, eps=1e-4)
 REPLAYING = Objective(ReinforceLoss(), TokenTIS(), replays_routing=True)
@@ -35,16 +37,11 @@ MIXTURES = {
     "qwen3_moe": {}, "mixtral": {}, "qwen2_moe": SHARED, "glm4_moe": {}, "deepseek_v3": {}, "gpt_oss": {},
     "lfm2_moe": {}, "qwen3_next": {}, "qwen3_5_moe": {},
 }  # fmt: skip
-IN_EVERY_RUN = ("qwen3_moe", "qwen3_next")
 
 
 def model_of(family: str):
     changes = MIXTURES[family]
     return family_model(family) if family in FAMILIES else tiny_model(family, **changes)
-
-
-def all_mixtures():
-    return [pytest.param(n, marks=() if n in IN_EVERY_RUN else pytest.mark.slow) for n in MIXTURES]
 
 
 def steps_of(backend: str, family: str, parallel: ParallelConfig = UNDIVIDED, *, names_experts: bool = True):
@@ -75,8 +72,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.first(3, others=pytest.mark.nightly)
-@pytest.mark.first(1, others=pytest.mark.slow)
-@pytest.mark.parametrize("family", all_mixtures())
+@pytest.mark.parametrize("family", MIXTURES)
 def test_steps_with_given_experts_are_those_of_transformers_and_others_than_without(family):
     steps, figures, weights = steps_of("fsdp", family)
     model = model_of(family)
@@ -98,13 +94,11 @@ def test_each_step_is_megatrons_also_where_layers_are_computed_again():
     assert_same(steps_of("fsdp", "qwen3_moe", ParallelConfig(recompute="full")), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_each_step_is_megatrons(family):
     assert_same(steps_of("fsdp", family), steps_of("megatron", family))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_each_step_of_two_ranks_is_megatrons(worlds, family):
     ours, theirs = (worlds.run(2, steps_of, backend, family)[0] for backend in ("fsdp", "megatron"))
@@ -112,8 +106,7 @@ def test_each_step_of_two_ranks_is_megatrons(worlds, family):
 
 
 @pytest.mark.first(3, others=pytest.mark.nightly)
-@pytest.mark.first(1, others=pytest.mark.slow)
-@pytest.mark.parametrize("family", all_mixtures())
+@pytest.mark.parametrize("family", MIXTURES)
 def test_a_pass_notes_where_it_sends_tokens_and_a_step_sends_them_there(family):
     model = model_of(family)
     trainer = FsdpTrainer(model.config, hf_state(model), OPTIMIZER)

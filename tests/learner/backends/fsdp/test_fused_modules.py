@@ -20,6 +20,8 @@ from tests.learner.backends.fsdp.families import FAMILIES, family_model
 from tests.learner.plain_kernels import plain_kernels
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow
+
 FOUND = {
     "llama with scaled rope": (5, 2, 2),
     "gemma3": (13, 2, 2),
@@ -50,7 +52,6 @@ def gradients(hf_model, tokens):
     return logits, {name: each.grad for name, each in hf_model.named_parameters() if each.grad is not None}
 
 
-@pytest.mark.first(6, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_computes_what_it_did(family):
     ours, theirs = family_model(family), family_model(family)
@@ -160,7 +161,6 @@ def test_what_rotates_neighbours_stays(monkeypatch):
     assert FusedModules(tiny_model("llama")).rotations == 0
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [
@@ -253,7 +253,6 @@ def test_a_rank_that_is_alone_rounds_its_weights_once_in_a_step(monkeypatch):
     assert all(torch.equal(weights[name], each) for name, each in expected_weights.items())
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "settings", [{"parallel": ParallelConfig(recompute="full")}, {"lora": LoraConfig(rank=4)}]
 )
@@ -261,7 +260,6 @@ def test_weights_lie_in_memory_once_where_it_is_to_be_saved(settings):
     assert steps_in_bfloat16(**settings)[2]
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize(("room", "is_divided"), [(0.99, True), (1.01, False)])
 def test_weights_lie_in_memory_once_where_it_is_short(monkeypatch, room, is_divided):
     count = sum(each.numel() for each in tiny_model("qwen3").parameters())

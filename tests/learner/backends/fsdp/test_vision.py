@@ -32,6 +32,8 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples
 from tests.pictures import TINY, picture
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [20, 17, 12, 32, 9]
 PICTURES = [(16, 24), (8, 8), (40, 16)]
 """Heights and widths: of 6, 1 and 10 tokens."""
@@ -98,7 +100,6 @@ def reference_of(directory: Path):
     return model
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_log_probs_of_a_mixed_pack_are_those_of_transformers_for_each_sequence(directory):
     trainer, reference = trainer_of(directory), reference_of(directory)
     samples = mixed_samples(trainer.model.vision.reader)
@@ -113,7 +114,6 @@ def test_log_probs_of_a_mixed_pack_are_those_of_transformers_for_each_sequence(d
     assert (found[trained] - wanted[trained]).abs().max() < 1e-5
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_steps_follow_plain_transformers_and_adamw(directory):
     trainer, reference = trainer_of(directory), reference_of(directory)
     optimizer = reference_optimizer(reference, OPTIMIZER)
@@ -138,7 +138,6 @@ def test_steps_follow_plain_transformers_and_adamw(directory):
         assert any(not torch.equal(exported[n], before[n]) for n in exported if tower in n), tower
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_a_tower_passes_each_image_once_and_a_pack_without_images_too(directory, monkeypatch):
     trainer = trainer_of(directory)
     seen, original = [], trainer.model.hf.get_image_features
@@ -153,7 +152,6 @@ def test_a_tower_passes_each_image_once_and_a_pack_without_images_too(directory,
     assert seen == [3, 1]
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_a_sampled_token_like_an_images_is_a_token(directory):
     trainer = trainer_of(directory)
     [sample] = random_samples([12])
@@ -166,8 +164,6 @@ def test_a_sampled_token_like_an_images_is_a_token(directory):
     assert scores.logprobs[7] == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(directory, tmp_path):
     trainer = trainer_of(directory)
     reader = trainer.model.vision.reader
@@ -181,7 +177,6 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(directory, tmp_path):
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 async def test_the_engine_samples_published_weights_with_the_learners_log_probs(directory):
     trainer = trainer_of(directory)
     reader = trainer.model.vision.reader
@@ -211,7 +206,6 @@ def published(trainer: FsdpTrainer) -> dict[str, bytes]:
     return {name: tensor.words.tobytes() for name, tensor in tensors.items()}
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_what_is_published_has_all_towers_and_a_step_changes_all_of_it(directory):
     trainer = trainer_of(directory)
     before = published(trainer)
@@ -234,7 +228,6 @@ def test_adapters_train_and_merge_in_both_towers(directory):
     assert changed == {True, False}
 
 
-@pytest.mark.slow
 def test_recomputing_layers_changes_no_result(directory):
     found = []
     for parallel in (UNDIVIDED, ParallelConfig(recompute="full")):
@@ -260,21 +253,18 @@ def steps_of_a_rank(directory: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.first(1, others=pytest.mark.nightly)
-@pytest.mark.slow
 def test_a_rank_without_images_takes_part_in_the_tower(directory, worlds):
     found, _ = worlds.run(2, steps_of_a_rank, directory)
     for name, weight in steps_of_a_rank(directory).items():
         assert np.abs(found[name] - weight).max() < 1e-5, name
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_a_pack_that_is_not_what_transformers_computes_is_refused(directory, monkeypatch):
     monkeypatch.setattr(vision, "rope_positions", lambda length, images: np.arange(length)[None].repeat(3, 0))
     with pytest.raises(ConfigError, match="nats from transformers' own of each sequence"):
         trainer_of(directory)
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 def test_muon_trains_the_language_model_of_a_frozen_tower_and_refuses_the_tower(directory):
     hf_config, state = load_hf_directory(directory)
     images, muon = ImageReader.of(directory), OptimizerConfig(lr=1e-2, matrices="muon")

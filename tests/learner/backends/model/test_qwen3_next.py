@@ -39,6 +39,8 @@ from tests.learner.tiny import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 60, 1, 32, 9]
 OVER_CHUNKS = [1, 150, 3, 64, 2, 65, 130, 4, 71]
 """The delta rule is computed for 64 tokens at a time, and the convolution looks at 4."""
@@ -54,7 +56,6 @@ def rotated(share: float) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": share}}
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("family", DELTA_FAMILIES)
 @torch.no_grad()
 def test_logits_of_a_pack_are_those_of_each_sequence_alone(family):
@@ -62,7 +63,6 @@ def test_logits_of_a_pack_are_those_of_each_sequence_alone(family):
     assert (found - expected).abs().max() < 1e-5
 
 
-@pytest.mark.first(3, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -88,7 +88,6 @@ def test_logits_are_those_of_transformers_and_each_setting_matters(changes):
     assert (found - other).abs().max() > 1e-2
 
 
-@pytest.mark.first(2, others=pytest.mark.slow)
 @pytest.mark.parametrize(
     "name",
     [
@@ -113,7 +112,6 @@ def test_each_of_these_weights_matters(name):
     assert (found - reference_logits(reference, samples)).abs().max() < 1e-5
 
 
-@pytest.mark.first(1, others=pytest.mark.slow)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.filterwarnings("ignore:If you are using transformer_engine")
 def test_gradients_of_a_pack_are_those_of_each_sequence_alone(recompute):
@@ -160,7 +158,6 @@ def test_heads_for_several_next_tokens_are_exported_as_they_came_and_not_served_
     assert prepare_weights(model, exported, complete=True).keys() == model.state_dict().keys()
 
 
-@pytest.mark.slow
 def test_conversion_keeps_heads_for_several_next_tokens_there_and_back(tmp_path):
     tiny_model("qwen3_next").save_pretrained(tmp_path / "hf")
     [file] = (tmp_path / "hf").glob("*.safetensors")
