@@ -1,4 +1,4 @@
-"""A run begins with the weights of another run's checkpoint (`model.from_run`), with its optimizer or without."""
+"""A run begins with the weights of another run's checkpoint (`model.from_run`), optimizer by choice."""
 
 import shutil
 from dataclasses import asdict
@@ -100,7 +100,7 @@ def test_what_cannot_be_begun_with_is_refused_by_name(tmp_path):
         chosen_checkpoint(tmp_path, "stf")
     with pytest.raises(ConfigError, match="run 'sft' has no checkpoint of step 4: there are 0, 2;"):
         chosen_checkpoint(tmp_path, "sft@4")
-    with pytest.raises(ConfigError, match="model.from_run: it is RUN or RUN@STEP"):
+    with pytest.raises(ConfigError, match=r"model\.from_run: it is RUN or RUN@STEP"):
         config_of(tmp_path, "rl", "fsdp", model={"from_run": "sft@last"})
     with pytest.raises(ConfigError, match="from_optimizer=true needs from_run"):
         config_of(tmp_path, "rl", "fsdp", model={"from_optimizer": True})
