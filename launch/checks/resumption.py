@@ -1,11 +1,8 @@
 """What a run is told that is started again: that it is over, or what is other than before."""
 
-from collections.abc import Mapping
-
 from bus.codec import Json
-from launch.run_view.run_files import NOT_COMPARED, RunFiles
+from launch.run_view.run_files import RunFiles, changed_settings, told_changes
 from launch.settings.run_config import RunConfig
-from launch.settings.sources import by_name
 from storage.disk.run_directory import RunDirectory
 
 SHOWN = 12
@@ -28,10 +25,16 @@ def over(config: RunConfig, run: RunDirectory) -> str | None:
     if saved.get("stage") != "done":
         return None
     step, target = int(str(saved.get("step", 0))), config.learner.target_accuracy
+    taught = int(str(saved.get("warmup_step", 0)))
+    if not config.learner.steps and config.warmup.steps > taught:
+        return (
+            f"it has trained {taught} steps on demonstrations, and is not extended to {config.warmup.steps}: "
+            f"`launch local --from {config.run}` begins another run with its weights"
+        )
     if not config.learner.steps:
         return (
-            f"it has trained {saved.get('warmup_step', 0)} steps on demonstrations: give prompts, a reward "
-            "and --learner.steps to have reinforcement learning follow"
+            f"it has trained {taught} steps on demonstrations: give prompts, a reward and --learner.steps to "
+            "have reinforcement learning follow"
         )
     if step >= config.learner.steps:
         return f"it has trained {step} steps: give a higher --learner.steps to have it go on"
@@ -47,30 +50,26 @@ def over(config: RunConfig, run: RunDirectory) -> str | None:
 
 
 def remarks(config: RunConfig, run: RunDirectory) -> list[str]:
-    """Say where a run that was begun before goes on, and with which other settings than it had."""
+    """Say where a run that was begun before goes on, and which of its settings have changed."""
     said = []
     files = RunFiles(run.path)
     saved = files.progress or {}
     if saved.get("stage") == "done":
         step, steps = saved.get("step"), config.learner.steps
         said.append(f"Run {config.run!r} had ended after step {step}, and goes on to step {steps}.")
-    before, now = files.settings, by_name(config.model_dump(mode="json"))
-    other = [
-        f"{name}={_shown(now, name)} (it was {_shown(before, name)})"
-        for name in dict.fromkeys([*before, *now])
-        if before and name.partition(".")[0] not in NOT_COMPARED and before.get(name) != now.get(name)
-    ]
-    if other:
-        more = f", and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-        said.append(f"Other settings than at the last start: {', '.join(other[:SHOWN])}{more}.")
+    changes = told_changes(changed_settings(files.settings, config))
+    if changes:
+        more = (
+            [f"and {len(changes) - SHOWN} more, which `launch runs show` names"]
+            if len(changes) > SHOWN
+            else []
+        )
+        said.append(
+            "\n  ".join(["Settings that have changed since the last start:", *changes[:SHOWN], *more])
+        )
     return said
 
 
 def stage_of(run: RunDirectory) -> Json:
     """Return the stage in which the run's learner last ended; None where it never did."""
     return (RunFiles(run.path).progress or {}).get("stage")
-
-
-def _shown(settings: Mapping[str, object], name: str) -> str:
-    value = settings.get(name)
-    return "none" if value is None else str(value)

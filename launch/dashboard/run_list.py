@@ -6,7 +6,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.errors import ConfigError
 from launch.run_view.recorded_runs import RecordedRun, recorded_runs
-from launch.run_view.run_files import RunFiles
+from launch.run_view.run_files import RunFiles, told_changes
 from storage.disk.run_directory import RunDirectory, run_directories, written_s
 
 
@@ -52,6 +52,7 @@ def _facts(run: RecordedRun, here: bool) -> dict[str, Json]:
         "host": start.host if start else None,
         "commit": start.git_commit if start else None,
         "command": [*start.argv] if start else None,
+        "changed": [*told_changes(files.latest_start.changed)] if files.latest_start else [],
         "packages": {**start.packages} if start else None,
         "used_s": written_s(files.path),
         "last_time_s": files.latest_rows[-1].get("time_s") if files.latest_rows else None,

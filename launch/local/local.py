@@ -28,6 +28,7 @@ from launch.process.ranks import SMALLER_LEARNER
 from launch.process.run_ending import noted_ending
 from launch.run_view.monitor import RunMonitor, RunSettings, watch
 from launch.run_view.recorded_runs import going_on
+from launch.run_view.run_files import RunFiles, changed_settings
 from launch.screens.conclusion import conclude
 from launch.screens.summary import Summary, print_summary
 from launch.screens.terminal_view import TerminalView
@@ -111,8 +112,9 @@ async def _supervise(
     if own_bus:
         bus = config.bus.model_copy(update={"url": f"nats://{HOST}:{free_port(HOST)}"})
         config = config.model_copy(update={"bus": bus})
+    changed = changed_settings(RunFiles(run.path, lenient=True).settings, config)
     run.config.write_text(config.model_dump_json(indent=2))
-    run.write_provenance()
+    run.write_provenance(changed)
     started = time.monotonic()
     monitor = RunMonitor(RunSettings.of_run(config))
     supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])

@@ -1,6 +1,6 @@
 """What the files of a run's directory say of it: every command and every screen reads them here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -44,6 +44,8 @@ class Start(BaseModel):
     git_commit: str | None = None
     argv: list[str] = []
     packages: dict[str, str | None] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
+    """Settings that were other than at the start before: each as it was and as it became."""
 
 
 class _Progress(BaseModel):
@@ -112,10 +114,21 @@ class RunFiles:
         """Return each start of the run, the first one first."""
         return self._json("provenance.json", STARTS, PROVENANCE_REMEDY)[1] or []
 
+    @property
+    def latest_start(self) -> Start | None:
+        """Return the latest start by a user: `launch local` starts its storage by itself."""
+        by_user = [start for start in self.starts if "--no-summary" not in start.argv]
+        return next(reversed(by_user or self.starts), None)
+
     @cached_property
     def settings(self) -> dict[str, Json]:
         """Return the run's settings by name, such as learner.steps; none for a run that has recorded none."""
         return by_name(self._json("config.json", SETTINGS, SETTINGS_REMEDY)[1] or {})
+
+    @property
+    def learner_settings(self) -> dict[str, Json]:
+        """Return those that the run's learner had when it last started; none where it never did."""
+        return by_name(self._json("learner.json", SETTINGS, SETTINGS_REMEDY)[1] or {})
 
     @property
     def chosen_settings(self) -> dict[str, Json]:
@@ -255,6 +268,25 @@ def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
     if not found:
         raise ConfigError(f"{run.path} does not hold the run's settings: give them with --config")
     return resolve(config_file(found[0]), {"run": run.name})
+
+
+def changed_settings(before: Mapping[str, Json], config: RunConfig) -> dict[str, list[Json]]:
+    """Return the settings, but for those of where a run is, that are other than `before`, each as it was and
+    as it is; none of a run that has recorded none."""
+    now = by_name(config.model_dump(mode="json"))
+    return {
+        name: [before.get(name), now.get(name)] for name in dict.fromkeys([*before, *now])
+        if before and name.partition(".")[0] not in NOT_COMPARED and before.get(name) != now.get(name)
+    }  # fmt: skip
+
+
+def told_changes(changed: Mapping[str, Sequence[Json]]) -> list[str]:
+    """Return each setting that changed, as `learner.steps: 4 -> 6`."""
+    return [f"{name}: {' -> '.join(map(_told, values))}" for name, values in changed.items()]
+
+
+def _told(value: Json) -> str:
+    return "none" if value is None else str(value)
 
 
 def _default_of_its_table(name: str) -> Json:

@@ -14,7 +14,7 @@ from rich.text import Text
 from bus.codec import Json
 from launch.run_view.history import History, Step
 from launch.run_view.recorded_runs import NO_RUNS, RecordedRun, bytes_of, recorded_runs
-from launch.run_view.run_files import NOT_COMPARED, RunFiles, Start
+from launch.run_view.run_files import NOT_COMPARED, RunFiles, Start, told_changes
 from launch.run_view.units import UNKNOWN, duration, fraction, size
 
 COLOURS = {"training": "green", "finished": "cyan", "unseen": "yellow"} | dict.fromkeys(
@@ -50,16 +50,15 @@ def whole_run(path: Path) -> dict[str, Any]:
     if run.state == "damaged":
         return run.to_json()
     files = RunFiles(path)
-    starts = files.starts
-    last = starts[-1] if starts else None
-    started_by_hand = [start for start in starts if "--no-summary" not in start.argv]
+    last = files.latest_start
     return {
         **run.to_json(),
         "bus": files.settings.get("bus.url"),
         "host": last.host if last else None,
         "git_commit": last.git_commit if last else None,
         "packages": last.packages if last else {},
-        "command": (started_by_hand or starts)[-1].argv if starts else [],
+        "command": last.argv if last else [],
+        "changed": told_changes(last.changed) if last else [],
         "settings": files.chosen_settings,
         "evaluations": {
             str(version): found.sampled for version, found in files.history().evaluations.items()
@@ -96,6 +95,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "bus", str(found["bus"] or UNKNOWN)
     yield "code", str(found["git_commit"] or found["packages"].get("sluice-rl", UNKNOWN))
     yield "last command", " ".join(found["command"])
+    if found["changed"]:
+        yield "changed then", "\n".join(found["changed"])
     yield "progress", f"{found['stage']}, step {found['step']} of {found['steps'] or UNKNOWN}"
     yield "reward", f"{fraction(found['reward'])}, mean of the last {RECENT_STEPS} steps"
     measured = list(found["evaluations"].items())[-5:]

@@ -11,6 +11,7 @@ from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from bus.process.process_tuning import no_collections
 from launch.process.run_connection import connected, joined
+from launch.run_view.run_files import RunFiles, changed_settings, told_changes
 from launch.services.first_weights import first_model
 from launch.settings.run_config import RunConfig, policy_config
 from learner.config.parallel import WorldConfig
@@ -66,6 +67,9 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
         from learner.run.service import run
 
     def record() -> None:  # not before: a learner that is refused has trained nothing
+        before = RunFiles(directory.path, lenient=True).learner_settings
+        if changed := changed_settings(before, config):
+            log.info("settings_changed", since_last_start=told_changes(changed))
         write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
 
     settings, demonstrations = await asyncio.to_thread(learner_settings, config, directory)

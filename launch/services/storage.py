@@ -6,15 +6,20 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import structlog
+
 from bus.policy_names import DEFAULT_POLICY
 from launch.model_files.model_directory import model_here, refuse_full_context
 from launch.model_files.vision_checks import counts_images
 from launch.process.run_connection import connected, joined
 from launch.process.run_ending import noted_ending
 from launch.process.settings_revision import refuse_unapplied, revision_of
+from launch.run_view.run_files import RunFiles, changed_settings, told_changes
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.run_directory import RunDirectory
+
+log = structlog.get_logger()
 
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool = True) -> None:
@@ -31,7 +36,10 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     refuse_full_context(config)
     refuse_nobody_rolls_out(config)
     directory = RunDirectory(config.directory, config.run)
-    directory.write_provenance()
+    changed = changed_settings(RunFiles(directory.path, lenient=True).settings, config)
+    directory.write_provenance(changed)
+    if changed:
+        log.info("settings_changed", since_last_start=told_changes(changed))
     with noted_ending(directory, stop) if summary else nullcontext():
         await _serve_from(config, directory, stop, summary=summary)
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -188,14 +188,16 @@ class RunDirectory:
         """Replace the file at once and durably by `value` as indented JSON."""
         write_json(path, value)
 
-    def write_provenance(self) -> None:
+    def write_provenance(self, changed: Mapping[str, Json] | None = None) -> None:
         """Record this start of the run after the earlier ones, as a list: the first and the latest are kept.
+
+        `changed` are settings that are other than at the start before.
 
         Raises `ConfigError` as `refuse_unwritable` and `refuse_other_format` do.
         """
         self.refuse_unwritable()
         self.refuse_other_format()
-        starts = [*self._starts(), provenance() | {"format": FORMAT}]
+        starts = [*self._starts(), provenance() | {"format": FORMAT, "changed": {**(changed or {})}}]
         write_json(self.provenance, [*starts[:1], *starts[1:][-STARTS_KEPT:]])
 
     def refuse_unwritable(self) -> None:

@@ -28,12 +28,13 @@ export class Overview {
     this.words = make("section", { class: "words", "aria-live": "polite", "aria-labelledby": "words-title" });
     this.alerts = make("section", { class: "words", "aria-label": "Alerts", hidden: true });
     this.facts = make("dl", { class: "facts" });
+    this.changed = make("p", { class: "note", hidden: true });
     this.flow = make("section", { "aria-label": "Flow" });
     this.grid = make("div", { class: "charts" });
     this.note = make("p", { class: "note", role: "status", hidden: true });
     this.more = make("details", { class: "more", ontoggle: () => this.showMore() }, make("summary", {}, "All other metrics"));
     content.replaceChildren(
-      make("h1", { class: "visually-hidden" }, `Run ${run}`), this.words, this.alerts, this.facts, this.flow,
+      make("h1", { class: "visually-hidden" }, `Run ${run}`), this.words, this.alerts, this.facts, this.changed, this.flow,
       make("section", { "aria-label": "Curves" },
         make("div", { class: "section-head" }, make("h2", {}, "Curves"), make("div", { class: "controls" },
           choice("Horizontal axis", [["step", "steps"], ["time", "time"]], this.by, (by) => { this.by = by; this.draw(); }),
@@ -80,6 +81,8 @@ export class Overview {
     show(this.words, make("h2", { id: "words-title" }, "What waits for what"), this.sentences(report));
     show(this.facts, this.figures(report).map(([label, shown, more]) =>
       make("div", {}, make("dt", {}, label), make("dd", {}, shown, more ? make("small", {}, ` ${more}`) : null))));
+    this.changed.hidden = this.known.changed.length === 0;
+    this.changed.textContent = `Settings that changed at the last start: ${this.known.changed.join(", ")}.`;
     show(this.flow, this.status?.live ? flowPicture(this.status.flow) : "");
   }
 

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from launch.checks.resumption import over, remarks
+from launch.dashboard.run_list import facts_of_runs
+from launch.run_view.run_files import RunFiles, changed_settings
+from launch.screens.run_tables import whole_run
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 
@@ -14,7 +17,7 @@ def config(steps: int, target: float | None = None, lr: float = 1e-4, **layer: o
     return RunConfig.model_validate({"run": "mine", "learner": learner, **layer})
 
 
-SUPERVISED = config(0, warmup={"steps": 9, "demonstrations": "chats.jsonl"})
+SUPERVISED = config(0, warmup={"steps": 7, "demonstrations": "chats.jsonl"})
 
 
 @pytest.fixture
@@ -57,9 +60,26 @@ def test_a_run_that_has_ended_goes_on_where_it_is_asked_for_more(ended, reached,
 def test_a_run_that_goes_on_names_what_is_set_otherwise(ended):
     [to, other] = remarks(config(6, lr=2e-4), ended(reached=False))
     assert to == "Run 'mine' had ended after step 4, and goes on to step 6."
-    assert other == (
-        "Other settings than at the last start: learner.steps=6 (it was 4), "
-        "learner.optimizer.lr=0.0002 (it was 0.0001)."
+    assert other.splitlines() == [
+        "Settings that have changed since the last start:",
+        "  learner.steps: 4 -> 6",
+        "  learner.optimizer.lr: 0.0001 -> 0.0002",
+    ]
+
+
+def test_a_start_records_what_has_changed_for_lists_and_the_page(ended):
+    run = ended(reached=False)
+    run.write_provenance()
+    run.write_provenance(changed_settings(RunFiles(run.path).settings, config(4, 0.9)))
+    assert whole_run(run.path)["changed"] == ["learner.target_accuracy: none -> 0.9"]
+    [facts] = facts_of_runs(run.path.parent, ["mine"])
+    assert facts["changed"] == ["learner.target_accuracy: none -> 0.9"]
+
+
+def test_a_finished_supervised_stage_is_not_extended_in_silence(ended):
+    longer = SUPERVISED.model_copy(update={"warmup": SUPERVISED.warmup.model_copy(update={"steps": 12})})
+    assert "is not extended to 12: `launch local --from mine` begins another run" in str(
+        over(longer, ended(reached=False))
     )
 
 
