@@ -43,6 +43,8 @@ def _facts(run: RecordedRun, here: bool) -> dict[str, Json]:
         "here": here,
         "state": run.state if here else None,
         "problem": run.problem,
+        "waits_for": run.waits_for,
+        "waits_since": run.waits_since,
         "origin": run.origin,
         "stage": latest.stage if latest else None,
         "step": files.trained_steps,

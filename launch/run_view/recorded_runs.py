@@ -24,7 +24,8 @@ class RecordedRun:
 
     run: str
     state: str
-    """`starting` and `training`: processes of this host hold its files, before and after its first step;
+    """`starting`, `training` and `waiting`: processes of this host hold its files, before and after its first
+    step, or its learner has waited for a minute or longer, as `waits_for` says;
     `finished`: its learner has ended by itself; `stopped`, `failed`: `problem` is the error if there was one;
     `lost`: its processes were killed, or their host went; `unseen`: it belongs to another user, or was
     started on another host, whose processes are not seen here, so that it may go on; `damaged`: a file of it
@@ -48,6 +49,10 @@ class RecordedRun:
     pids: list[int] = field(default_factory=list)
     """Processes of this host that hold files of the run."""
     problem: str = ""
+    waits_for: str = ""
+    """What its learner waits for, if it is `waiting`."""
+    waits_since: float | None = None
+    """Time at which that wait began, in seconds since the epoch."""
     origin: str = ""
     """Checkpoint of another run with whose weights it began, as run@step."""
 
@@ -100,6 +105,8 @@ def _recorded(path: Path, users: Mapping[Path, list[int]]) -> RecordedRun:
 
 def _state(files: RunFiles, latest: LatestStep, pids: list[int]) -> tuple[str, str]:
     """Return how a run is, and the error that ended it."""
+    if pids and files.waiting is not None:
+        return "waiting", ""
     if pids:
         return "training" if latest.step or latest.warmup_step else "starting", ""
     if latest.stage == "done":
@@ -115,6 +122,7 @@ def _state(files: RunFiles, latest: LatestStep, pids: list[int]) -> tuple[str, s
 def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
     path, starts, latest = files.path, files.starts, files.latest_step or LatestStep()
     state, problem = _state(files, latest, pids)
+    waiting = files.waiting if state == "waiting" else None
     return RecordedRun(
         run=path.name,
         state=state,
@@ -130,6 +138,8 @@ def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
         accuracy=files.accuracy,
         pids=pids,
         problem=problem,
+        waits_for=waiting.waits_for if waiting else "",
+        waits_since=waiting.since_s if waiting else None,
         origin=str(files.origin or ""),
     )
 

@@ -31,6 +31,7 @@ UNSET = "no default"
 SETTINGS_REMEDY = "start the run again to write it"
 PROVENANCE_REMEDY = "remove it: it only records what started the run"
 ORIGIN_REMEDY = "write the run and the step into it from whose checkpoint the run began"
+WAITING_REMEDY = "remove it: the learner writes it anew while it waits"
 ENDING_REMEDY = "remove it: it only says how the latest launch ended"
 NOT_COMPARED = ("run", "directory", "bus", "monitoring")
 """Settings that say where a run is, not what it is."""
@@ -83,6 +84,15 @@ class Origin(BaseModel):
         return f"{self.run}@{self.step}{taught if self.warmup_step else ''}"
 
 
+class Waiting(BaseModel):
+    """What the learner of a run has waited for longer than a minute."""
+
+    waits_for: str
+    since_s: float
+    """Seconds since the epoch."""
+
+
+WAITING = TypeAdapter(Waiting)
 STARTS, PROGRESS, ENDING = TypeAdapter(list[Start]), TypeAdapter(_Progress), TypeAdapter(Ending)
 SETTINGS, ORIGIN = TypeAdapter(dict[str, Any]), TypeAdapter(Origin)
 
@@ -154,6 +164,11 @@ class RunFiles:
     def ending(self) -> Ending:
         """Return how the latest launch ended; `stopped` where a build noted nothing."""
         return self._json("ending.json", ENDING, ENDING_REMEDY)[1] or Ending()
+
+    @cached_property
+    def waiting(self) -> Waiting | None:
+        """Return what its learner waits for, if it noted a long wait; a killed one leaves its note."""
+        return self._json("waiting.json", WAITING, WAITING_REMEDY)[1]
 
     @property
     def origin(self) -> Origin | None:

@@ -17,8 +17,10 @@ from bus.messages import PolicyManifest, RoleHolder, RunRecord, Status
 from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from bus.streams.stream_reader import StreamPosition, StreamReader
 from launch.run_view.monitor import RunMonitor, RunSettings, take_events
+from launch.run_view.run_files import Waiting
 from launch.settings.run_config import RunConfig, validate
 from storage.disk.file_errors import lack_of_room
+from storage.metrics.records import integer
 
 CONNECT_S = 1.5
 """Longest time to wait for the bus."""
@@ -74,6 +76,24 @@ class RunState:
     def of_role(self, role: str) -> list[Status]:
         """Return the processes of a role that sent a status."""
         return [status for status in self.statuses.values() if status.role == role]
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """Return what the learner has waited for longer than a minute."""
+        found = self.monitor.values("learner").get("waiting")
+        return Waiting.model_validate(found) if isinstance(found, dict) else None
+
+    @property
+    def state(self) -> str:
+        """Return the state of the run, in the words of `RecordedRun`; `unseen` where no learner is heard."""
+        learner = self.monitor.values("learner")
+        if self.stage == "done":
+            return "finished"
+        if not self.of_role("learner"):
+            return "unseen"
+        if self.waiting is not None:
+            return "waiting"
+        return "training" if integer(learner, "step") or integer(learner, "warmup_step") else "starting"
 
     @property
     def stage(self) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from bus.messages import RoleHolder, Status, stores_nothing
 from launch.run_view.run_status import LISTEN_S, RunState
 from launch.run_view.status_texts import holders_text
+from launch.run_view.units import duration
 from storage.metrics.records import integer
 
 FULL = 0.95
@@ -122,23 +123,24 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
     if learner is None or not learner.waits:
         return
     step, storage = integer(learner.values, "step") + 1, state.monitor.values("storage")
+    since = "" if state.waiting is None else f", for {duration(state.asked_s - state.waiting.since_s)} now"
     if learner.wait != "batch":
-        yield f"the learner, before step {step}: {learner.text}"
+        yield f"the learner, before step {step}: {learner.text}{since}"
         return
     if state.dispatcher is None or state.full_disk:
         why = state.full_disk or f"storage did not answer within {LISTEN_S:g} s"
-        yield f"the learner waits for the groups of step {step}: {why}"
+        yield f"the learner waits for the groups of step {step}: {why}{since}"
         return
     wanted = 0 if state.config is None else state.config.admission.groups_per_step
     missing = wanted - integer(storage, "stored")
     if missing > 0 and storage:
         yield (
             f"the learner waits for {missing} more groups of step {step}: {_rolling_out(state)}, "
-            f"{integer(storage, 'rolling_out')} groups are out{_held(state)}"
+            f"{integer(storage, 'rolling_out')} groups are out{_held(state)}{since}"
         )
     else:
         reason = learner.reason or "storage has not chosen them yet"
-        yield f"the learner waits for the groups of step {step}: {reason}{_held(state)}"
+        yield f"the learner waits for the groups of step {step}: {reason}{_held(state)}{since}"
 
 
 def _rolling_out(state: RunState) -> str:

@@ -17,7 +17,7 @@ from launch.run_view.recorded_runs import NO_RUNS, RecordedRun, bytes_of, record
 from launch.run_view.run_files import NOT_COMPARED, RunFiles, Start, told_changes
 from launch.run_view.units import UNKNOWN, duration, fraction, size
 
-COLOURS = {"training": "green", "finished": "cyan", "unseen": "yellow"} | dict.fromkeys(
+COLOURS = {"training": "green", "finished": "cyan", "unseen": "yellow", "waiting": "yellow"} | dict.fromkeys(
     ("damaged", "failed", "lost"), "red"
 )
 LONGEST = 80
@@ -40,6 +40,11 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
             fraction(run.reward), fraction(run.accuracy), at(run.started), ago(run.written),
         )  # fmt: skip
     problems = [Text(f"{run.run}: {run.problem}", "red") for run in runs if run.problem]
+    problems += [
+        Text(f"{run.run}: {waiting_text(run.waits_for, run.waits_since)}", "yellow")
+        for run in runs
+        if run.waits_for
+    ]
     origins = [Text(f"{run.run} began with the weights of {run.origin}", "dim") for run in runs if run.origin]
     return Group(table, *problems, *origins)
 
@@ -86,6 +91,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "directory", found["directory"]
     if found["problem"]:
         yield "problem", found["problem"]
+    if found["waits_for"]:
+        yield "waits", waiting_text(found["waits_for"], found["waits_since"])
     if found["state"] == "damaged":
         return
     yield "started", f"{at(found['started'])} on {found['host']}"
@@ -223,6 +230,11 @@ def at(time_s: float | None) -> str:
 def ago(time_s: float | None) -> str:
     """Return how long ago something was."""
     return UNKNOWN if time_s is None else f"{duration(max(0.0, time.time() - time_s))} ago"
+
+
+def waiting_text(waits_for: str, since: float | None) -> str:
+    """Return what a learner waits for, and since when."""
+    return f"the learner is {waits_for}, since {at(since)} ({ago(since)})"
 
 
 def _value(value: Json) -> str:

@@ -35,6 +35,7 @@ from learner.run.best_checkpoint import BestCheckpoint
 from learner.run.checkpointing import Checkpointing
 from learner.run.colocation import Device
 from learner.run.evaluation import HeldOut
+from learner.run.long_wait import LongWait
 from learner.run.next_batch import NextBatch
 from learner.step.rl_step import lineage_line
 from learner.world.rank import Rank
@@ -64,6 +65,7 @@ class Learner:
         self._account = AccountWriter(settings.lineage.parent / TRAINED, incarnation)
         """Account of what each step trained on."""
         self._activity, self._waits = Activity("starting"), {"batch": "", "devices": ""}
+        self._long_wait = LongWait(settings.lineage.parent / "waiting.json")
         publication = settings.learner.publication
         self._policy_alarm = PolicyAlarm(settings.learner.diagnostics)
         self._learning_alarm = LearningAlarm()
@@ -111,6 +113,7 @@ class Learner:
                     waits_for=lambda: "" if self._joined else "the first publication of its weights",
                 )
             )  # fmt: skip
+            tasks.create_task(self._long_wait.keep_noted(self._waits_long, finished), name="note long waits")
             tasks.create_task(self._weights.serve(finished), name="publish snapshots")
             tasks.create_task(self._weights.keep_announced(finished), name="keep the policy announced")
             try:
@@ -394,14 +397,20 @@ class Learner:
     def _note_doing(self, doing: str) -> None:
         self._activity = Activity(doing)
 
-    def _look(self) -> Activity:
-        progress, now = self.progress, self._activity
-        if now.wait == "batch" and (teachers := self._world.rank.waits_for_teachers(progress.step + 1)):
+    def _now(self) -> Activity:
+        now = self._activity
+        if now.wait == "batch" and (teachers := self._world.rank.waits_for_teachers(self.progress.step + 1)):
             now = Activity(f"waiting for {teachers}", wait="teachers")
         if devices := self._waits["devices"]:
-            now = replace(now, wait="device", reason=devices)
-        elif now.wait == "batch":
-            now = replace(now, reason=self._waits["batch"])
+            return replace(now, wait="device", reason=devices)
+        return replace(now, reason=self._waits["batch"]) if now.wait == "batch" else now
+
+    def _waits_long(self) -> dict[str, Json] | None:
+        progress = self.progress
+        return self._long_wait.look(self._now(), progress.warmup_step, progress.step)
+
+    def _look(self) -> Activity:
+        progress = self.progress
         values: dict[str, Json] = {
             "stage": progress.stage,
             "step": progress.step,
@@ -414,5 +423,6 @@ class Learner:
                 filter(None, [self._policy_alarm.text, self._learning_alarm.text, self._weights.alarm])
             ),
             "best": None if progress.best is None else asdict(progress.best),
+            "waiting": self._waits_long(),
         }
-        return replace(now, values=values)
+        return replace(self._now(), values=values)

@@ -75,7 +75,8 @@ export class Runs {
     return make("tr", {}, make("td", { class: "pick" }, box, swatch),
       make("th", { scope: "row" }, make("a", { href: `#/runs/${run.run}` }, run.run),
         run.origin ? make("small", {}, ` from ${run.origin}`) : null),
-      cell("state", run.state ?? UNKNOWN, run.problem ? make("small", {}, ` ${run.problem.slice(0, 120)}`) : null),
+      cell("state", run.state ?? UNKNOWN, run.problem ? make("small", {}, ` ${run.problem.slice(0, 120)}`) : null,
+        run.waits_for ? make("small", {}, ` ${run.waits_for.slice(0, 120)}, since ${moment(1000 * run.waits_since)}`) : null),
       cell("step", run.step == null ? UNKNOWN : value(run.step), run.steps ? make("small", {}, ` of ${value(run.steps)}`) : null),
       cell("reward", value(run.reward)), cell("held-out", value(run.heldout)), cell("started", moment(run.started)),
       cell("last metrics", ago(run.last_time_s)), cell("host", run.host ?? UNKNOWN));

@@ -243,6 +243,22 @@ def test_a_run_whose_shard_is_written_goes_on(tmp_path: Path):
     assert len(run.pids) == 1
 
 
+def test_a_run_whose_learner_waits_for_long_says_for_what_and_since_when(tmp_path: Path, printed):
+    path = record(tmp_path, "mine", rewards=[0.5])
+    noted = {"waits_for": "waiting for the batch: 3 of 4 groups are stored", "since_s": START_S}
+    (path / "waiting.json").write_text(json.dumps(noted))
+    [over] = recorded_runs([path])
+    assert (over.state, over.waits_for) == ("stopped", "")  # its learner was killed and waits no more
+    with (path / "lock").open("w"):
+        [run] = recorded_runs([path])
+        facts = facts_of_runs(tmp_path, ["mine"])[0]
+        shown = [" ".join(printed(*words).split()) for words in (("list",), ("show", "--run", "mine"))]
+    assert (run.state, run.waits_for, run.waits_since) == ("waiting", noted["waits_for"], START_S)
+    assert (facts["state"], facts["waits_for"]) == ("waiting", noted["waits_for"])
+    for text in shown:
+        assert "the learner is waiting for the batch: 3 of 4 groups are stored, since 2023-11-1" in text
+
+
 def test_show_tells_settings_that_are_not_the_defaults(tmp_path: Path, printed):
     loss = {"type": "cispo", "highest_weight": 4.0}
     record(tmp_path, "mine", rewards=[0.5, 0.75], learner={"loss": loss, "steps": 7})

@@ -163,6 +163,19 @@ def state(*statuses: Status) -> RunState:
     return replace(heard, config=CONFIG, dispatcher=groups, shards={0, 1})
 
 
+def test_a_long_wait_is_the_state_of_the_run_and_says_how_long():
+    waiting = {"waits_for": "waiting for the batch", "since_s": 1000.0}
+    found = [state_of(learner(waiting=given), asked_s=1720.0).state for given in (None, waiting)]
+    assert found == ["training", "waiting"]
+    lacking = learner(wait="evaluation", doing="waiting for the evaluation of version 9", waiting=waiting)
+    told = report(state_of(lacking, asked_s=1720.0))
+    assert told["waiting"] == waiting
+    assert told["waits"] == [
+        "the learner, before step 21: waiting for the evaluation of version 9, for 12 min 00 s now"
+    ]
+    assert report(state_of(actor(0)))["state"] == "unseen"
+
+
 LACKS = learner(doing="it lacks groups", wait="batch", reason="12 of 20 groups are stored")
 WAITS = "the learner waits for 8 more groups of step 21: "
 
