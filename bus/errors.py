@@ -1,5 +1,6 @@
 """All exceptions that the system raises on purpose. Each type is named for what the caller can do."""
 
+import traceback
 from collections.abc import Iterator, Sequence
 
 MOST_LISTED = 12
@@ -7,6 +8,8 @@ MOST_LISTED = 12
 SHOWN_CHARACTERS = 150
 """What a screen shows of a long failure: so much of its beginning, and of its end, where tracebacks say what
 was wrong."""
+TRACEBACK_CHARACTERS = 4000
+"""Characters of a traceback that an error shows, from its end."""
 
 
 def in_short(failure: str) -> str:
@@ -22,6 +25,17 @@ def listed(problems: Sequence[str], most: int = MOST_LISTED) -> str:
     lines = [f"- {problem}" for problem in problems[:most]]
     more = [f"- and {len(problems) - most} more"] if len(problems) > most else []
     return "\n".join([*lines, *more])
+
+
+def with_traceback(said: str, error: BaseException) -> str:
+    """Return what is said of an error, with the traceback of what caused it unless that is Sluice's own."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, SluiceError) or cause.__traceback__ is None:
+        return said
+    lines = "".join(traceback.format_exception(cause, chain=False)).rstrip()
+    return f"{said}\n{lines[-TRACEBACK_CHARACTERS:]}"
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -43,6 +43,8 @@ from storage.prompts.length_check import (
     lengths_exceeded,
 )
 from storage.prompts.run_prompts import Prompts, read_prompts
+from storage.prompts.stream import PromptStream
+from storage.prompts.supply import Supply
 from storage.prompts.updates import DataUpdates
 from storage.settings.admission import AdmissionConfig
 from storage.settings.data import DataConfig
@@ -128,6 +130,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
             shuffle=settings.data.shuffle,
             source=prompts.source,
             sources=prompts.sources,
+            is_stream=settings.data.is_stream,
         )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
         owned = _Owned(records, HeldoutBlobs(bus, records))
@@ -202,12 +205,21 @@ class _Service:
         self._success = SourceSuccess(ledger, data, curriculum, solved_at=solved_at)
         self._dispatcher = Dispatcher(
             bus, ledger, data, settings.admission,
-            shards=settings.replay.shards, seed=settings.seed, success=self._success,
+            shards=settings.replay.shards, seed=settings.seed, supply=self._supply(),
             counting=Counting(settings.shares_prefixes, settings.counts_images),
         )  # fmt: skip
         self._absent_actors = self._dispatcher.absent_actors
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
         self._quarantine = Quarantine(self._dispatcher.facts)
+
+    def _supply(self) -> Supply:
+        data = self._settings.data
+        if data.prompts is None or not data.is_stream:
+            return self._success
+        return PromptStream(
+            self._ledger, self._data, self._data_updates.check,
+            source=data.prompts, keys=data.keys, directory=self._settings.run.data,
+        )  # fmt: skip
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         finished = asyncio.Event()
@@ -382,6 +394,8 @@ class _Service:
             return "waiting for the learner's first policy version", "policy"
         if policy.stage != "rl":
             return f"no rollouts wanted: the learner is in stage {policy.stage}", ""
+        if dispatcher.waits_for_prompts:
+            return dispatcher.waits_for_prompts, ""
         if room := dispatcher.room():
             return f"issuing {room} leases", ""
         if dispatcher.held_back:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,13 +15,11 @@ from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardErro
 from actors.settings.groups import FailureLimitsConfig
 from bus.actor_counters import FAILED_EPISODES, failed_by
 from bus.codec import Json
-from bus.errors import ConfigError, EngineError, SluiceError, in_short
+from bus.errors import ConfigError, EngineError, in_short, with_traceback
 from bus.trajectory import End
 
 MOST_INVALID_REWARDS = 200
 """Rewards in a row that are no numbers after which the reward is taken to be wrong, and the run ends."""
-TRACEBACK_CHARACTERS = 3000
-"""Length to which a traceback is cut, from its beginning."""
 UNKNOWN = "unknown"
 """Name under which prompts that choose none of the environments are counted."""
 WORKED = ""
@@ -99,7 +96,7 @@ class EnvironmentFailures:
             if WORKED in of.recent:
                 of.recent.remove(WORKED)
         of.recent.extend([what] * max(1, worked_before))
-        of.latest[what] = _told(error)
+        of.latest[what] = with_traceback(f"{type(error).__name__}: {error}", error)
         self._judge(of)
         if (
             self._may_be_judged(of)
@@ -216,17 +213,6 @@ def _faulty(of: _Failures) -> str:
 def _latest(of: _Failures) -> str:
     [(kind, _)] = of.failed.most_common(1)
     return of.latest[kind]
-
-
-def _told(error: BaseException) -> str:
-    """Return an error with the traceback of what caused it, unless that is an error of Sluice's own."""
-    reason, cause = f"{type(error).__name__}: {error}", error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    if isinstance(cause, SluiceError) or cause.__traceback__ is None:
-        return reason
-    lines = "".join(traceback.format_exception(cause, chain=False)).rstrip()
-    return f"{reason}\n{lines[-TRACEBACK_CHARACTERS:]}"
 
 
 def is_cancelled() -> bool:

@@ -5,6 +5,7 @@ A process may restrict which of them it imports, since their names come from a r
 import difflib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ R = TypeVar("R")
 # launch/process/own_packages.py has this list again: it runs before `bus` may be imported.
 OWN_PACKAGES = ("actors", "bus", "launch", "learner", "storage")
 CHECKOUT_PACKAGES = ("benchmarks", "soak")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""Name of a user's own function."""
 NAME_IT_HERE = "; or name it in this host's own settings"
 
 
@@ -60,6 +63,11 @@ def refuse_of_record(what: str, *names: str, is_program: bool = False) -> None:
         reason = "is a program, and --plugins-from allows modules only"
     if reason and not _policy.own.issuperset(names):
         raise ConfigError(f"{what} {reason}{NAME_IT_HERE if is_program else ''}")
+
+
+def names_function(name: object) -> bool:
+    """Return whether a setting that may be a path names a function, as `my_pkg.my_module:function`."""
+    return FUNCTION.fullmatch(str(name)) is not None
 
 
 def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) -> Callable[P, R]:

@@ -36,6 +36,7 @@ class Admission:
         self, ledger: Ledger, config: AdmissionConfig, *,
         seed: int, is_quarantined: Callable[[int], bool] = lambda lease_id: False,
         on_outcome: Callable[[int, Sequence[float]], None] = lambda lease_id, rewards: None,
+        prompts_left: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
         self.policy: PolicyManifest | None = None
         self.opened = False
@@ -47,6 +48,8 @@ class Admission:
         """Whether the prompt of a lease is one that must not be rolled out again."""
         self._on_outcome = on_outcome
         """Hears once of each group that is complete or rejected, with its rewards if they are known."""
+        self._prompts_left = prompts_left
+        """Returns how many leases there are prompts for."""
         self.to_close: set[int] = set()
         """Groups that keep a step for too long: their shards are to close them short."""
         self.brake = EssBrake(ledger, config.ess_brake)
@@ -115,7 +118,7 @@ class Admission:
         those that their numbers say.
         """
         issued: list[int] = []
-        while (count := self.room()) and self.policy is not None:
+        while (count := int(min(self.room(), self._prompts_left()))) > 0 and self.policy is not None:
             leases = self._ledger.issue(count, self.policy.policy_version)
             skipped = {lease_id for lease_id in leases if self._is_quarantined(lease_id)}
             for lease_id in skipped:

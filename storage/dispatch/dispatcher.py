@@ -41,6 +41,7 @@ from storage.ledger.given_groups import Use
 from storage.ledger.ledger import Ledger
 from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
+from storage.prompts.supply import Supply
 from storage.settings.admission import AdmissionConfig, PrioritySampler
 from storage.shard.group_requests import close_short
 from storage.shard.ingest_checks import LedgerFacts
@@ -72,16 +73,21 @@ class Dispatcher:
 
     def __init__(
         self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *,
-        shards: int, seed: int, success: SourceSuccess | None = None, counting: Counting = TOKENS,
+        shards: int, seed: int, supply: Supply | None = None,
+        counting: Counting = TOKENS,
     ) -> None:  # fmt: skip
-        """Decide on the ledger's leases. `counting` is what shards count of each group."""
+        """Decide on the ledger's leases.
+
+        `supply` decides which prompts come next: without it, the data sets do. `counting` is what shards
+        count of each group."""
         self.ledger = ledger
         self.facts = LedgerFacts(ledger, self.look_at_policy)
         self._data = data
-        self._success = success or SourceSuccess(ledger, data)
+        self._supply = supply or SourceSuccess(ledger, data)
         self._admission = Admission(
             ledger, admission,
-            seed=seed, is_quarantined=data.is_quarantined, on_outcome=self._success.note,
+            seed=seed, is_quarantined=data.is_quarantined, on_outcome=self._supply.note,
+            prompts_left=lambda: self._supply.left,
         )  # fmt: skip
         self._lease_status = LeaseStatus(
             ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
@@ -124,6 +130,11 @@ class Dispatcher:
     def held_back(self) -> str:
         """Return why fewer leases are issued than the staleness bound allows; nothing if they are not."""
         return self._admission.held_back
+
+    @property
+    def waits_for_prompts(self) -> str:
+        """Return whose prompts are waited for, in words; empty where none are."""
+        return self._supply.waits_for
 
     @property
     def awaited_shards(self) -> list[int]:
@@ -171,10 +182,12 @@ class Dispatcher:
         while not stop.is_set():
             self._changed.clear()
             self._data.refuse_exhausted()
-            self._success.mix_if_due()
-            if not self.awaited_shards and (leases := self._admission.issue()):
-                await asyncio.to_thread(self.ledger.flush)
-                await self._publication.publish(leases)
+            if not self.awaited_shards and (room := self._admission.room()):
+                await self._supply.extend(room, stop)
+                if leases := self._admission.issue():
+                    await asyncio.to_thread(self.ledger.flush)
+                    await self._publication.publish(leases)
+                    self._changed.set()  # prompts of some may be lacking still
             await set_within(self._changed, POLL_S)
 
     # --- what happened elsewhere ---
@@ -215,7 +228,7 @@ class Dispatcher:
         request = StoredRequest(
             after=self._admission.seen(shard),
             spreads=self._wants_spreads,
-            rewards=self._success.wanted,
+            rewards=self._supply.wants_rewards,
             computed_tokens=self._counting.computed_tokens,
             images=self._counting.images,
             rolling_out=out,
@@ -267,7 +280,7 @@ class Dispatcher:
 
     def _on_notice(self, news: StoredGroups) -> None:
         known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
-        if known and not (self._wants_spreads or self._success.wanted or any(self._counting)):
+        if known and not (self._wants_spreads or self._supply.wants_rewards or any(self._counting)):
             self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:

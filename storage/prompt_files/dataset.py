@@ -11,6 +11,7 @@ from bus.evaluation_messages import PromptSet
 from bus.messages import Prompt
 from storage.images.encoded import ImageError, ImageFiles, embedded, named_files
 from storage.prompt_files.hub_data import fetch_images
+from storage.prompt_files.own_rows import own_rows
 from storage.prompt_files.rows import Row, kind_of, missing_key, read_rows
 from storage.prompt_files.stored_prompts import StoredPrompts
 from storage.settings.data import PromptKeys
@@ -39,6 +40,12 @@ def each_prompt(path: Path, keys: PromptKeys, images: set[Path] | None = None) -
     read = set() if images is None else images
     fetch = partial(fetch_images, named=partial(_named_images, path, keys))
     return (_prompt(row, keys, read, fetch) for row in read_rows(path))
+
+
+def streamed_prompts(source: Path, keys: PromptKeys, position: int = 0) -> Iterator[Prompt]:
+    """Return the prompts that a function of the user's own yields, from its row `position` on."""
+    rows = (Row(where, values) for where, values in own_rows(source, position))
+    return (_prompt(row, keys, set(), fetch_images) for row in rows)
 
 
 def _named_images(path: Path, keys: PromptKeys) -> Iterator[Path]:

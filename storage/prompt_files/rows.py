@@ -3,15 +3,18 @@
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from bus.process.plugins import names_function
 from storage.prompt_files.hub_data import fetched_data, is_hub_data
+from storage.prompt_files.own_rows import ending_rows
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -66,24 +69,31 @@ def kind_of(value: object) -> str:
 def read_rows(path: Path) -> Iterator[Row]:
     """Read all rows one by one, or those of a slice `file.jsonl@[a:b]`, which counts rows from 0.
 
+    A function `my_pkg.my_module:function` stands for the rows that it yields.
+
     A directory, as Hugging Face's `datasets` saves or downloads it, is read as the files of its split, and
     `directory/split` as those of one of several. Raises `ConfigError` when it comes to what is wrong; lines
     of .jsonl count from 1 and blank ones are skipped, rows of .parquet and .arrow from 0."""
     file, wanted = _split(path)
-    shards = files_of(path)
-    empty = True
-    for where, content in _sliced(shards, wanted):
+    shards, empty = files_of(path), True
+    directory = shards[0].parent if shards else Path()
+    read: Callable[[], Iterator[Raw]] = partial(_raw, shards) if shards else partial(ending_rows, file)
+    for where, content in _sliced(read, wanted):
         empty = False
         values = _json_values(where, content) if isinstance(content, bytes) else content
-        yield Row(where, values, shards[0].parent)
+        yield Row(where, values, directory)
     if empty:
         what = "holds no rows" if wanted == slice(None) else f"has no rows in the slice of {path.name}"
         raise ConfigError(f"{file}: {what}: give a file or slice with at least one")
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that `read_rows` reads, in their order. Raises `ConfigError` where there is none."""
+    """Return the files that `read_rows` reads, in their order: none for a function.
+
+    Raises `ConfigError` where there is none, and should be."""
     file, _ = _split(path)
+    if names_function(file):
+        return []
     if shards := _of_directory(file):
         return shards
     if is_hub_data(path):
@@ -97,13 +107,13 @@ def files_of(path: Path) -> list[Path]:
     return [file]
 
 
-def _sliced(shards: Sequence[Path], wanted: slice) -> Iterator[Raw]:
+def _sliced(read: Callable[[], Iterator[Raw]], wanted: slice) -> Iterator[Raw]:
     """Return the rows of a slice; one that counts from the end needs their number, by a pass of its own."""
     start, stop = wanted.start, wanted.stop
     if any(bound is not None and bound < 0 for bound in (start, stop)):
-        start, stop, _ = wanted.indices(sum(1 for _ in _raw(shards)))
+        start, stop, _ = wanted.indices(sum(1 for _ in read()))
         stop = max(start, stop)
-    return islice(_raw(shards), start, stop)
+    return islice(read(), start, stop)
 
 
 def _raw(shards: Sequence[Path]) -> Iterator[Raw]:

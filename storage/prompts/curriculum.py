@@ -3,6 +3,7 @@ came from which source."""
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,11 @@ def weights(
 class SourceSuccess:
     """Success of each source of a mixture, and the curriculum that moves their shares.
 
-    What it learns is part of the ledger: a crash counts no group twice, and forgets none."""
+    What it learns is part of the ledger: a crash counts no group twice, and forgets none. As a `Supply` it
+    has all prompts."""
+
+    left = math.inf
+    waits_for = ""
 
     def __init__(
         self,
@@ -129,7 +134,7 @@ class SourceSuccess:
         )
 
     @property
-    def wanted(self) -> bool:
+    def wants_rewards(self) -> bool:
         """Tell whether rewards of groups are asked for: there are sources to tell apart."""
         return bool(self._data.latest.sources)
 
@@ -143,6 +148,10 @@ class SourceSuccess:
         after = self.of(source).after(rewards, solved_at=self._solved_at, memory_groups=self._memory_groups)
         self._ledger.set_fact(f"{_SUCCESS}{source}", json.dumps(asdict(after)))
         self._ledger.set_fact(_SINCE, str(self._since + 1))
+
+    async def extend(self, wanted: int, stop: asyncio.Event) -> None:
+        """Move the shares if that is due, before leases are issued by them."""
+        self.mix_if_due()
 
     def of(self, source: str) -> Success:
         """Return the success of a source."""

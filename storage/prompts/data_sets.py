@@ -60,23 +60,27 @@ class DataSets:
 
     def configure(
         self, prompts: Sequence[Prompt], *,
-        seed: int, shuffle: bool, source: str, sources: Sequence[PromptSource] = (),
+        seed: int, shuffle: bool, source: str, sources: Sequence[PromptSource] = (), is_stream: bool = False,
     ) -> None:  # fmt: skip
         """Start with the configuration's data set, or the ledger's latest if that has not changed.
 
-        Where weights or other sources have changed, a source goes on behind the prompts drawn from it. Reads
-        the copies that open leases need, which blocks. Raises `StorageError` when one is gone.
+        Where weights or other sources have changed, a source goes on behind the prompts drawn from it. Of a
+        stream `prompts` are the first, and its name says whether it has changed. Reads the copies that leases
+        need, which blocks. Raises `StorageError` when one is gone.
         """
         digest = self._copied(prompts).digest
         weights = [[[one.name, one.count, one.weight] for one in sources]] if sources else []
-        configured = json.dumps([digest, seed, shuffle, *weights])
+        configured = json.dumps([source] if is_stream else [digest, seed, shuffle, *weights])
         if self._ledger.facts.get(_CONFIGURED) != configured:
             # a ledger from before data sets were noted knows only one
             first = self._ledger.next_id if self._known else 0
             mixed = self._continued(sources, first, seed=seed, shuffle=shuffle)
-            self._take_over(DataSet(first, digest, len(prompts), seed, shuffle, source, sources=mixed))
+            found = DataSet(first, digest, len(prompts), seed, shuffle, source, sources=mixed)
+            if is_stream:
+                found = replace(found, shuffle=False, next_row=len(prompts))
+            self._take_over(found)
             self._ledger.set_fact(_CONFIGURED, configured)
-        for known in {self.latest, *(self._order.find(n)[0] for n in self._ledger.rolling_out)}:
+        for known in self._needed():
             if known.digest not in self._prompts:
                 self._prompts[known.digest] = open_stored(self._directory, known.digest, source=known.source)
 
@@ -113,6 +117,23 @@ class DataSets:
             )
         )
         return self.latest
+
+    def go_on(self, prompts: StoredPrompts, *, next_row: int) -> None:
+        """Use further prompts of the latest data set's source behind its own; `next_row` follows them."""
+        before = self.latest
+        first = before.first_lease + before.count
+        self._prompts[prompts.digest] = prompts
+        self._take_over(
+            replace(before, first_lease=first, digest=prompts.digest, count=len(prompts), next_row=next_row)
+        )
+        needed = {known.digest for known in self._needed()}  # each that is open holds a file
+        self._prompts = {digest: found for digest, found in self._prompts.items() if digest in needed}
+
+    def _needed(self) -> set[DataSet]:
+        """Return the data sets of open leases and of those to come."""
+        now = self._order.find(self._ledger.next_id)[0].first_lease
+        to_come = (known for first, known in self._known.items() if first >= now)
+        return {*to_come, *(self._order.find(n)[0] for n in self._ledger.rolling_out)}
 
     def mix(self, weights: Mapping[str, float]) -> None:
         """Draw from the sources by these weights from the next lease on; each goes on where it is."""
@@ -179,7 +200,7 @@ class DataSets:
 
     def refuse_exhausted(self) -> None:
         """Raise `ConfigError` when every prompt is quarantined."""
-        if self.quarantined == self.latest.count:
+        if self.latest.next_row is None and self.quarantined == self.latest.count:
             raise ConfigError(
                 f"all {self.latest.count} prompts of {self.latest.source} are quarantined, since the actors "
                 "that rolled them out died, or too long for the model: look at the actors' logs, or give "
@@ -189,6 +210,9 @@ class DataSets:
     def _take_over(self, data_set: DataSet) -> None:
         if self._known:
             log.info("data_set_takes_over", **asdict(data_set))
+        for later in [first for first in self._known if first > data_set.first_lease]:  # never begun
+            del self._known[later]
+            self._ledger.drop_fact(f"{_DATA_SET}{later:012d}")
         self._known[data_set.first_lease] = data_set
         self._order = DataSetOrder(list(self._known.values()))
         self._ledger.set_fact(f"{_DATA_SET}{data_set.first_lease:012d}", json.dumps(asdict(data_set)))

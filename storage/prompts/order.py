@@ -154,6 +154,8 @@ class DataSet:
     """Digest of prompts that were added while the run went on, so that adding twice adds once."""
     sources: tuple[PromptSource, ...] = ()
     """Sources that are mixed, whose prompts follow one another; none where all prompts are one source."""
+    next_row: int | None = None
+    """Row of a source of the user's own that follows these prompts; None where they are all there are."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

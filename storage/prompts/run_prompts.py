@@ -11,6 +11,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt
+from bus.process.plugins import names_function
 from storage.built_in_tasks.generators import generate_task
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
@@ -19,6 +20,7 @@ from storage.prompt_files.rows import files_of
 from storage.prompt_files.stored_prompts import StoredPrompts, open_stored, stamp_of, store_prompts
 from storage.prompts.order import PromptSource
 from storage.prompts.sources import load_sources, with_choices
+from storage.prompts.stream import first_block
 from storage.settings.data import DataConfig, PromptKeys, SourceConfig
 from storage.settings.evaluation import EvaluationSetConfig
 
@@ -97,25 +99,31 @@ def training_prompts(
 
     A file `prompts-read.json` there notes what was read and how the files looked, those of images among them,
     by size, times and inode: where these are the same, nothing is read. Raises `ConfigError` for whatever is
-    wrong with the files."""
+    wrong with the files.
+
+    Of a function that may have no end these are its first prompts: `PromptStream` reads on."""
     asked = _asked(where, keys)
     paths = [where] if isinstance(where, Path) else [one.prompts for one in where]
+    is_stream = isinstance(where, Path) and names_function(where)
+    own = [path for path in paths if names_function(str(path).partition("@[")[0])]
     files: dict[str, Json] = {
         str(file.resolve()): list(stamp_of(file)) for path in paths for file in files_of(path)
     }
     images: set[Path] = set()
     noted = directory / "prompts-read.json"
-    if (known := _known(noted, {"asked": asked, "files": files}, directory)) is not None:
+    known = _known(noted, {"asked": asked, "files": files}, directory)
+    if known is not None and (is_stream or not own):  # a function that ends may yield other rows now
         return known
     sources: tuple[PromptSource, ...] = ()
     if isinstance(where, Path):
-        stored = store_prompts(each_prompt(where, keys, images), directory)
+        read = first_block(where, keys) if is_stream else each_prompt(where, keys, images)
+        stored = store_prompts(read, directory)
     else:
         stored, sources = load_sources(where, keys, directory, images)
     parts: list[Json] = [asdict(one) for one in sources]
     shown: dict[str, Json] = {str(file.resolve()): list(stamp_of(file)) for file in sorted(images)}
-    read: dict[str, Json] = {"asked": asked, "files": files, "images": shown}
-    write_json(noted, {**read, "digest": stored.digest, "sources": parts})
+    seen: dict[str, Json] = {"asked": asked, "files": files, "images": shown}
+    write_json(noted, {**seen, "digest": stored.digest, "sources": parts})
     return stored, sources
 
 

@@ -1,12 +1,13 @@
 """Takes another data set while the run goes on, after the same checks as at its start."""
 
 import asyncio
+from collections.abc import Sequence
 
 from bus.codec import Message, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.evaluation_messages import PromptSet
-from bus.messages import PolicyManifest
+from bus.messages import PolicyManifest, Prompt
 from bus.requests import DataAccepted, NewData
 from bus.streams.blob_store import get_blob
 from storage.ledger.ledger import Ledger
@@ -16,7 +17,7 @@ from storage.prompts.length_check import check_lengths, lengths_exceeded
 
 
 class DataUpdates:
-    """Answers `launch data`."""
+    """Answers `launch data`, and checks prompts that come while the run goes on."""
 
     def __init__(
         self, bus: Bus, ledger: Ledger, data: DataSets, *, max_new_tokens: int, skip_long: bool = False
@@ -36,25 +37,34 @@ class DataUpdates:
 
     async def _answer(self, request: NewData) -> list[Message]:
         """The data set has taken over, durably, or the reason why it cannot is the answer."""
-        found = await self._bus.get_settled("policy", PolicyManifest)
-        if found is None:
+        if self._data.latest.next_row is not None:
             raise ConfigError(
-                "the learner has not published its model yet, which prompts are checked against"
+                f"the function {self._data.latest.source} yields the run's prompts: have it yield these, or "
+                "start the run again with other data.prompts"
             )
         prompts = decode(await get_blob(self._bus, request.prompts), PromptSet).prompts
         if not prompts:
             raise ConfigError(f"{request.source}: holds no prompts")
-        largest = self._bus.client.max_payload
-        await asyncio.to_thread(refuse_large, prompts, request.source, largest_message=largest)
         async with self._one_at_a_time:
-            model, longest = found[0].model, self._max_new_tokens
-            long: list[int] = []
-            if self._skip_long:
-                long = await lengths_exceeded(self._bus, model, prompts, max_new_tokens=longest)
-            else:
-                await check_lengths(self._bus, model, prompts, max_new_tokens=longest)
+            long = await self.check(prompts, request.source)
             latest = await self._data.add(prompts, keep_old=request.keep_old, source=request.source)
             first = latest.count - len(prompts)
             self._data.skip_long(first + index for index in long)  # at once: before a lease is issued
             await asyncio.to_thread(self._ledger.flush)
         return [DataAccepted(first_lease=latest.first_lease, prompts=latest.count)]
+
+    async def check(self, prompts: Sequence[Prompt], source: str) -> list[int]:
+        """Return the numbers of the prompts that are too long, where such are skipped.
+
+        Raises `ConfigError` for prompts that no lease can carry or that do not fit the learner's model."""
+        found = await self._bus.get_settled("policy", PolicyManifest)
+        if found is None:
+            raise ConfigError(
+                "the learner has not published its model yet, which prompts are checked against"
+            )
+        largest, model = self._bus.client.max_payload, found[0].model
+        await asyncio.to_thread(refuse_large, prompts, source, largest_message=largest)
+        if self._skip_long:
+            return await lengths_exceeded(self._bus, model, prompts, max_new_tokens=self._max_new_tokens)
+        await check_lengths(self._bus, model, prompts, max_new_tokens=self._max_new_tokens)
+        return []

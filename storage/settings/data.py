@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from bus.process.plugins import names_function
 
 
 class SourceConfig(Config):
@@ -104,7 +105,8 @@ class DataConfig(Config):
 
     prompts: Path | None = None
     """File of training prompts, .jsonl or .parquet, or a data set of the Hugging Face hub, as
-    hf://ORGANISATION/NAME/SPLIT. Without it the task's own generator writes one."""
+    hf://ORGANISATION/NAME/SPLIT. Without it the task's own generator writes one. A function of your own,
+    as `my_pkg.my_module:function`, yields prompts for as long as the run wants some."""
 
     sources: tuple[SourceConfig, ...] = ()
     """Several files of training prompts that are mixed by weights, instead of `prompts`."""
@@ -132,6 +134,11 @@ class DataConfig(Config):
     long_prompts: Literal["refuse", "skip"] = "refuse"
     """What is done about prompts that leave no room for an answer in the model's context: `refuse` ends the
     run before its first rollout, `skip` leaves them out, counted as quarantined prompts."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Tell whether the prompts come from a function, as they are needed."""
+        return self.prompts is not None and names_function(self.prompts)
 
     @model_validator(mode="after")
     def _sources_are_apart(self) -> Self:

@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from tomllib import loads
 from types import ModuleType
@@ -42,6 +43,8 @@ from learner.config.loss import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
 from learner.distributed.exact_sums import exact_sums
 from storage.model_files.families import FAMILIES, ModelFamily
+from storage.prompt_files.dataset import streamed_prompts
+from storage.prompts.stream import BLOCK_ROWS, first_block
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_trajectory
 
@@ -75,6 +78,8 @@ def start_up(config: RunConfig) -> None:
     build_environment(config.actors.environment)
     load_filter(config.actors.group_filter)
     refuse_bad_plugins(config.learner)
+    if config.data.prompts is not None:
+        next(first_block(config.data.prompts, config.data.keys))
 
 
 def settings_of(name: str) -> RunConfig:
@@ -104,6 +109,16 @@ def test_reward_and_filter():
     group = [make_trajectory(reward=1.0), make_trajectory(sample=1, reward=1.0)]
     assert too_easy([t.reward for t in group]) == "too_easy"
     assert too_easy([1.0, 0.0]) is None
+
+
+def test_the_source_yields_the_same_prompts_from_any_position():
+    data = settings_of("my_prompts").data
+    first = list(first_block(data.prompts, data.keys))
+    assert (len(first), data.is_stream) == (BLOCK_ROWS, True)
+    a, b = re.findall(r"\d+", first[7].content)
+    assert first[7].label == str(int(a) + int(b))
+    later = streamed_prompts(data.prompts, data.keys, 200)
+    assert list(islice(later, BLOCK_ROWS - 200)) == first[200:]
 
 
 class Characters:

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from actors.rewards.base import RewardError
 from actors.rewards.endpoint import TransientError
 from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.settings.rewards import RewardConfig
-from bus.errors import ConfigError, SluiceError
+from bus.errors import TRACEBACK_CHARACTERS, ConfigError, with_traceback
 
 log = structlog.get_logger()
 LOADING_S = 300.0
@@ -27,8 +26,6 @@ LOADING_S = 300.0
 ATTEMPTS = 2
 """Requests to a server, which may be started after the run."""
 CHILD = "import sys; sys.path[:] = sys.argv[1:]; from actors.rewards.scoring.sample_call import main; main()"
-LONGEST = 4000
-"""Characters of a traceback that an error shows, from its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +80,7 @@ async def failure(call: SampleCall) -> str:
 
 
 def _with_traceback(error: BaseException) -> str:
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    if isinstance(cause, SluiceError | TimeoutError):
-        return str(error)
-    return f"{error}\n{''.join(traceback.format_exception(cause, chain=False)).rstrip()[-LONGEST:]}"
+    return str(error) if isinstance(error.__cause__, TimeoutError) else with_traceback(str(error), error)
 
 
 async def _told_by_another_process(call: SampleCall) -> str:
@@ -112,7 +104,8 @@ async def _told_by_another_process(call: SampleCall) -> str:
     try:
         return str(json.loads(told))
     except ValueError:
-        return f"its process ended with status {child.returncode}: {said.decode(errors='replace')[-LONGEST:]}"
+        wrote = said.decode(errors="replace")[-TRACEBACK_CHARACTERS:]
+        return f"its process ended with status {child.returncode}: {wrote}"
 
 
 def main() -> None:
