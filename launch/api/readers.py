@@ -9,7 +9,7 @@ from typing import TypeVar
 from bus.errors import ConfigError
 from bus.trajectory import Trajectory
 from launch.dashboard.metrics_source import MetricsFile
-from launch.run_view.stored_groups import stored_groups
+from launch.trajectories.stored_groups import stored_groups
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record
 

@@ -12,12 +12,12 @@ from launch.api.child import LocalProcess
 from launch.api.readers import NewTrajectories, new_rows, new_values
 from launch.api.result import Result, result_of
 from launch.api.stream import Stream
-from launch.dashboard.token_texts import Decode, decoder
 from launch.model_files.model_directory import model_of_run
 from launch.operations.run_stop import stop_run
 from launch.run_view.history import Evaluation, Step, evaluation_of, is_evaluation, is_step, step_of
 from launch.run_view.recorded_runs import RecordedRun, recorded_runs
 from launch.run_view.run_files import recorded_config
+from launch.trajectories.token_texts import Decode, decoder
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record

@@ -31,6 +31,7 @@ from launch.cli import (
     start_commands,
     status_commands,
     tool_commands,
+    trajectory_commands,
     watch_commands,
 )
 from launch.cli.app import app
@@ -82,6 +83,7 @@ COMMANDS = (
     run_commands,
     start_commands,
     status_commands,
+    trajectory_commands,
     tool_commands,
     watch_commands,
 )

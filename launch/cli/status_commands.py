@@ -1,14 +1,9 @@
-"""`launch status`, `launch verify` and `launch tail`: how a live run is, and its trajectories."""
+"""`launch status` and `launch verify`: how a live run is, and whether each trajectory is accounted for."""
 
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
-from bus.errors import ConfigError
 from launch.cli.app import AsJson, LiveRun, OfLiveRun, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
@@ -68,44 +63,3 @@ def verify(
     found = run(partial(verify_run, where, records))
     print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
     raise SystemExit(status_of(found))
-
-
-@app.command(usage="Usage: launch tail --run NAME [OPTIONS]")
-def tail(
-    *,
-    live_run: OfLiveRun = LiveRun(),
-    recent: Annotated[int, Parameter(name="--n", validator=Number(gte=0, lte=1000))] = 3,
-    once: Annotated[bool, Parameter(name="--once", negative=())] = False,
-    lease: Annotated[int | None, Parameter(name="--lease", validator=Number(gte=0))] = None,
-    task: Annotated[str | None, Parameter(name="--task")] = None,
-    as_json: AsJson = False,
-    token_ids: Annotated[bool, Parameter(name="--token-ids", negative=())] = False,
-) -> None:
-    """Follow the trajectories of a live run as their groups become complete, with text, masks and versions.
-
-    It takes nothing from the run. What is damaged or retired is named on stderr and left out. Ctrl-C ends it.
-
-    Parameters
-    ----------
-    recent
-        Number of trajectories that are stored already to show first.
-    once
-        End after those.
-    lease
-        Show the group of this lease only.
-    task
-        Show only trajectories whose prompt has this "id" or "task_id" in its metadata.
-    as_json
-        Print one JSON object a line, whose keys docs/operations.md describes.
-    token_ids
-        Add token ids and loss mask to the JSON objects.
-    """
-    from launch.screens.tail import TailOptions, lines, tail_run
-
-    if token_ids and not as_json:
-        raise ConfigError("--token-ids is for --json: give both")
-    configure_logging("error")
-    where = live_run.config()
-    wanted = TailOptions(recent, once=once, lease=lease, task=task, token_ids=token_ids)
-    write = json.dumps if as_json else lines
-    run(partial(tail_run, where, wanted, lambda found: print(write(found), flush=True)))  # noqa: T201

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bus.errors import ConfigError
 from bus.security.credentials import load_credentials
 from bus.server.nats_server import is_loopback
+from launch.run_view.run_files import RunFiles
 from launch.settings.environment_variables import DASHBOARD_TOKEN_VARIABLE
 
 PURPOSE = "dashboard"
@@ -89,6 +90,12 @@ def refuse_open_dashboard(address: Address, token: str | None, *, insecure: bool
             "--certificate-key, listen at 127.0.0.1 behind a proxy that speaks TLS or by `ssh -L`, or give "
             "--insecure on a network of your own"
         )
+
+
+def is_open_to_all(run: Path) -> bool:
+    """Return whether the bus of a run lets everybody in who reaches it, by the settings in its directory."""
+    settings = RunFiles(run, lenient=True).settings
+    return bool(settings) and not settings.get("bus.creds") and "@" not in str(settings.get("bus.url"))
 
 
 class Access:

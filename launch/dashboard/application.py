@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from bus.codec import Json
 from bus.errors import ConfigError, SluiceError
 from bus.waiting import set_within
-from launch.dashboard.access import LOGIN, Access, Address
+from launch.dashboard.access import LOGIN, Access, Address, is_open_to_all
 from launch.dashboard.alerts import RunAlerts
 from launch.dashboard.charts import CHARTS
 from launch.dashboard.curve_feed import CurveFeed, LiveCurves
@@ -33,7 +33,8 @@ from launch.dashboard.open_runs import OpenRuns
 from launch.dashboard.run_list import facts_of_runs
 from launch.dashboard.status_watch import StatusWatch
 from launch.dashboard.timeline import timeline
-from launch.dashboard.trajectories import TrajectoryFilter, one_trajectory, trajectory_list
+from launch.dashboard.trajectories import one_group, one_trajectory, trajectory_list
+from launch.trajectories.search import TrajectoryFilter
 from storage.disk.run_directory import RunDirectory
 
 WEB = Path(__file__).with_name("web")
@@ -52,9 +53,10 @@ LARGEST_FORM_BYTES = 4096
 class Dashboard:
     """Answers requests about the runs, until `stop`."""
 
-    def __init__(self, runs: OpenRuns, stop: asyncio.Event) -> None:
+    def __init__(self, runs: OpenRuns, stop: asyncio.Event, *, asks_for_token: bool) -> None:
         self._runs = runs
         self._stop = stop
+        self._asks_for_token = asks_for_token
 
     @property
     def routes(self) -> list[Route | Mount]:
@@ -68,6 +70,7 @@ class Dashboard:
             Route("/api/runs/{run}/timeline", self.timeline),
             Route("/api/runs/{run}/trajectories", self.list_trajectories),
             Route("/api/runs/{run}/trajectories/{trajectory}", self.trajectory),
+            Route("/api/runs/{run}/groups/{lease:int}", self.group),
             Mount("/static", StaticFiles(directory=WEB)),
         ]
 
@@ -113,8 +116,20 @@ class Dashboard:
 
     async def trajectory(self, request: Request) -> Response:
         """Answer with one trajectory, token by token."""
-        source = self._runs.trajectories(self._name(request))
-        return JSONResponse(await one_trajectory(source, str(request.path_params["trajectory"])))
+        name = self._name(request)
+        source, trajectory = self._runs.trajectories(name), str(request.path_params["trajectory"])
+        return JSONResponse(await one_trajectory(source, trajectory, labelled=self._shows_labels(name)))
+
+    async def group(self, request: Request) -> Response:
+        """Answer with the trajectories of a group, side by side."""
+        name = self._name(request)
+        source, lease = self._runs.trajectories(name), int(request.path_params["lease"])
+        return JSONResponse(await one_group(source, lease, labelled=self._shows_labels(name)))
+
+    def _shows_labels(self, name: str) -> bool:
+        """Return whether readers may see labels: who has shown the token, and whoever could ask the run's bus
+        for them."""
+        return self._asks_for_token or is_open_to_all(self._runs.root / name)
 
     def _name(self, request: Request) -> str:
         name = str(request.path_params["run"])
@@ -162,6 +177,8 @@ def _wanted(query: Mapping[str, str]) -> TrajectoryFilter:
             least_reward=float(given["least"]) if "least" in given else None,
             most_reward=float(given["most"]) if "most" in given else None,
             end=given.get("end"),
+            source=given.get("source"),
+            task=given.get("task"),
             recorded="ratios" in given,
             text=given.get("text"),
             below=_whole("below", given["below"]) if "below" in given else None,
@@ -187,7 +204,7 @@ async def _page(request: Request) -> Response:
 
 def application(runs: OpenRuns, address: Address, token: str | None, stop: asyncio.Event) -> Access:
     """Return the application, behind the check of who may read it."""
-    dashboard = Dashboard(runs, stop)
+    dashboard = Dashboard(runs, stop, asks_for_token=token is not None)
 
     async def login(request: Request) -> Response:
         if request.method == "GET":

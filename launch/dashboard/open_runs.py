@@ -1,6 +1,7 @@
 """What the dashboard holds of the runs that somebody looks at."""
 
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 from launch.dashboard.alerts import RunAlerts
@@ -8,7 +9,8 @@ from launch.dashboard.curve_feed import CurveFeed
 from launch.dashboard.metrics_source import Locate
 from launch.dashboard.run_list import run_names
 from launch.dashboard.status_watch import StatusWatch
-from launch.dashboard.trajectory_sources import BusTrajectories, StoredTrajectories, TrajectorySource
+from launch.trajectories.sources import BusTrajectories, StoredTrajectories, TrajectorySource
+from launch.trajectories.stored_groups import has_stores
 from storage.disk.run_directory import RunDirectory
 
 MOST = 16
@@ -56,9 +58,9 @@ class OpenRuns:
     def trajectories(self, name: str) -> TrajectorySource:
         """Return what reads the trajectories of a run: its stores, once they are here."""
         run = RunDirectory(self.root, name)
-        here = (self.root / name / "replay").is_dir()
+        here = has_stores(run)
         if (name, here) not in self._sources:
-            source = StoredTrajectories(run) if here else BusTrajectories(name, self._locate)
+            source = StoredTrajectories(run) if here else BusTrajectories(partial(self._locate, name))
             self._sources[name, here] = source
         return self._sources[name, here]
 

@@ -1,44 +1,29 @@
-"""`launch tail`: shows trajectories of a live run as their groups become complete. It takes nothing from it.
+"""`launch tail`: shows trajectories of a run, and follows them as their groups become complete.
 
-Shards list the groups that they completed, and are asked for one group at a time, as a learner elsewhere
-would: the stream of trajectories is a work queue, on which a second reader would take them away.
-"""
+It takes nothing from the run. The stores are read where they are in the run's directory, and shards are asked
+for one group at a time elsewhere: the stream of trajectories is a work queue, on which a second reader would
+take them away."""
 
 import asyncio
 import re
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
-import structlog
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from actors.weights.follow import fetch_model_files
 from bus.codec import Json
-from bus.connection.bus import Bus
-from bus.errors import BusError, ConfigError, UnreadableGroupsError
-from bus.messages import PolicyManifest
-from bus.requests import ReadRequest, StoredGroups, StoredRequest
-from bus.topology import shard_of
-from bus.trajectory import Trajectory, TrajectoryBatch
-from bus.waiting import is_away, set_within
-from launch.process.run_connection import joined
-from launch.run_view.trajectory_spans import spans
-from launch.settings.run_config import RunConfig
+from bus.errors import BusError
+from bus.trajectory import Trajectory
+from bus.waiting import set_within
+from launch.screens.completion_table import number, reward_parts
+from launch.trajectories.facts import facts_of
+from launch.trajectories.search import AT_ONCE, Search, TrajectoryFilter, newest, opened
+from launch.trajectories.sources import TrajectorySource
+from launch.trajectories.spans import spans
+from launch.trajectories.token_texts import Decode
+from launch.trajectories.training import GroupTraining
 
-log = structlog.get_logger()
 POLL_S = 1.0
-ANSWER_TIMEOUT_S = 10.0
-"""Longest time between two parts of an answer."""
-NOTHING_AFTER = 1 << 40
-"""A shard that is asked for its groups from this one on answers with none, and how many there are."""
-SEARCHED = 256
-"""Most groups of each shard that are searched for recent trajectories of one task."""
-TASK_KEYS = ("id", "task_id")
-"""Keys of a prompt's metadata by which `--task` finds its trajectories."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -50,145 +35,86 @@ class TailOptions:
     """Trajectories to show first."""
     once: bool = False
     """Says whether to end after those."""
-    lease: int | None = None
-    task: str | None = None
+    wanted: TrajectoryFilter = field(default_factory=TrajectoryFilter)
     token_ids: bool = False
-
-    def matches(self, trajectory: Trajectory) -> bool:
-        """Return whether the trajectory is one of the task, if one is named."""
-        names = (trajectory.metadata.get(key) for key in TASK_KEYS)
-        return self.task is None or self.task in (str(name) for name in names if name is not None)
 
 
 async def tail_run(
-    where: RunConfig, wanted: TailOptions, show: Callable[[dict[str, Json]], None], stop: asyncio.Event
+    source: TrajectorySource,
+    options: TailOptions,
+    show: Callable[[dict[str, Json]], None],
+    stop: asyncio.Event,
 ) -> None:
-    """Call `show` with each trajectory as an object, until `stop`. Raises `ConfigError` without a policy."""
-    async with Bus.connect(where.bus, where.run, name="tail", stop=stop) as bus:
-        if (config := await joined(bus, where, {}, stop)) is None:
-            return
-        async with _tokenizer(bus) as tokenizer:
-            await _Tail(bus, config.replay.shards, tokenizer, wanted, show).run(stop)
+    """Call `show` with each trajectory as an object, until `stop`, or until the run is over.
 
-
-@asynccontextmanager
-async def _tokenizer(bus: Bus) -> AsyncIterator[PreTrainedTokenizerBase]:
-    """Load the tokenizer that the newest policy names."""
-    found = await bus.get("policy", PolicyManifest)
-    if found is None:
-        raise ConfigError(f"run {bus.topology.run!r} has no policy yet: start its learner, then try again")
-    with tempfile.TemporaryDirectory(prefix="sluice-tokenizer-") as directory:
-        await fetch_model_files(bus, found[0].model, Path(directory))
-        yield await asyncio.to_thread(AutoTokenizer.from_pretrained, directory)
+    Raises `ConfigError` where they cannot be read, and for filters of what is not known."""
+    async with opened(source, options.wanted, on_missing=_say_missing) as search:
+        tail = _Tail(source, search, options, show)
+        seen = await tail.recent()
+        while not (options.once or stop.is_set()):
+            is_over = await source.is_over()  # asked before what is new: nothing comes after it
+            await tail.new(seen, stop)
+            if is_over:
+                return
+            await set_within(stop, POLL_S)
 
 
 class _Tail:
-    """Asks the shards for what is new, and shows it."""
+    """Shows what a search finds."""
 
     def __init__(
-        self, bus: Bus, shards: int, tokenizer: PreTrainedTokenizerBase, wanted: TailOptions,
+        self, source: TrajectorySource, search: Search, options: TailOptions,
         show: Callable[[dict[str, Json]], None],
     ) -> None:  # fmt: skip
-        self._bus = bus
-        self._shards = shards
-        self._tokenizer = tokenizer
-        self._wanted = wanted
+        self._source = source
+        self._search = search
+        self._options = options
         self._show = show
-        self._seen: dict[int, int] = {}
-        """Groups that each shard had completed when it was asked last."""
-        self._silent: set[int] = set()
-        self._version = 0
+        self._problem = ""
 
-    async def run(self, stop: asyncio.Event) -> None:
-        await self._look_at_policy()
-        await self._recent()
-        while not (self._wanted.once or stop.is_set()):
-            await set_within(stop, POLL_S)
-            await self._look_at_policy()
-            for shard in range(self._shards):
-                await self._new(shard, stop)
+    async def recent(self) -> set[int]:
+        """Show the newest trajectories, oldest first; return the leases of all groups that were complete."""
+        seen = {*await self._search.leases()}
+        if self._options.recent:
+            found = await newest(self._search, self._options.recent)
+            found.trajectories.sort(key=lambda t: (t.lease_id, t.sample))
+            await self._show_all(found.trajectories[-self._options.recent :])
+            if self._options.once and found.below is not None:
+                _say(f"older ones may follow: --below {found.below}")
+        return seen
 
-    async def _recent(self) -> None:
-        """Show the newest trajectories, oldest first; those of the newest groups are read first."""
-        leases: list[int] = []
-        for shard in range(self._shards):
-            end = await self._stored(shard, NOTHING_AFTER)
-            if end is None:
-                continue
-            self._seen[shard] = end.total
-            count = self._wanted.recent if self._wanted.task is None else SEARCHED
-            last = await self._stored(shard, max(0, end.total - count)) if count else None
-            leases += [] if last is None else last.lease_ids
-        if self._wanted.lease is not None:
-            leases = [self._wanted.lease]
-        found: list[dict[str, Json]] = []
-        for lease in sorted(leases, reverse=True):
-            if len(found) >= self._wanted.recent:
-                break
-            try:
-                found += reversed(list(await self._group(lease)))
-            except BusError as error:
-                _say(f"group of lease {lease} is not shown: {error}")
-        for one in reversed(found[: self._wanted.recent]):
-            self._show(one)
-
-    async def _new(self, shard: int, stop: asyncio.Event) -> None:
-        """Show what a shard has completed since; all of it, if it was silent before."""
-        news = await self._stored(shard, self._seen.get(shard, NOTHING_AFTER))
-        if news is None:
-            return
-        if shard not in self._seen or news.total < news.after:
-            self._seen[shard] = news.total  # a shard that was away when this began, or was restored
-            return
-        for lease in news.lease_ids:
-            if stop.is_set():
-                return
-            if self._wanted.lease in (None, lease):
-                try:
-                    group = await self._group(lease)
-                except BusError as error:
-                    log.debug("shard_does_not_answer", shard=shard, reason=str(error))
-                    return  # the next round asks again
-                for one in group:
-                    self._show(one)
-            self._seen[shard] += 1
-
-    async def _stored(self, shard: int, after: int) -> StoredGroups | None:
-        subject = self._bus.subject("rpc", "stored", shard)
+    async def new(self, seen: set[int], stop: asyncio.Event) -> None:
+        """Show what has become complete since, and add it to what was `seen`."""
         try:
-            found = await self._bus.request(
-                subject, StoredRequest(after=after), StoredGroups, timeout_s=ANSWER_TIMEOUT_S
-            )
+            leases = [lease for lease in await self._search.leases() if lease not in seen]
+            for first in range(0, len(leases), AT_ONCE):
+                part = leases[first : first + AT_ONCE]
+                await self._show_all([t for group in await self._search.read(part) for t in group])
+                seen.update(part)
+                if stop.is_set():
+                    return
         except BusError as error:
-            if shard not in self._silent:
-                _say(f"shard {shard} does not answer ({error}): its trajectories are not shown")
-            self._silent.add(shard)
-            return None
-        self._silent.discard(shard)
-        return found
+            if not self._problem:
+                _say(f"the run does not answer ({error}): its trajectories are shown when it does")
+            self._problem = str(error)
+        else:
+            self._problem = ""
 
-    async def _group(self, lease: int) -> Iterator[dict[str, Json]]:
-        """Return the trajectories of a group, none of one that is retired or damaged; only one group is held
-        at a time. Raises `BusError` while its shard is away."""
-        subject = self._bus.subject("rpc", "read", shard_of(lease, self._shards))
-        request = ReadRequest(lease_ids=(lease,))
-        try:
-            batches = await self._bus.request_many(
-                subject, request, TrajectoryBatch, timeout_s=ANSWER_TIMEOUT_S
-            )
-        except (BusError, UnreadableGroupsError) as error:
-            if isinstance(error, BusError) and is_away(error):
-                raise
-            _say(f"group of lease {lease} is not shown: {error}")
-            return iter(())
-        matching = (t for batch in batches for t in batch.trajectories if self._wanted.matches(t))
-        return (
-            describe(t, self._tokenizer, self._version, token_ids=self._wanted.token_ids) for t in matching
-        )
+    async def _show_all(self, trajectories: Sequence[Trajectory]) -> None:
+        if not trajectories:
+            return
+        training = await self._source.training({t.lease_id for t in trajectories})
+        version = await self._source.newest_version()
+        for lease, group in groupby(trajectories, key=lambda t: t.lease_id):
+            for t in group:
+                one = describe(
+                    t, self._search.decode, version, training[lease], token_ids=self._options.token_ids
+                )
+                self._show(one)
 
-    async def _look_at_policy(self) -> None:
-        found = await self._bus.get("policy", PolicyManifest)
-        self._version = self._version if found is None else found[0].policy_version
+
+def _say_missing(lease: int) -> None:
+    _say(f"group of lease {lease} is not shown: it was retired, or is damaged")
 
 
 def _say(text: str) -> None:
@@ -196,31 +122,17 @@ def _say(text: str) -> None:
 
 
 def describe(
-    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, newest: int, *, token_ids: bool
+    t: Trajectory, decode: Decode, newest_version: int, training: GroupTraining, *, token_ids: bool
 ) -> dict[str, Json]:
-    """Return a trajectory as an object whose keys docs/operations.md describes; `newest` is the version that
-    its staleness is counted from."""
-    t = trajectory
-    oldest = t.oldest_version if t.loss_mask.any() else None
+    """Return a trajectory as an object whose keys docs/operations.md describes; its staleness is counted from
+    `newest_version`."""
+    facts = facts_of(t, training)
+    oldest = facts["oldest_version"]
     found: dict[str, Json] = {
-        "trajectory_id": t.trajectory_id,
-        "lease_id": t.lease_id,
-        "rollout": t.rollout,
-        "agent": t.agent,
-        "policy": t.policy,
-        "actor": t.actor,
-        "reward": None if t.reward_due else t.reward,
-        "reward_components": dict(t.reward_components),
-        "reward_source": t.reward_source,
-        "end": t.end,
-        "trained": t.is_trained,
-        "tokens": len(t.token_ids),
-        "masked_tokens": int(t.loss_mask.sum()),
-        "oldest_version": oldest,
-        "newest_version": None if oldest is None else t.newest_version,
-        "staleness": None if oldest is None else newest - oldest,
-        "metadata": dict(t.metadata),
-        "parts": [_part(t, tokenizer, *span) for span in spans(t)],
+        **facts,
+        "steps": {str(step): weight for step, weight in training.weights.items()},
+        "staleness": max(0, newest_version - oldest) if isinstance(oldest, int) else None,
+        "parts": [_part(t, decode, *span) for span in spans(t)],
     }
     if token_ids:
         found["token_ids"] = t.token_ids.tolist()
@@ -228,9 +140,7 @@ def describe(
     return found
 
 
-def _part(
-    t: Trajectory, tokenizer: PreTrainedTokenizerBase, start: int, stop: int, number: int | None
-) -> dict[str, Json]:
+def _part(t: Trajectory, decode: Decode, start: int, stop: int, number: int | None) -> dict[str, Json]:
     """Return the text of a part. What the policy did not sample has its roles in the chat template's
     tokens."""
     versions = t.policy_versions[start:stop]
@@ -240,7 +150,7 @@ def _part(
         "by": "context" if turn is None else "policy",
         "start": start,
         "stop": stop,
-        "text": str(tokenizer.decode(t.token_ids[start:stop].tolist())),
+        "text": decode(t.token_ids[start:stop].tolist()),
         "masked_tokens": int(t.loss_mask[start:stop].sum()),
         "versions": [int(sampled.min()), int(sampled.max())] if len(sampled) else None,
         "finish_reason": None if turn is None else turn.finish_reason,
@@ -252,15 +162,23 @@ def lines(found: dict[str, Json]) -> str:
     """Return the object of `describe` as lines for a terminal, without the text's control characters."""
     reward = "reward due" if found["reward"] is None else f"reward {found['reward']:g}"
     stale = "" if found["staleness"] is None else f", staleness {found['staleness']}"
+    parts = [(f"part {name}", value) for name, value in reward_parts(found)]
+    known = [(name.replace("_", " "), found[name]) for name in ("label", "advantage", "importance_ratio")]
+    facts = [f"{name} {number(value)}" for name, value in [*known, *parts] if value is not None]
     shown = [
         f"=== {found['trajectory_id']} by {found['agent']} on {found['actor']}: {reward}, {found['end']}, "
-        f"{_versions(found['oldest_version'], found['newest_version'])}{stale}"
+        f"{_versions(found['oldest_version'], found['newest_version'])}{stale}",
+        _visible("; ".join([str(found["training"]), *facts])),
     ]
-    parts = found["parts"]
-    for part in parts if isinstance(parts, list) else ():
+    texts = found["parts"]
+    for part in texts if isinstance(texts, list) else ():
         assert isinstance(part, dict)
-        shown += [f"--- {_heading(part)}", _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(part["text"]))]
+        shown += [f"--- {_heading(part)}", _visible(str(part["text"]))]
     return "\n".join(shown)
+
+
+def _visible(text: str) -> str:
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _heading(part: dict[str, Json]) -> str:

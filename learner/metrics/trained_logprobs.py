@@ -5,7 +5,7 @@ It loads without torch, since the dashboard reads them."""
 import io
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from bus.messages import parse_trajectory_name
 from storage.disk.atomic_files import make_directory, write_file
 
 log = structlog.get_logger()
@@ -58,9 +59,14 @@ def write(run: Path, step: int, policy_version: int, logprobs: Mapping[str, NDAr
             path.unlink(missing_ok=True)
 
 
-def read(run: Path, trajectory: str) -> TrainedLogprobs | None:
-    """Return the newest record of a trajectory; None if there is none."""
-    return next((record[trajectory] for record in _records(run) if trajectory in record), None)
+def read(run: Path, leases: Collection[int]) -> dict[str, TrainedLogprobs]:
+    """Return the newest record of each trajectory of these groups, by its name, as far as there are any."""
+    found: dict[str, TrainedLogprobs] = {}
+    for record in _records(run):
+        for name, one in record.items():
+            if parse_trajectory_name(name)[0] in leases:
+                found.setdefault(name, one)
+    return found
 
 
 def trajectories(run: Path) -> set[str]:

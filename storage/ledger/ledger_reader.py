@@ -1,11 +1,26 @@
 """What the ledger of a run says, for looking back: it is only read, and may be in use."""
 
 import sqlite3
+from collections.abc import Iterable, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from bus.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GroupUse:
+    """What became of the group of a lease."""
+
+    state: str
+    reason: str = ""
+    """Why it was rejected."""
+    weights: Mapping[int, float] = field(default_factory=dict)
+    """Its weight in each step that it was given to, ascending."""
 
 
 def states_of(ledger: Path) -> dict[int, tuple[str, int]]:
@@ -34,11 +49,22 @@ def leases_of_step(ledger: Path, step: int) -> list[int]:
     return [lease_id for (lease_id,) in rows]
 
 
-def steps_of_lease(ledger: Path, lease_id: int) -> list[int]:
-    """Return the steps that trained on a lease, ascending. Raises `ConfigError`."""
-    return [
-        step for (step,) in _rows(ledger, "SELECT step FROM uses WHERE lease_id = ? ORDER BY step", lease_id)
-    ]
+def use_of_leases(ledger: Path, lease_ids: Iterable[int]) -> dict[int, GroupUse]:
+    """Return what became of each of these leases, as far as the ledger has them. Raises `ConfigError`."""
+    wanted = [*lease_ids]
+    found = _rows(
+        ledger,
+        "SELECT lease_id, state, COALESCE(reason, ''), step, weight "
+        "FROM leases LEFT JOIN uses USING (lease_id) "
+        f"WHERE lease_id IN ({', '.join('?' * len(wanted))}) ORDER BY lease_id, step",
+        *wanted,
+    )
+    groups = {}
+    for lease_id, rows in groupby(found, key=itemgetter(0)):
+        known = [*rows]
+        steps = {step: weight for *_, step, weight in known if step is not None}
+        groups[lease_id] = GroupUse(known[0][1], known[0][2], steps)
+    return groups
 
 
 def facts_of(ledger: Path) -> dict[str, str]:

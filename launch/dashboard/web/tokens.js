@@ -105,4 +105,4 @@ function context(part) {
 }
 
 /** Show what cannot be seen: control characters other than line breaks and tabs. */
-const visible = (text) => text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/g, "�");
+export const visible = (text) => text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/g, "�");

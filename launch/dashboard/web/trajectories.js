@@ -3,7 +3,7 @@
 import { make, show } from "./dom.js";
 import { UNKNOWN, value } from "./format.js";
 import { ask, runPath } from "./source.js";
-import { Tokens } from "./tokens.js";
+import { Tokens, visible } from "./tokens.js";
 
 const ENDS = ["completed", "length", "turn_limit", "timeout", "environment_error", "tool_error", "reward_error", "engine_error", "cancelled"];
 const TYPING_MS = 300;
@@ -29,6 +29,8 @@ export class Trajectories {
     const number = (name, label, step = "1") => make("label", {}, label, make("input", { type: "number", name, step }));
     return make("form", { class: "filters", "aria-label": "Filter", onsubmit: (event) => { event.preventDefault(); this.search(); }, oninput: () => this.searchSoon() },
       make("label", {}, "text", make("input", { type: "search", name: "text", maxlength: "200" })),
+      make("label", {}, "source", make("input", { type: "text", name: "source", maxlength: "200", size: "10" })),
+      make("label", {}, "task", make("input", { type: "text", name: "task", maxlength: "200", size: "10" })),
       number("step", "step"), number("version", "version"), number("least", "reward from", "any"), number("most", "to", "any"),
       make("label", {}, "end", make("select", { name: "end" }, make("option", { value: "" }, "any"), ENDS.map((end) => make("option", { value: end }, words(end))))),
       make("label", { title: "Those of which the learner recorded log-probs" }, make("input", { type: "checkbox", name: "ratios" }), "with importance ratios"));
@@ -88,12 +90,14 @@ export class Trajectories {
     if (chosen) await this.choose(chosen);
   }
 
+  /** Show one trajectory, or its whole group for a name without a number, such as g00000012. */
   async choose(id) {
     this.chosen = id;
     this.mark();
+    const group = /^g0*(\d+)$/.exec(id);
     try {
-      const found = await ask(`${runPath(this.run)}/trajectories/${encodeURIComponent(id)}`);
-      if (this.chosen === id) this.showOne(found);
+      const found = await ask(`${runPath(this.run)}/${group ? `groups/${group[1]}` : `trajectories/${encodeURIComponent(id)}`}`);
+      if (this.chosen === id) (group ? this.showGroup(found) : this.showOne(found));
     } catch (error) {
       if (this.chosen !== id) return;
       show(this.detail, make("p", { class: "sentence trouble", role: "alert" }, error.message));
@@ -107,27 +111,46 @@ export class Trajectories {
     }
   }
 
-  showOne({ trajectory: one, components, reward_source, metadata, steps, group, learner, parts }) {
+  showOne({ trajectory: one, components, reward_source, metadata, label, advantage, training, group, learner, parts }) {
     const versions = one.versions ? (one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions.join(" to v")}`) : UNKNOWN;
-    const trained = !one.trained ? "never" : steps === null ? UNKNOWN : steps.length ? `step ${steps.join(", ")}` : "not yet";
-    const figures = [["reward", one.reward === null ? "due" : value(one.reward)], ["end", words(one.end)], ["trained", trained],
-      ["sampled by", versions], ["tokens", value(one.tokens)], ["agent", one.agent]];
-    const more = [["policy", one.policy], ["actor", one.actor || UNKNOWN], ["reward from", reward_source || "the actor"],
+    const figures = [["reward", one.reward === null ? "due" : value(one.reward)], ["end", words(one.end)], ["advantage", value(advantage)],
       ...Object.entries(components).map(([name, number]) => [`reward: ${name}`, value(number)]),
+      ["importance ratio", learner ? value(mean(parts.flatMap((part) => part.ratios ?? []))) : UNKNOWN],
+      ["sampled by", versions], ["tokens", `${value(one.tokens)}, ${value(one.masked)} in the mask`], ["agent", one.agent],
+      ...label === null ? [] : [["label", label]]];
+    const more = [["policy", one.policy], ["actor", one.actor || UNKNOWN], ["reward from", reward_source || "the actor"],
       ...Object.entries(metadata).map(([name, found]) => [name, typeof found === "string" ? found : JSON.stringify(found)])];
     this.detail.replaceChildren(
       make("h2", {}, one.id, one.parent ? make("small", {}, ` forked from ${one.parent.id} at token ${one.parent.token}`) : null),
-      make("dl", { class: "facts" }, figures.map(([label, shown]) => make("div", {}, make("dt", {}, label), make("dd", {}, shown)))),
+      make("p", { class: "training" }, sentence(training)),
+      make("dl", { class: "facts" }, figures.map(([name, shown]) => make("div", {}, make("dt", {}, name), make("dd", {}, shown)))),
       this.siblings(group, one), new Tokens(parts, learner).element,
-      ...more.length ? [make("details", {}, make("summary", {}, "Policy, actor, reward components, metadata"),
+      ...more.length ? [make("details", {}, make("summary", {}, "Policy, actor, metadata"),
         make("dl", { class: "metadata" }, more.map(([name, shown]) => make("div", {}, make("dt", {}, name), make("dd", {}, shown)))))] : []);
     this.detail.querySelectorAll(".facts dd")[1].classList.toggle("untrusted", !TRUSTED.includes(one.end));
+  }
+
+  /** Show the answers of a group side by side. */
+  showGroup({ lease, label, prompt, answers }) {
+    const shown = ["reward", "advantage", "components", "end", "tokens"];
+    const fact = { reward: (one) => (one.reward === null ? "due" : value(one.reward)), advantage: (one) => value(one.advantage),
+      components: (one) => Object.entries(one.components).map(([name, number]) => `${name} ${value(number)}`).join(", ") || UNKNOWN,
+      end: (one) => words(one.end), tokens: (one) => value(one.tokens) };
+    this.detail.replaceChildren(
+      make("h2", {}, `Group of lease ${lease}`),
+      ...label === null ? [] : [make("p", {}, `Label: ${label}`)],
+      make("details", {}, make("summary", {}, "Prompt"), make("pre", { tabindex: "0", "aria-label": "Prompt" }, visible(prompt))),
+      make("div", { class: "answers", tabindex: "0", role: "group", "aria-label": "Answers side by side" }, answers.map((one) =>
+        make("article", {}, make("h3", {}, make("a", { href: this.path(one.id) }, one.id), one.agent === "solver" ? null : ` ${one.agent}`),
+          make("dl", {}, shown.map((name) => make("div", {}, make("dt", {}, name === "components" ? "parts" : name), make("dd", {}, fact[name](one))))),
+          make("p", { class: "small" }, sentence(one.training)), make("pre", {}, visible(one.text))))));
   }
 
   /** Return the group as a tree: its episodes, and in each the trajectories, those that forked below their parents. */
   siblings(group, chosen) {
     const episodes = Map.groupBy ? Map.groupBy(group, (one) => one.rollout) : grouped(group);
-    return make("nav", { class: "siblings", "aria-label": "Episodes of this prompt" }, make("ul", {}, [...episodes].map(([rollout, members]) =>
+    return make("nav", { class: "siblings", "aria-label": "Episodes of this prompt" },
+      make("a", { class: "side", href: this.path(chosen.id.split(".")[0]) }, "Side by side"), make("ul", {}, [...episodes].map(([rollout, members]) =>
       make("li", {}, make("span", { class: "episode" }, `episode ${rollout}`), this.branch(members, null, chosen)))));
   }
 
@@ -137,7 +160,7 @@ export class Trajectories {
     if (!here.length) return null;
     return make("ul", {}, here.map((one) => make("li", {},
       make("a", { href: this.path(one.id), "aria-current": one.id === chosen.id ? "true" : false },
-        make("span", {}, one.agent), " ", reward(one), one.parent ? make("small", {}, ` from token ${one.parent.token}`) : null),
+        make("span", {}, one.agent), " ", reward(one), one.advantage === null ? null : make("small", {}, ` advantage ${value(one.advantage)}`), one.parent ? make("small", {}, ` from token ${one.parent.token}`) : null),
       this.branch(members, one.id, chosen))));
   }
 
@@ -154,6 +177,8 @@ function grouped(group) {
   return episodes;
 }
 
+const mean = (ratios) => { const known = ratios.filter((ratio) => ratio !== null); return known.reduce((sum, ratio) => sum + ratio, 0) / known.length; };
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const words = (end) => end.replaceAll("_", " ");
 const reward = (one) => make("span", { class: "reward" }, one.reward === null ? "due" : value(one.reward));
 const ending = (one) => make("span", { class: TRUSTED.includes(one.end) ? "" : "untrusted" }, words(one.end));

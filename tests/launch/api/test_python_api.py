@@ -14,8 +14,8 @@ import launch
 from actors.environments.single_turn import SingleTurn
 from bus.agent_rewards import are_equal
 from launch.api.child import LocalProcess
-from launch.run_view.stored_groups import GroupReader
 from launch.settings.run_config import RunConfig
+from launch.trajectories.stored_groups import GroupReader
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.dashboard.run_on_disk import GROUPS_A_STEP, SAMPLES, WORDS, make_run

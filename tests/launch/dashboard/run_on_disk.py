@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
-from bus.messages import Metrics
+from bus.messages import Metrics, Prompt
 from bus.trajectory import Trajectory, Turn
 from launch.settings.run_config import validate
-from learner.metrics import trained_logprobs
+from learner.metrics import trained_advantages, trained_logprobs
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
+from storage.prompts.data_sets import DataSets
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.launch.messages import evaluation, metrics
@@ -74,6 +75,8 @@ def make_run(root: Path, name: str, *, steps: int = 40, seed: int = 0, shards: i
     first = max(0, steps - 3)
     ledger, stores = Ledger.open(run.ledger), [ReplayStore.open(run.replay(n)) for n in range(shards)]
     with closing(ledger):
+        asked = [Prompt(content="sort 4 1 3", label=f"label {n}") for n in range(5)]
+        DataSets(ledger, run.data).configure(asked, seed=0, shuffle=False, source="sort")
         for step in range(first + 1, steps + 1):
             leases = ledger.issue(GROUPS_A_STEP, step)
             for lease in leases:
@@ -81,6 +84,8 @@ def make_run(root: Path, name: str, *, steps: int = 40, seed: int = 0, shards: i
                 ledger.store(lease)
             ledger.lease(step, leases)
             ledger.commit(step)
+            advantages = {f"g{lease:08}.{n}": n - 0.5 for lease in leases for n in range(SAMPLES)}
+            trained_advantages.write(run.path, step, advantages)
     for store in stores:
         store.close()
     for step, lease in ((steps - 1, 7), (steps, 11)):

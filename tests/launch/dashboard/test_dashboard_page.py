@@ -128,6 +128,10 @@ async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path
         await check(page)
         if (width, scheme) == (1280, "light"):
             await page.screenshot(path=picture("dashboard_trajectory", tmp_path))
+        await go(page, url, "runs/sort-a/trajectories/g00000007", ".answers article")
+        await check(page)
+        if (width, scheme) == (1280, "light"):
+            await page.screenshot(path=picture("dashboard_group", tmp_path))
 
 
 @pytest.mark.nightly
@@ -196,6 +200,23 @@ async def test_filters_choose_and_say_what_is_wrong(root: Path):
         await page.get_by_text("4 trajectories, newest first, of 12 complete groups", exact=True).wait_for()
         await page.locator(".trajectories a").first.press("Enter")
         await page.locator(".detail h2", has_text="g00000007.1").wait_for()
+        await page.get_by_text("Trained in step 119 with weight 1.", exact=True).wait_for()
+        facts = await page.locator(".facts").inner_text()
+        for shown in ("advantage\n0.5", "reward: format\n1", "label\nlabel 2", "tokens\n24, 16 in the mask"):
+            assert shown in facts, facts
+        await page.get_by_role("link", name="Side by side").press("Enter")
+        answers = page.locator(".answers article")
+        await answers.nth(1).wait_for()
+        texts = await answers.all_inner_texts()
+        assert [text.split()[0] for text in texts] == ["g00000007.0", "g00000007.1"]
+        assert "advantage\n-0.5" in texts[0]
+        assert "the smallest of them" in texts[1]
+        await answers.nth(0).get_by_role("link").press("Enter")
+        await page.locator(".detail h2", has_text="g00000007.0").wait_for()
+        await page.get_by_label("task").fill("task-6")
+        await page.get_by_text("1 trajectory, newest first").wait_for()
+        await page.get_by_label("source").fill("none has this one")
+        await page.get_by_text("0 trajectories").wait_for()
         await page.locator("select[name=end]").select_option("timeout")
         await page.get_by_text("0 trajectories").wait_for()
 

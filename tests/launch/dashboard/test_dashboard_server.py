@@ -32,6 +32,7 @@ from launch.dashboard.server import serve_dashboard
 from launch.settings.run_config import RunConfig
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
+from tests.launch.dashboard.run_on_disk import make_run
 from tests.launch.messages import actor, learner, metrics, storage
 from tests.launch.run_view.test_run_status import answer
 from tests.storage.serving import running
@@ -370,3 +371,22 @@ async def test_a_port_that_is_taken_is_named(root: Path):
             ConfigError, match=f"cannot listen at 127.0.0.1:{taken} .*: choose another --port"
         ):
             await serve_dashboard(OpenRuns(root, no_bus), Address(port=taken), asyncio.Event(), ready=print)
+
+
+async def test_labels_are_shown_to_who_may_see_them(tmp_path: Path):
+    run = make_run(tmp_path, "labelled", steps=3)
+    open_bus = json.loads(run.config.read_text())
+    secured = open_bus | {"bus": open_bus["bus"] | {"creds": "watcher.creds"}}
+
+    async def labels(token: str | None) -> list[str | None]:
+        shown = {"Authorization": f"Bearer {token}"}
+        async with served(OpenRuns(tmp_path, no_bus), token=token) as url, ClientSession(url) as client:
+            places = ("trajectories/g00000007.1", "groups/7")
+            return [
+                (await get(client, f"/api/runs/labelled/{place}", **shown)).json["label"] for place in places
+            ]
+
+    assert await labels(None) == ["label 2", "label 2"]
+    run.config.write_text(json.dumps(secured))
+    assert await labels(None) == [None, None]
+    assert await labels(TOKEN) == ["label 2", "label 2"]

@@ -21,17 +21,16 @@ from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import put_only_blob
 from bus.streams.publish import Publisher
 from launch.dashboard.open_runs import OpenRuns
-from launch.dashboard.token_texts import decoder, token_texts
-from launch.dashboard.trajectories import (
-    TrajectoryFilter,
-    importance_ratios,
-    one_trajectory,
-    trajectory_list,
-)
-from launch.dashboard.trajectory_sources import BusTrajectories, StoredTrajectories
+from launch.dashboard.trajectories import one_group, one_trajectory, trajectory_list
 from launch.settings.run_config import RunConfig, validate
+from launch.trajectories.search import TrajectoryFilter
+from launch.trajectories.sources import BusTrajectories, StoredTrajectories
+from launch.trajectories.token_texts import decoder, token_texts
+from launch.trajectories.training import importance_ratios
+from learner.metrics import trained_advantages
 from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
+from storage.ledger.ledger import Ledger
 from storage.model_files.packed_files import bundle
 from storage.store.replay import ReplayStore
 from tests.launch.dashboard.run_on_disk import (
@@ -67,6 +66,8 @@ async def test_the_newest_come_first_and_filters_choose(stored: RunDirectory):
     assert await names(stored, most_reward=0.0, below=2) == ["g00000001.0", "g00000000.0"]
     assert await names(stored, end="timeout") == []
     assert {name[:9] for name in await names(stored, version=3)} == {f"g0000000{n}" for n in range(4)}
+    assert await names(stored, task="task-3") == ["g00000003.0", "g00000003.1"]
+    assert await names(stored, lease=3, least_reward=1) == ["g00000003.1"]
     assert len(await names(stored, version=4)) == 2 * GROUPS_A_STEP * SAMPLES  # sampled one turn of each
 
 
@@ -76,8 +77,10 @@ async def test_text_is_found_in_prompts_and_answers_whatever_its_case(tmp_path: 
     ids = other.token_ids.copy()
     ids[8] = 77
     with closing(ReplayStore.open(run.replay(1))) as store:
-        store.append([replace(other, token_ids=ids)])
+        store.append([replace(other, token_ids=ids, metadata={"source": "gsm8k"})])
     assert await names(run, text="W77") == ["g00000099.0"]
+    assert await names(run, source="gsm8k") == ["g00000099.0"]
+    assert await names(run, source="aime") == []
     assert len(await names(run, text="SORT 4")) == 25  # the prompt of all
     assert await names(run, text="no such words") == []
     assert await names(run, text="w77", least_reward=0.5) == []
@@ -150,7 +153,7 @@ async def test_what_appears_after_a_first_look_is_found(tmp_path: Path):
 async def test_a_trajectory_has_its_tokens_by_turn(stored: RunDirectory):
     found = await one_trajectory(StoredTrajectories(stored), "g00000007.1")
     expected = two_turns(7, 1, 4)
-    assert found["steps"] == [4]
+    assert found["training"] == "trained in step 4 with weight 1"
     assert (found["trajectory"]["reward"], found["components"]) == (1.0, {"format": 1.0})
     assert [one["id"] for one in found["group"]] == ["g00000007.0", "g00000007.1"]
     prompt, first, between, second = found["parts"]
@@ -160,6 +163,51 @@ async def test_a_trajectory_has_its_tokens_by_turn(stored: RunDirectory):
     assert (between["start"], between["stop"]) == (14, 16)
     assert (second["turn"], second["reward"], second["mask"]) == (2, 0.5, [1] * (len(WORDS) - 16))
     assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+async def test_a_trajectory_has_its_label_advantage_and_siblings(stored: RunDirectory):
+    source = StoredTrajectories(stored)
+    found = await one_trajectory(source, "g00000007.1")
+    assert (found["label"], found["advantage"]) == ("label 2", 0.5)
+    assert [one["advantage"] for one in found["group"]] == [-0.5, 0.5]
+    assert (await one_trajectory(source, "g00000007.1", labelled=False))["label"] is None
+    group = await one_group(source, 7)
+    assert (group["label"], group["prompt"]) == ("label 2", "<|user|> sort 4 1 3 <|assistant|> ")
+    assert [(one["id"], one["advantage"], one["reward"]) for one in group["answers"]] == [
+        ("g00000007.0", -0.5, 0.0), ("g00000007.1", 0.5, 1.0),
+    ]  # fmt: skip
+    assert group["answers"][0]["text"].startswith("the smallest of them")
+    assert (await one_group(source, 7, labelled=False))["label"] is None
+    with pytest.raises(ConfigError, match="the group of lease 99 is not complete"):
+        await one_group(source, 99)
+
+
+async def test_why_a_trajectory_was_not_trained_is_told(tmp_path: Path):
+    run = make_run(tmp_path, "whys", steps=3)
+
+    async def told(lease: int) -> str:
+        return (await one_trajectory(StoredTrajectories(run), f"g{lease:08}.0"))["training"]
+
+    with closing(Ledger.open(run.ledger)) as ledger, closing(ReplayStore.open(run.replay(0))) as store:
+        rejected, waiting, given, opponent, late = (lease * 2 for lease in range(6, 11))
+        ledger.issue(20, 3)
+        for lease in (rejected, waiting, given, opponent, late):
+            changes = {opponent: {"trainable": False}, late: {"end": "timeout"}}.get(lease, {})
+            store.append([two_turns(lease, 0, 3, group_size=1, **changes)])
+            ledger.store(lease)
+        ledger.reject(rejected, "stale")
+        ledger.lease(4, [given], [0.25])
+        ledger.flush()
+    assert await told(rejected) == "not trained, because its group was rejected: stale"
+    assert await told(opponent) == "not trained, because solver is not the policy that is trained"
+    assert await told(late) == "not trained, because its end, timeout, says nothing about the policy"
+    assert await told(waiting) == "not trained, because the run is finished and no step has taken its group"
+    run.write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
+    with (run.path / "lock").open("w"):  # a process that goes on with the run
+        assert await told(waiting) == "not trained yet: its group waits for a step"
+        assert await told(given) == "given to step 4, which has not ended"
+        trained_advantages.write(run.path, 4, {f"g{given:08}.0": 0.0})
+        assert await told(given) == "trained in step 4 with weight 0.25"
 
 
 async def test_what_is_not_there_is_named(stored: RunDirectory):
@@ -212,7 +260,7 @@ async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: Na
     config = validate({"run": "test", "replay": {"shards": 2}})
     await bus.put("run", RunRecord(name="test", config_json=config.model_dump_json()))
     where = RunConfig(run="test", bus=BusConfig(url=server.url))
-    source = BusTrajectories("test", lambda run: where)
+    source = BusTrajectories(lambda: where)
     with closing(ReplayStore.open(tmp_path / "0")) as even, closing(ReplayStore.open(tmp_path / "1")) as odd:
         for lease in range(5):
             (even, odd)[lease % 2].append([two_turns(lease, n, 3) for n in range(SAMPLES)])
@@ -229,7 +277,8 @@ async def test_shards_on_other_hosts_are_asked_over_the_bus(bus: Bus, server: Na
                 await trajectory_list(source, TrajectoryFilter(recorded=True))
     assert [one["id"] for one in found["trajectories"]] == [f"g0000000{n}.1" for n in (4, 3, 2, 1, 0)]
     assert one["parts"][1]["texts"][0] == "the "
-    assert (one["steps"], one["learner"]) == (None, None)
+    assert one["training"] == "not known here: the run's ledger is on another host"
+    assert (one["advantage"], one["label"], one["learner"]) == (None, None, None)
 
 
 @settings(max_examples=15)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -19,15 +20,18 @@ from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import put_only_blob
 from bus.streams.publish import Publisher
 from bus.trajectory import Trajectory, Turn
+from launch.screens.completion_table import CompletionTable
 from launch.screens.tail import TailOptions, lines, tail_run
-from launch.settings.run_config import RunConfig, validate
+from launch.settings.run_config import validate
+from launch.trajectories.search import TrajectoryFilter
+from launch.trajectories.sources import BusTrajectories, StoredTrajectories, TrajectorySource
 from storage.model_files.packed_files import bundle
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
+from tests.launch.dashboard.run_on_disk import logprobs_of, make_run, two_turns
 from tests.storage.serving import make_shard, manifest, running, until
 
-pytestmark = pytest.mark.nats
 VERSION = 7
 
 
@@ -65,11 +69,12 @@ async def stores(bus: Bus, tmp_path: Path) -> AsyncIterator[list[ReplayStore]]:
 
 
 @pytest.fixture
-def where(server: NatsServer) -> RunConfig:
-    return validate({"run": "test", "bus": {"url": server.url}})
+def where(server: NatsServer) -> TrajectorySource:
+    config = validate({"run": "test", "bus": {"url": server.url}})
+    return BusTrajectories(lambda: config)
 
 
-async def once(where: RunConfig, wanted: TailOptions) -> list[dict[str, Json]]:
+async def once(where: TrajectorySource, wanted: TailOptions) -> list[dict[str, Json]]:
     shown: list[dict[str, Json]] = []
     async with asyncio.timeout(20):
         await tail_run(where, wanted, shown.append, asyncio.Event())
@@ -81,8 +86,9 @@ def append(stores: list[ReplayStore], lease: int, **changes: object) -> None:
     stores[lease % 2].append([stored(lease, sample, **changes) for sample in range(2)])
 
 
+@pytest.mark.nats
 async def test_newest_come_with_text_by_turn_mask_versions_and_staleness(
-    stores: list[ReplayStore], where: RunConfig
+    stores: list[ReplayStore], where: TrajectorySource
 ):
     for lease in range(5):
         append(stores, lease)
@@ -105,7 +111,8 @@ async def test_newest_come_with_text_by_turn_mask_versions_and_staleness(
     assert "--- policy, tokens 6 to 8, 2 in the mask, version 4, length, reward 0.5\nw6 w7 " in text
 
 
-async def test_it_follows_until_it_is_stopped(stores: list[ReplayStore], where: RunConfig):
+@pytest.mark.nats
+async def test_it_follows_until_it_is_stopped(stores: list[ReplayStore], where: TrajectorySource):
     append(stores, 0)
     shown, stop = [], asyncio.Event()
     following = asyncio.create_task(tail_run(where, TailOptions(1), shown.append, stop))
@@ -120,20 +127,18 @@ async def test_it_follows_until_it_is_stopped(stores: list[ReplayStore], where: 
     assert sorted(one["lease_id"] for one in shown[1:]) == [1, 1, 2, 2]
 
 
-async def test_one_lease_or_one_task_is_chosen(stores: list[ReplayStore], where: RunConfig):
+@pytest.mark.nats
+async def test_one_lease_or_one_task_is_chosen(stores: list[ReplayStore], where: TrajectorySource):
     for lease in range(6):
         append(stores, lease, metadata={"id": f"task-{lease % 3}"})
-    assert [one["lease_id"] for one in await once(where, TailOptions(9, once=True, lease=1))] == [1, 1]
-    assert [one["lease_id"] for one in await once(where, TailOptions(9, once=True, task="task-2"))] == [
-        2,
-        2,
-        5,
-        5,
-    ]
+    for wanted, leases in (({"lease": 1}, [1, 1]), ({"task": "task-2"}, [2, 2, 5, 5])):
+        options = TailOptions(9, once=True, wanted=TrajectoryFilter(**wanted))
+        assert [one["lease_id"] for one in await once(where, options)] == leases
 
 
+@pytest.mark.nats
 async def test_a_retired_group_is_named_and_left_out(
-    stores: list[ReplayStore], where: RunConfig, capsys: pytest.CaptureFixture[str]
+    stores: list[ReplayStore], where: TrajectorySource, capsys: pytest.CaptureFixture[str]
 ):
     append(stores, 0)
     append(stores, 2)
@@ -143,7 +148,8 @@ async def test_a_retired_group_is_named_and_left_out(
     assert "launch: group of lease 0 is not shown: " in capsys.readouterr().err
 
 
-async def test_nothing_is_taken_from_the_run(stores: list[ReplayStore], where: RunConfig, bus: Bus):
+@pytest.mark.nats
+async def test_nothing_is_taken_from_the_run(stores: list[ReplayStore], where: TrajectorySource, bus: Bus):
     append(stores, 0)
     streams = ("TASKS", "TRAJECTORIES", "OUTCOMES")
 
@@ -161,9 +167,48 @@ def test_control_characters_of_a_text_do_not_reach_the_terminal():
     shown = lines(
         {
             "trajectory_id": "g0", "agent": "solver", "actor": "a", "reward": None, "end": "completed",
+            "label": None, "advantage": None, "importance_ratio": None, "reward_components": {},
+            "training": "not trained yet",
             "oldest_version": None, "newest_version": None, "staleness": None, "parts": [part],
         }
     )  # fmt: skip
     assert "\x1b" not in shown
     assert "[2Jb\n\tc" in shown
     assert "reward due" in shown
+
+
+async def test_a_finished_run_is_read_in_its_directory_with_all_that_is_known(tmp_path: Path):
+    run = make_run(tmp_path, "done", steps=5)
+    source = StoredTrajectories(run)
+    shown: list[dict[str, Json]] = []
+    async with asyncio.timeout(20):  # it ends by itself: the run is over
+        await tail_run(source, TailOptions(2, wanted=TrajectoryFilter(step=4)), shown.append, asyncio.Event())
+    assert [one["trajectory_id"] for one in shown] == ["g00000007.0", "g00000007.1"]
+    last, t = shown[-1], two_turns(7, 1, 4)
+    drift = logprobs_of(t) - t.behaviour_logprobs[t.loss_mask]
+    assert (last["label"], last["advantage"], last["steps"]) == ("label 2", 0.5, {"4": 1.0})
+    assert last["importance_ratio"] == pytest.approx(float(np.exp(drift).mean()), rel=1e-6)
+    said = lines(last).splitlines()[1]
+    assert said.startswith("trained in step 4 with weight 1; label label 2; advantage 0.5; importance ratio ")
+    assert said.endswith("; part format 1")
+
+
+def test_the_table_has_a_line_each_of_one_width():
+    found = {
+        "trajectory_id": "g00000007.1", "oldest_version": 3, "newest_version": 4, "reward": 1.0, "tokens": 99,
+        "advantage": -0.70710678, "end": "turn_limit", "reward_components": {"right": 1.0, "tidy": 0.25},
+        "parts": [
+            {"by": "context", "text": "<|user|>sort\n4 1 3" + "x" * 99 + "now<|assistant|>"},
+            {"by": "policy", "text": "\x1b[2J\u4e00" * 60 + "END"},
+        ],
+    }  # fmt: skip
+    table = CompletionTable(150)
+    head, line = table(found).split("\n")
+    assert head.split()[:3] == ["trajectory", "version", "reward"]
+    assert head.split()[-3:] == ["parts", "prompt", "answer"]
+    assert line.startswith("g00000007.1  3-4       1        -0.7071   99     turn_limit right=1 tidy=0.25")
+    assert "<|user|>sort" in line
+    assert "\x1b" not in line
+    assert line.endswith("END")
+    assert cell_len(line) <= 150
+    assert "\n" not in table(found)  # the head stands once

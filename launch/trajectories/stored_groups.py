@@ -1,7 +1,8 @@
 """Reads the complete groups in the stores of a run whose directory is here; who writes them may go on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 
 import structlog
 
@@ -15,17 +16,24 @@ log = structlog.get_logger()
 
 
 class GroupReader:
-    """Reads the stores as they were when they were opened; once anew, since storage may merge segments."""
+    """Reads the stores as they were when they were opened last; once anew, since storage may merge
+    segments."""
 
-    def __init__(self, open_stores: Callable[[], Sequence[ReplayStore]]) -> None:
+    def __init__(self, open_stores: Callable[[], AbstractContextManager[Sequence[ReplayStore]]]) -> None:
         self._open_stores = open_stores
         self._stores: Sequence[ReplayStore] = ()
-        self._openings = 0
+        self._opened = ExitStack()
+        self._opened_anew = False
 
     def open(self) -> None:
-        """Open the stores as they are now."""
-        self._stores = self._open_stores()
-        self._openings += 1
+        """Open the stores as they are now; what was read of them before stays readable."""
+        self._opened.close()
+        self._stores = self._opened.enter_context(self._open_stores())
+        self._opened_anew = False
+
+    def close(self) -> None:
+        """Close the stores."""
+        self._opened.close()
 
     def complete(self) -> list[int]:
         """Return the leases of complete groups, ascending."""
@@ -37,18 +45,26 @@ class GroupReader:
             return read_groups(self._stores, leases)
         except (StorageError, LostDataError) as error:
             log.debug("groups_read_one_by_one", reason=str(error))
-        if self._openings == 1:
+        if not self._opened_anew:
             self.open()
+            self._opened_anew = True
         return [group for lease in leases for group in _readable(self._stores, lease)]
 
 
 @contextmanager
 def stored_groups(run: RunDirectory) -> Iterator[GroupReader]:
     """Open the stores of every shard. Raises `ConfigError` where shards are on other hosts."""
-    with ExitStack() as stack:
-        groups = GroupReader(lambda: stack.enter_context(_stores(run)))
+    with closing(GroupReader(partial(_stores, run))) as groups:
         groups.open()
         yield groups
+
+
+def has_stores(run: RunDirectory) -> bool:
+    """Return whether the stores of all shards are in the directory of a run."""
+    if not run.exists or not run.config.exists():
+        return False
+    shards = recorded_config(run).replay.shards
+    return all((run.path / "replay" / f"shard_{number:02d}").is_dir() for number in range(shards))
 
 
 @contextmanager

@@ -3,12 +3,8 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    ExitStack,
-    asynccontextmanager,
-)
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -20,18 +16,19 @@ from bus.messages import PolicyManifest, RunRecord
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
-from launch.dashboard.metrics_source import CONNECT_S, Locate
-from launch.dashboard.token_texts import Decode, decoder, has_tokenizer
 from launch.model_files.model_directory import model_of_run
-from launch.run_view.run_files import recorded_config
-from launch.run_view.stored_groups import GroupReader, stored_groups
-from launch.settings.run_config import validate
+from launch.run_view.recorded_runs import recorded_runs
+from launch.run_view.run_files import RunFiles, recorded_config
+from launch.settings.run_config import RunConfig, validate
+from launch.trajectories.stored_groups import GroupReader, stored_groups
+from launch.trajectories.token_texts import Decode, decoder, has_tokenizer
+from launch.trajectories.training import OVER, GroupTraining, training_of
 from learner.metrics import trained_logprobs
-from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
-from storage.ledger.ledger_reader import leases_of_step, steps_of_lease
+from storage.ledger.ledger_reader import leases_of_step
 
 log = structlog.get_logger()
+CONNECT_S = 1.5
 ANSWER_TIMEOUT_S = 10.0
 NEWEST = 2048
 """Groups of each shard that are asked for over the bus: the latest complete ones."""
@@ -58,17 +55,20 @@ class TrajectorySource(Protocol):
     async def of_step(self, step: int) -> list[int]:
         """Return the leases that a step trained on. Raises `ConfigError` where that is not known."""
 
-    async def steps(self, lease: int) -> list[int] | None:
-        """Return the steps that trained on a lease; None where that is not known."""
-
-    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
-        """Return what the learner made of a trajectory; None where it recorded nothing."""
+    async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
+        """Return what the learner made of these groups; nothing is known of them over the bus."""
 
     async def recorded(self) -> set[str]:
         """Return the trajectories of which it recorded that. Raises `ConfigError` where it is not known."""
 
     async def decode(self) -> Decode:
         """Return what turns token ids into text."""
+
+    async def newest_version(self) -> int:
+        """Return the newest version of the policy that is known, 0 before the first."""
+
+    async def is_over(self) -> bool:
+        """Return whether no more trajectories will come."""
 
 
 class StoredTrajectories:
@@ -88,16 +88,9 @@ class StoredTrajectories:
         """Return the leases that a step trained on."""
         return await asyncio.to_thread(leases_of_step, self._run.ledger, step)
 
-    async def steps(self, lease: int) -> list[int] | None:
-        """Return the steps that trained on a lease; None without a ledger."""
-        try:
-            return await asyncio.to_thread(steps_of_lease, self._run.ledger, lease)
-        except ConfigError:
-            return None
-
-    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
-        """Return what the learner made of a trajectory; None where it recorded nothing."""
-        return await asyncio.to_thread(trained_logprobs.read, self._run.path, trajectory)
+    async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
+        """Return what the files of the run say of these groups."""
+        return await asyncio.to_thread(training_of, self._run, leases)
 
     async def recorded(self) -> set[str]:
         """Return the trajectories of which it recorded that; none where the learner is on another host."""
@@ -106,6 +99,16 @@ class StoredTrajectories:
     async def decode(self) -> Decode:
         """Return what turns token ids into text, by the run's model."""
         return await asyncio.to_thread(self._decoder) if self._decode is None else self._decode
+
+    async def newest_version(self) -> int:
+        """Return the newest version that is recorded."""
+        latest = await asyncio.to_thread(lambda: RunFiles(self._run.path, lenient=True).latest_step)
+        return 0 if latest is None else latest.policy_version
+
+    async def is_over(self) -> bool:
+        """Return whether no process of the run goes on, here or on a host that is not seen."""
+        [found] = await asyncio.to_thread(recorded_runs, [self._run.path])
+        return found.state in OVER
 
     def _decoder(self) -> Decode:
         model = model_of_run(recorded_config(self._run), self._run)
@@ -120,10 +123,17 @@ class _StoredGroups:
 
     def __init__(self, groups: GroupReader) -> None:
         self._groups = groups
+        self._is_fresh = True
 
     async def leases(self) -> list[int]:
-        """Return the leases of complete groups, ascending."""
-        return await asyncio.to_thread(self._groups.complete)
+        """Return the leases of the groups that are complete by now, ascending."""
+        return await asyncio.to_thread(self._leases)
+
+    def _leases(self) -> list[int]:
+        if not self._is_fresh:
+            self._groups.open()
+        self._is_fresh = False
+        return self._groups.complete()
 
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
         """Return the groups that are stored of these; retired and damaged ones are left out."""
@@ -131,11 +141,13 @@ class _StoredGroups:
 
 
 class BusTrajectories:
-    """Asks the shards of a live run on other hosts, as `launch tail` does."""
+    """Asks the shards of a live run on other hosts."""
 
-    def __init__(self, run: str, locate: Locate) -> None:
-        self._run = run
+    def __init__(self, locate: Callable[[], RunConfig], *, connect_s: float = CONNECT_S) -> None:
+        """Use the bus that `locate` names each time, since that of a run may move; connect within
+        `connect_s`."""
         self._locate = locate
+        self._connect_s = connect_s
         self._decode: Decode | None = None
 
     @asynccontextmanager
@@ -148,13 +160,9 @@ class BusTrajectories:
         """Raise `ConfigError`: which step trained on which group stands in the ledger alone."""
         raise ConfigError("steps are known on the host of the run's storage only: leave out the step")
 
-    async def steps(self, lease: int) -> list[int] | None:
-        """Return None: the ledger is on another host."""
-        return None
-
-    async def logprobs(self, trajectory: str) -> TrainedLogprobs | None:
-        """Return None: the learner's records are on another host."""
-        return None
+    async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
+        """Return that nothing is known of these groups: ledger and records are on other hosts."""
+        return dict.fromkeys(leases, GroupTraining())
 
     async def recorded(self) -> set[str]:
         """Raise `ConfigError`: the learner's records are on another host."""
@@ -170,7 +178,9 @@ class BusTrajectories:
             async with self._bus() as bus:
                 found = await bus.get("policy", PolicyManifest)
                 if found is None:
-                    raise ConfigError(f"run {self._run!r} has no policy yet: its learner has not started")
+                    raise ConfigError(
+                        f"run {bus.topology.run!r} has no policy yet: start its learner, then try again"
+                    )
                 with tempfile.TemporaryDirectory(prefix="sluice-tokenizer-") as directory:
                     await fetch_model_files(bus, found[0].model, Path(directory))
                     decode = await asyncio.to_thread(decoder, Path(directory))
@@ -179,11 +189,22 @@ class BusTrajectories:
             self._decode = decode
         return self._decode
 
+    async def newest_version(self) -> int:
+        """Return the newest version that was published."""
+        async with self._bus() as bus:
+            found = await bus.get("policy", PolicyManifest)
+        return 0 if found is None else found[0].policy_version
+
+    async def is_over(self) -> bool:
+        """Return False: the bus does not say it."""
+        return False
+
     @asynccontextmanager
     async def _bus(self) -> AsyncIterator[Bus]:
-        where = self._locate(self._run)
-        impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": CONNECT_S})
-        async with Bus.connect(impatient, where.run, name="dashboard") as bus:
+        where = self._locate()
+        limits = {"connect_timeout_s": self._connect_s, "patience_s": self._connect_s}
+        impatient = where.bus.model_copy(update=limits)
+        async with Bus.connect(impatient, where.run, name="trajectories") as bus:
             yield bus
 
 

@@ -1,0 +1,100 @@
+"""`launch tail`: the trajectories of a run in the terminal, searched and followed."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
+
+from bus.errors import ConfigError
+from launch.cli.app import AsJson, LiveRun, OfLiveRun, app
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import run
+
+if TYPE_CHECKING:
+    from launch.trajectories.sources import TrajectorySource
+
+WANTED = Group("Only trajectories", sort_key=2)
+
+
+def _filter(name: str, text: str) -> Parameter:
+    return Parameter(name=name, group=WANTED, help=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which trajectories are wanted, as the flags of `launch tail` say; all without any."""
+
+    text: Annotated[str | None, _filter("--text", "With this text in prompts or answers, in any case.")] = (
+        None
+    )
+    least_reward: Annotated[float | None, _filter("--reward-from", "With this reward or more.")] = None
+    most_reward: Annotated[float | None, _filter("--reward-to", "With this reward or less.")] = None
+    step: Annotated[int | None, _filter("--step", "That this optimizer step trained on.")] = None
+    version: Annotated[int | None, _filter("--policy-version", "Of which this version sampled a token.")] = (
+        None
+    )
+    source: Annotated[str | None, _filter("--source", "Whose prompt is of this source.")] = None
+    task: Annotated[
+        str | None, _filter("--task", 'Whose prompt has this "id" or "task_id" in its metadata.')
+    ] = None
+    lease: Annotated[int | None, _filter("--lease", "Of the group of this lease.")] = None
+    end: Annotated[str | None, _filter("--end", "That ended so, such as completed or length.")] = None
+    below: Annotated[int | None, _filter("--below", "Of earlier leases than this, for older ones.")] = None
+
+
+@app.command(usage="Usage: launch tail --run NAME [OPTIONS]")
+def tail(
+    *,
+    live_run: OfLiveRun = LiveRun(),
+    wanted: Annotated[Wanted, Parameter(name="*")] = Wanted(),
+    recent: Annotated[int, Parameter(name="--n", validator=Number(gte=0, lte=1000))] = 3,
+    once: Annotated[bool, Parameter(name="--once", negative=())] = False,
+    table: Annotated[bool, Parameter(name="--table", negative=())] = False,
+    as_json: AsJson = False,
+    token_ids: Annotated[bool, Parameter(name="--token-ids", negative=())] = False,
+) -> None:
+    """Show trajectories of a run: the newest ones, and those that come as their groups become complete.
+
+    It takes nothing from the run, which may have ended where its directory is here. What is damaged or
+    retired is named on stderr and left out. It ends with the run, or by Ctrl-C.
+
+    Parameters
+    ----------
+    recent
+        Number of trajectories that are stored already to show first.
+    once
+        End after those.
+    table
+        Show a line each: prompt, answer, reward and its parts, advantage, version, length.
+    as_json
+        Print one JSON object a line, whose keys docs/operations.md describes.
+    token_ids
+        Add token ids and loss mask to the JSON objects.
+    """
+    from launch.screens.completion_table import CompletionTable
+    from launch.screens.tail import TailOptions, lines, tail_run
+    from launch.trajectories.search import TrajectoryFilter
+
+    if token_ids and not as_json:
+        raise ConfigError("--token-ids is for --json: give both")
+    configure_logging("error")
+    source, chosen = _source(live_run), TrajectoryFilter(**asdict(wanted))
+    options = TailOptions(recent, once=once, wanted=chosen, token_ids=token_ids)
+    write = json.dumps if as_json else CompletionTable() if table else lines
+    run(partial(tail_run, source, options, lambda found: print(write(found), flush=True)))  # noqa: T201
+
+
+def _source(live_run: LiveRun) -> "TrajectorySource":
+    """Return what reads the trajectories: the stores in the run's directory, or else its shards."""
+    from launch.trajectories.sources import BusTrajectories, StoredTrajectories
+    from launch.trajectories.stored_groups import has_stores
+    from storage.disk.run_directory import RunDirectory
+
+    directory = RunDirectory(live_run.directory, live_run.run_name)
+    if has_stores(directory):
+        return StoredTrajectories(directory)
+    where = live_run.config()
+    return BusTrajectories(lambda: where, connect_s=where.bus.connect_timeout_s)

@@ -1,0 +1,165 @@
+"""The search over the trajectories of a run, for the page, the terminal and the export."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from math import inf
+
+from bus.codec import Json
+from bus.messages import parse_trajectory_name
+from bus.trajectory import SOURCE, Trajectory
+from launch.trajectories.sources import Groups, TrajectorySource
+from launch.trajectories.token_texts import Decode
+
+AT_ONCE = 4
+"""Groups that are read at a time."""
+TASK_KEYS = ("id", "task_id")
+"""Keys of a prompt's metadata that name its task."""
+
+
+@dataclass(frozen=True)
+class TrajectoryFilter:
+    """Which trajectories are wanted; None wants any."""
+
+    step: int | None = None
+    """Step that trained on the trajectory."""
+    version: int | None = None
+    """Version that sampled some token of the trajectory."""
+    least_reward: float | None = None
+    most_reward: float | None = None
+    end: str | None = None
+    source: str | None = None
+    """Name of the source of its prompt."""
+    task: str | None = None
+    """Name of its task, as the metadata of its prompt has it."""
+    lease: int | None = None
+    recorded: bool = False
+    """Whether only those are wanted whose importance ratios are known."""
+    text: str | None = None
+    """Text that the trajectory has somewhere, in capitals or not."""
+    below: int | None = None
+    """Lease below which to search, for the next page."""
+
+    def matches(self, t: Trajectory) -> bool:
+        """Return whether the trajectory is wanted, apart from what its group and its text decide."""
+        metadata = t.metadata
+        return (
+            (self.version is None or self.version in t.policy_versions)
+            and self.end in (None, t.end)
+            and self.source in (None, metadata.get(SOURCE))
+            and (self.task is None or self.task in (str(metadata.get(key)) for key in TASK_KEYS))
+            and (self.least_reward is None or t.reward >= self.least_reward)
+            and (self.most_reward is None or t.reward <= self.most_reward)
+        )
+
+
+class Search:
+    """One question about the groups of a run, which are open meanwhile."""
+
+    def __init__(
+        self, source: TrajectorySource, groups: Groups, decode: Decode, wanted: TrajectoryFilter,
+        on_missing: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.decode = decode
+        self.complete = 0
+        """Number of complete groups, when `leases` was asked last."""
+        self._source = source
+        self._groups = groups
+        self._wanted = wanted
+        self._on_missing = on_missing
+        self._recorded: set[str] | None = None
+
+    async def leases(self) -> list[int]:
+        """Return the leases of the groups that are complete by now and may have what is wanted, ascending.
+
+        Raises `ConfigError` where the steps or records of the filter are not known."""
+        found, wanted = await self._groups.leases(), self._wanted
+        self.complete = len(found)
+        if wanted.lease is not None:
+            found = [lease for lease in found if lease == wanted.lease]
+        if wanted.step is not None:
+            found = sorted({*found}.intersection(await self._source.of_step(wanted.step)))
+        if wanted.recorded:
+            self._recorded = await self._source.recorded()
+            found = sorted({*found}.intersection(parse_trajectory_name(name)[0] for name in self._recorded))
+        return [lease for lease in found if wanted.below is None or lease < wanted.below]
+
+    async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
+        """Return what is wanted of each of these groups that can be read and has some."""
+        read = await self._groups.read(leases)
+        for lease in sorted({*leases}.difference(group[0].lease_id for group in read)):
+            self._on_missing(lease)
+        groups = [[t for t in group if self._is_wanted(t)] for group in read]
+        if self._wanted.text is not None:
+            groups = await asyncio.to_thread(self._with_text, groups, self._wanted.text.casefold())
+        return [group for group in groups if group]
+
+    def _is_wanted(self, t: Trajectory) -> bool:
+        return self._wanted.matches(t) and (self._recorded is None or t.trajectory_id in self._recorded)
+
+    def _with_text(self, groups: Sequence[Sequence[Trajectory]], text: str) -> list[list[Trajectory]]:
+        """Return those whose prompts, answers or text between them have `text`, which is casefolded."""
+        return [
+            [t for t in group if text in self.decode(t.token_ids.tolist()).casefold()] for group in groups
+        ]
+
+
+def _ignore(lease: int) -> None:
+    """Say nothing of a group that cannot be read."""
+
+
+@asynccontextmanager
+async def opened(
+    source: TrajectorySource, wanted: TrajectoryFilter, *, on_missing: Callable[[int], None] = _ignore
+) -> AsyncIterator[Search]:
+    """Open the groups of a run for a search, which calls `on_missing` with the lease of each that cannot be
+    read. Raises `ConfigError` where none can."""
+    async with source.groups() as groups:
+        yield Search(source, groups, await source.decode(), wanted, on_missing)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found, the newest groups first."""
+
+    trajectories: list[Trajectory]
+    searched: int
+    """Number of groups that were searched."""
+    below: int | None
+    """Lease below which the search goes on; None at its end."""
+
+
+async def newest(search: Search, most: int, *, groups: int | None = None, seconds: float = inf) -> Found:
+    """Return about the newest `most` trajectories that are wanted, with all of the last one's group.
+
+    The search ends before that after so many groups or seconds: the reader decides whether it goes on."""
+    leases = (await search.leases())[::-1]
+    until_s = time.monotonic() + seconds
+    found: list[Trajectory] = []
+    searched = 0
+    while searched < min(len(leases), groups or len(leases)) and len(found) < most:
+        if searched and time.monotonic() > until_s:
+            break
+        part = leases[searched : searched + AT_ONCE]
+        searched += len(part)
+        found += [t for group in await search.read(part) for t in group]
+    more = leases[searched - 1] if searched and searched < len(leases) else None
+    return Found(found, searched, more)
+
+
+def prompt_text(t: Trajectory, decode: Decode) -> str:
+    """Return the text before the first turn."""
+    return decode(t.token_ids[: t.turns[0].start if t.turns else len(t.token_ids)].tolist())
+
+
+def answer_text(t: Trajectory, decode: Decode) -> str:
+    """Return the text from the first turn to the end of the last one, with what came between."""
+    return decode(t.token_ids[t.turns[0].start : t.turns[-1].stop].tolist()) if t.turns else ""
+
+
+def sampled_versions(t: Trajectory) -> Json:
+    """Return the oldest and the newest version that sampled a token; None without any."""
+    versions = t.policy_versions[t.policy_versions >= 0]
+    return [int(versions.min()), int(versions.max())] if len(versions) else None
