@@ -36,6 +36,7 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     refuse_full_context(config)
     refuse_nobody_rolls_out(config)
     directory = RunDirectory(config.directory, config.run)
+    directory.refuse_unwritable()
     changed = changed_settings(RunFiles(directory.path, lenient=True).settings, config)
     directory.write_provenance(changed)
     if changed:
