@@ -40,6 +40,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.metrics.sinks import refuse_missing
 from storage.model_files.model_reading import read_tokenizer
 from storage.prompt_files.dataset import refuse_large
+from storage.prompt_files.pairs import load_pairs
 from storage.prompts.length_check import check_measured_prompts, check_prompt_lengths
 from storage.prompts.run_prompts import Prompts, read_prompts
 
@@ -137,7 +138,8 @@ def _check_model(config: RunConfig) -> None:
     refuse_unfit_vision(config)
     transport_remark(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
-        load_demonstrations(config.warmup.demonstrations)
+        load = load_pairs if config.warmup.loss.facts.of_pairs else load_demonstrations
+        load(config.warmup.demonstrations)
 
 
 async def rehearse_local(

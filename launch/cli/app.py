@@ -116,6 +116,7 @@ CredsFile = Annotated[
 Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
 DemonstrationsFile = Annotated[Path | None, Parameter(name="--sft", group=SHORT)]
 SourceRun = Annotated[str | None, Parameter(name="--from", group=SHORT)]
+PairsFile = Annotated[Path | None, Parameter(name="--pairs", group=SHORT)]
 Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
 Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
 NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]

@@ -24,6 +24,7 @@ from launch.cli.app import (
     Logging,
     LogOptions,
     OfServer,
+    PairsFile,
     PresetName,
     PrintConfig,
     Prompts,
@@ -59,6 +60,7 @@ def local(  # noqa: PLR0913 - each is a flag
     prompts: Prompts = None,
     from_run: SourceRun = None,
     sft: DemonstrationsFile = None,
+    pairs: PairsFile = None,
     reward: RewardName = None,
     agent: AgentCommand = None,
     environment: EnvironmentName = None,
@@ -89,6 +91,8 @@ def local(  # noqa: PLR0913 - each is a flag
         Training prompts: .jsonl, .parquet or hf://...
     sft
         File of demonstrations, which alone are trained on.
+    pairs
+        File of pairs of answers, on which DPO alone trains.
     reward
         Built-in reward, or yours: my_pkg.my_module:function.
     agent
@@ -102,8 +106,8 @@ def local(  # noqa: PLR0913 - each is a flag
     ]  # fmt: skip
     recipe = None if recipe_name is None else recipe_of(recipe_name)
     sources = start_sources(preset_name, config, short, settings, recipe=recipe)
-    if sft is not None:
-        sources[-1:-1] = supervised_sources(sft, merged(sources))  # below the flags, which come last
+    # below the flags, which come last
+    sources[-1:-1] = supervised_sources(sft, pairs, merged(sources))
     layer = merged(sources)
     resolved = resolve(layer)
     if not print_config:

@@ -75,6 +75,15 @@ def check_together(config: "RunConfig") -> None:
 def _check_stages(config: "RunConfig") -> None:
     """Refuse a supervised stage without demonstrations, and a run without any stage."""
     warmup = config.warmup
+    if warmup.steps and warmup.loss.facts.of_pairs:
+        loss = f"warmup.loss.type={warmup.loss.type}"
+        if not warmup.demonstrations:
+            raise ConfigError(f"{loss} needs pairs of answers: give them with --pairs")
+        if config.learner.mtp.exists:
+            raise ConfigError(
+                f"{loss} with learner.mtp.weight={config.learner.mtp.weight}: the head would learn answers "
+                "that are not preferred: set the weight to 0"
+            )
     if warmup.steps and not (warmup.demonstrations or config.data.task):
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "

@@ -143,7 +143,7 @@ class RunConfig(ProcessConfig):
     """The whole configuration of a run."""
 
     seed: int = Field(0, ge=0)
-    """Seed of the initial weights, of the prompt order and of the task generators."""
+    """Seed of initial weights, prompt order and built-in tasks."""
 
     data: DataConfig = DataConfig()
     """Prompts to train on and to measure with."""

@@ -9,9 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from bus.config import URL_VARIABLE
+from bus.errors import ConfigError
 from bus.security.credentials import VARIABLE, load_credentials
 from launch.settings.run_config import RunConfig, config_file, flags, preset
 from launch.settings.sources import DEFAULT, Source, merged
+from learner.config.loss import DPOLoss
 from learner.config.warmup import WarmupConfig
 
 
@@ -65,27 +67,37 @@ def short_sources(
     ]
 
 
-def supervised_sources(demonstrations: Path, others: Mapping[str, Any]) -> list[Source]:
-    """Return the settings of `--sft`: a run that trains on demonstrations alone, once over, at a rate for a
-    model that was trained before.
+def supervised_sources(sft: Path | None, pairs: Path | None, others: Mapping[str, Any]) -> list[Source]:
+    """Return the settings of `--sft` or `--pairs`: a run that trains on demonstrations or on pairs of answers
+    alone, once over, at a rate for a model that was trained before.
 
-    `others` are the settings of all other sources. Raises `ConfigError` for demonstrations that cannot be
-    read."""
+    `others` are the settings of all other sources. Raises `ConfigError` for both, and for demonstrations that
+    cannot be read."""
+    file = sft or pairs
+    if file is None:
+        return []
+    if sft and pairs:
+        raise ConfigError(
+            f"--sft {sft} with --pairs {pairs}: a run trains on one of them; begin another with the model "
+            "that the first leaves in its export"
+        )
     from storage.prompt_files.rows import read_rows  # loads pyarrow, which no help needs
 
-    rows = sum(1 for _ in read_rows(demonstrations))
+    rows = sum(1 for _ in read_rows(file))
     batch_size = WarmupConfig().batch_size
     with suppress(ValidationError, KeyError):  # a wrong size is refused with all settings
         given = {"batch_size": others["warmup"]["batch_size"]}  # a flag's is a text
         batch_size = WarmupConfig.model_validate(given).batch_size
     steps = -(-rows // batch_size)
-    warmup = {
-        "demonstrations": demonstrations,
+    warmup: dict[str, Any] = {
+        "demonstrations": file,
         "steps": steps,
         "batch_size": min(batch_size, rows),
-        "optimizer": {"lr": 2e-5, "warmup_steps": min(10, steps // 10)},
+        "optimizer": {"lr": 2e-5 if sft else 1e-6, "warmup_steps": min(10, steps // 10)},
     }
-    return [Source("--sft", {"warmup": warmup, "learner": {"steps": 0}})]
+    if pairs and others["warmup"]["loss"]["type"] == WarmupConfig().loss.type:
+        warmup["loss"] = {"type": DPOLoss().type}
+    return [Source("--sft" if sft else "--pairs", {"warmup": warmup, "learner": {"steps": 0}})]
 
 
 def _bus_sources(bus: str | None, creds: Path | None) -> list[Source]:

@@ -9,6 +9,7 @@ from learner.config.algorithm import SEQUENCE_SUM, Aggregation, SequenceMean, To
 from learner.config.plugin import Choice, Picking, Plugin
 
 ProximalSource = Literal["auto", "recomputed", "first_pass", "interpolated"]
+PreferenceForm = Literal["sigmoid", "hinge", "ipo"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,10 @@ class LossFacts:
     """Tokens that the loss treats apart, if there are such."""
     of_samples: bool = True
     """Its tokens were sampled by a policy, whose log-probs the current ones are compared with."""
+    of_pairs: bool = False
+    """It compares two answers to a prompt, of which the first is preferred."""
+    to_reference: bool = False
+    """It compares the policy with the weights that the run begins with."""
 
 
 class Loss(Choice):
@@ -348,6 +353,38 @@ class SFTLoss(Loss):
     computed_by: ClassVar[str] = "learner.algorithms.losses.sft:sft_loss"
     stated: ClassVar[LossFacts] = LossFacts(own_ratio=True, by_sequence=False, of_samples=False)
 
+
+class DPOLoss(Loss):
+    """Direct preference optimisation over pairs of answers (arXiv:2305.18290, eq. 7). The reference is the
+    model that the run begins with."""
+
+    type: Literal["dpo"] = "dpo"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.preference:dpo_loss"
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=True, of_samples=False, of_pairs=True, to_reference=True
+    )
+
+    beta: float = Field(0.1, gt=0)
+    """Reward of a nat by which an answer is likelier than under the reference."""
+
+    form: PreferenceForm = "sigmoid"
+    """What becomes of the difference of two rewards: `sigmoid` is the paper's, `hinge` SLiC's
+    (arXiv:2305.10425), `ipo` a square of mean log ratios (arXiv:2310.12036)."""
+
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs whose preference is taken to be wrong."""
+
+    @model_validator(mode="after")
+    def _smoothing_is_used(self) -> Self:
+        if self.label_smoothing and self.form != "sigmoid":
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} has no effect with form={self.form}: set it to 0, "
+                "or form=sigmoid"
+            )
+        return self
+
+
+SupervisedLoss = Annotated[SFTLoss | DPOLoss, Field(discriminator="type")]
 
 UsedLoss = (
     ReinforceLoss

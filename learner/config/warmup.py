@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from bus.config import Config
+from learner.config.loss import SFTLoss, SupervisedLoss
 from learner.config.optimizer import OptimizerConfig
 
 
@@ -23,10 +24,14 @@ class WarmupConfig(Config):
 
     demonstrations: Path | None = None
     """JSONL file of {"prompt": ..., "response": ...} or of chats, {"messages": [...]}, whose answers are all
-    trained, but for those with "weight": 0. Without it the task's generator writes one."""
+    trained, but for those with "weight": 0. Without it the task's generator writes one. A loss over pairs has
+    {"prompt": ..., "chosen": ..., "rejected": ...}."""
+
+    loss: SupervisedLoss = SFTLoss()
+    """What is learned of a demonstration: `sft` its answers, `dpo` which of two is preferred."""
 
     heldout: Path | None = None
-    """File of demonstrations that are not trained on: their mean loss a token is measured."""
+    """File of demonstrations that are not trained on: their mean loss is measured."""
 
     heldout_every: int = Field(20, gt=0)
     """Steps from one measurement of the held-out loss to the next; one more follows the last step."""

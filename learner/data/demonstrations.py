@@ -1,4 +1,4 @@
-"""Batches of demonstrations for the supervised stage before reinforcement learning."""
+"""Demonstrations for the supervised stage before reinforcement learning, or pairs of them, as samples."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,7 @@ from bus.codec import Json
 from bus.errors import ConfigError
 from bus.images import PlacedImage
 from bus.messages import Prompt
-from learner.config.batch import BatchConfig
-from learner.config.warmup import WarmupConfig
-from learner.data.packing import MicroBatch, Sample, pack
+from learner.data.packing import Sample
 from storage.built_in_tasks.generators import is_trained
 from storage.chats.stop_tokens import answer_end, answer_start
 from storage.chats.template import ChatRefusedError, ChatTemplate
@@ -31,8 +29,8 @@ SHOWN = 200
 
 
 class Demonstrations:
-    """Chats whose answers are trained, in an order that depends only on the seed: a position is enough to
-    resume."""
+    """Chats whose answers are trained, or pairs of such, in an order that depends only on the seed: a
+    position is enough to resume."""
 
     def __init__(
         self,
@@ -42,9 +40,11 @@ class Demonstrations:
         context: int,
         seed: int,
         images: ImageChat | None = None,
+        paired: bool = False,
     ) -> None:
         """`rows` are prompts with a response, or with an empty one chats whose answers are trained, but for
-        those with a `weight` of 0. `images` are those of a vision-language model.
+        those with a `weight` of 0. `images` are those of a vision-language model. Where they are `paired`,
+        rows 2 i and 2 i + 1 are drawn together and make one sequence each.
 
         Raises `ConfigError` for a row that shows an image to another one."""
         self._rows = rows
@@ -55,24 +55,24 @@ class Demonstrations:
         self._context = context
         self._seed = seed
         self._images = images
+        self._together = 1 + paired
+        """Rows that are drawn together."""
         self._order: tuple[int, NDArray[np.int64]] | None = None
         """Latest epoch, and its order."""
         if images is None:
             for number, (prompt, _) in enumerate(rows):
-                with _naming(number):
+                with self._naming(number):
                     self._shown(prompt)
 
-    def step(
-        self, step: int, warmup: WarmupConfig, batch: BatchConfig, *, share: int = 0, shares: int = 1
-    ) -> list[MicroBatch]:
-        """Return the micro-batches of the `step`-th step, from 0, or of one of equal `shares` of it."""
-        start = step * warmup.batch_size
-        numbers = [self._index(start + n) for n in range(share, warmup.batch_size, shares)]
-        return self._packed(numbers, batch.token_budget)
+    def step(self, step: int, batch_size: int, *, share: int = 0, shares: int = 1) -> list[Sample]:
+        """Return the samples of the `step`-th batch, from 0, or of one of equal `shares` of it."""
+        drawn = range(step * batch_size + share, (step + 1) * batch_size, shares)
+        return self._samples([number for position in drawn for number in self._drawn(self._index(position))])
 
-    def all(self, batch: BatchConfig, *, share: int, shares: int) -> list[MicroBatch]:
-        """Return the micro-batches of all rows in their order, or of one of equal `shares` of them."""
-        return self._packed(range(share, len(self._rows), shares), batch.logprob_token_budget)
+    def all(self, *, share: int, shares: int) -> list[Sample]:
+        """Return the samples of all rows in their order, or of one of equal `shares` of them."""
+        drawn = range(share, len(self._rows) // self._together, shares)
+        return self._samples([number for index in drawn for number in self._drawn(index)])
 
     def check(self) -> None:
         """Raise `ConfigError` for a row that cannot be trained on, before the step that has it.
@@ -81,23 +81,28 @@ class Demonstrations:
         longest = nlargest(CHECKED, range(len(self._rows)), key=lambda number: len(str(self._rows[number])))
         self._samples(sorted({*longest, *range(min(CHECKED, len(self._rows)))}))
 
-    def _packed(self, numbers: Sequence[int], token_budget: int) -> list[MicroBatch]:
-        samples = self._samples(numbers)
-        return pack(samples, token_budget) if samples else []
+    def _drawn(self, index: int) -> range:
+        return range(index * self._together, (index + 1) * self._together)
 
     def _samples(self, numbers: Sequence[int]) -> list[Sample]:
         """Return these rows as tokens; all texts are made tokens at once, each by itself."""
         chats: list[tuple[int, _Chat]] = []
         for number in numbers:
-            with _naming(number):
-                chats += [(number, chat) for chat in self._chats(number)]
+            with self._naming(number):
+                found = list(self._chats(number))
+                if self._together > 1 and len(found) > 1:
+                    raise ConfigError(
+                        "the chat template writes an earlier answer otherwise in a longer chat, so that it "
+                        "is no single sequence: give one answer behind the prompt"
+                    )
+                chats += [(number, chat) for chat in found]
         texts = [text for _, chat in chats for text, _ in chat.parts]
         if not texts:
             return []
         tokens = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
         samples = []
         for number, chat in chats:
-            with _naming(number):
+            with self._naming(number):
                 samples.append(self._sample(chat, tokens))
         return samples
 
@@ -145,6 +150,16 @@ class Demonstrations:
             )
         return answer
 
+    @contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Name the demonstration in which something is wrong."""
+        try:
+            yield
+        except (ConfigError, ChatRefusedError, ImageError) as error:
+            of_pair = f", {('chosen', 'rejected')[number % 2]}" if self._together > 1 else ""
+            index = number // self._together
+            raise ConfigError(f"demonstration {index} (from 0){of_pair}: {error}") from error
+
     @cached_property
     def _end_text(self) -> str:
         return str(self._tokenizer.decode([self._end]))
@@ -160,9 +175,10 @@ class Demonstrations:
         return inlined(_chat(prompt), self._images)
 
     def _index(self, position: int) -> int:
-        epoch, offset = divmod(position, len(self._rows))
+        length = len(self._rows) // self._together
+        epoch, offset = divmod(position, length)
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(length)
         return int(self._order[1][offset])
 
     def _sample(self, chat: "_Chat", tokens: Iterator[list[int]]) -> Sample:
@@ -198,15 +214,6 @@ class _Chat:
     """Its texts in order, and whether each is an answer, which its end follows."""
     images: Sequence[PlacedImage]
     """Images of its first part."""
-
-
-@contextmanager
-def _naming(number: int) -> Iterator[None]:
-    """Name the demonstration in which something is wrong."""
-    try:
-        yield
-    except (ConfigError, ChatRefusedError, ImageError) as error:
-        raise ConfigError(f"demonstration {number} (from 0): {error}") from error
 
 
 def _called(message: Mapping[str, Json]) -> list[str]:

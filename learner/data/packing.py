@@ -183,6 +183,14 @@ class MicroBatch:
         )
 
 
+def pack_pairs(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBatch]:
+    """Do what `pack` does with pairs of samples, each of which follow one another in one micro-batch."""
+    pairs = list(zip(samples[::2], samples[1::2], strict=True))
+    lengths = [sum(len(sample.token_ids) for sample in pair) for pair in pairs]
+    bins = first_fit(lengths, tokens_per_micro_batch)
+    return [micro_batch_of([sample for i in members for sample in pairs[i]]) for members in bins]
+
+
 def pack(
     samples: Sequence[Sample], tokens_per_micro_batch: int, *, share_prefixes: bool = False
 ) -> list[MicroBatch]:

@@ -20,6 +20,7 @@ from storage.disk.atomic_files import one_at_a_time
 from storage.images.chat import ImageChat
 from storage.images.reader import ImageReader
 from storage.model_files.model_reading import refuse_no_template
+from storage.prompt_files.pairs import load_pairs
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,15 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     if settings.warmup.steps:
         if demonstrations is None:
             raise ConfigError("warmup.steps needs warmup.demonstrations, or data.task to generate some")
+        paired = settings.warmup.loss.facts.of_pairs
         made = partial(
-            Demonstrations, tokenizer=tokenizer, seed=settings.seed, images=images,
+            Demonstrations, tokenizer=tokenizer, seed=settings.seed, images=images, paired=paired,
             context=hf_config.get_text_config().max_position_embeddings,
         )  # fmt: skip
-        shown = made(load_demonstrations(demonstrations))
+        load = load_pairs if paired else load_demonstrations
+        shown = made(load(demonstrations))
         if settings.warmup.heldout is not None:
-            heldout = made(load_demonstrations(settings.warmup.heldout))
+            heldout = made(load(settings.warmup.heldout))
     whole = None
     if settings.model.other_parts == "frozen":
         whole = _whole_model(settings, hf_config)

@@ -35,16 +35,21 @@ def hold_frozen_policies(
     """
     frozen = backend.frozen
     wanted = set(Objective.of(learner).frozen) - learner.served_teachers.keys()
+    to_initial = stage == "warmup" and settings.warmup.steps > 0 and settings.warmup.loss.facts.to_reference
+    if to_initial:
+        wanted.add("reference")
     frozen.keep_only(wanted)
     reference = learner.reference
     for tag, teacher in learner.used_teachers.items():
         if teacher.path is not None and frozen.sources.get(tag) != teacher.path:
             _load(backend, settings, tag, teacher.path)
     source = reference.path or (None if settings.warmup.steps else settings.model_directory)
+    if to_initial:
+        source = settings.model_directory
     if "reference" not in wanted or _is_held(frozen, reference, source):
         return
     if source is not None:
-        _load(backend, settings, "reference", source, is_initial=reference.path is None)
+        _load(backend, settings, "reference", source, is_initial=to_initial or reference.path is None)
     elif stage == "rl" and step == 0:
         frozen.hold("reference")
     elif stage != "warmup":

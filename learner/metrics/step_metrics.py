@@ -147,6 +147,7 @@ def step_values(result: StepResult) -> dict[str, Json]:
         "train/skipped": result.skipped,
         **{f"policy/{name}": value for name, value in result.diagnostics.items()},
         **{f"critic/{name}": value for name, value in result.critic.items()},
+        **result.pairs,
     }
 
 

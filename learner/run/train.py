@@ -186,7 +186,8 @@ class Learner:
             values = step_values(result)
             done = progress.warmup_step
             if warmup.heldout is not None and (done % warmup.heldout_every == 0 or done == warmup.steps):
-                values["heldout/loss_nats"] = await self._world.call(Rank.heldout_loss)
+                measured = await self._world.call(Rank.heldout_figures)
+                values |= {f"heldout/{name}": value for name, value in measured.items()}
             self._steps.report("warmup", done, values)
             if done < warmup.steps:  # else the next checkpoint begins reinforcement learning
                 await self._checkpoints.after_step()

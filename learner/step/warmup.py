@@ -1,19 +1,25 @@
 """The supervised stage before reinforcement learning, the same for the learner and for who repeats it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from bus.process.work_progress import tracked
+from learner.algorithms.losses.objective import Objective, token_losses
+from learner.algorithms.tokens import TrainedTokens
 from learner.backends.contract.backend import Backend, StepResult
+from learner.backends.update.loss_step import added_up, pair_means
 from learner.config.batch import BatchConfig
-from learner.config.loss import SFTLoss
 from learner.config.process_settings import LearnerSettings
+from learner.config.warmup import WarmupConfig
 from learner.data.data_parallel import equally_many
 from learner.data.demonstrations import Demonstrations
+from learner.data.packing import MicroBatch, Sample, pack, pack_pairs
 from learner.distributed.process_group import device, use_threads
 from learner.logprobs.frozen_policies import hold_frozen_policies
+from learner.logprobs.logprobs import score
 from learner.progress.progress import Progress
 
 
@@ -27,24 +33,52 @@ def warm_up_step(
         )
     use_threads(settings.warmup.threads, backend.size_bytes)
     ranks = backend.data_parallel_group
-    batches = demonstrations.step(
-        step, settings.warmup, settings.learner.batch, share=ranks.rank(), shares=ranks.size()
-    )
-    return backend.train_step(equally_many(batches, ranks), SFTLoss(), policy_version=0)
+    size = settings.warmup.batch_size
+    samples = demonstrations.step(step, size, share=ranks.rank(), shares=ranks.size())
+    batch = settings.learner.batch
+    batches = _packed(backend, settings.warmup, batch, samples, batch.token_budget)
+    return backend.train_step(batches, settings.warmup.loss, policy_version=0)
 
 
-def heldout_loss(backend: Backend, batch: BatchConfig, demonstrations: Demonstrations) -> float:
-    """Return the mean negative log-prob of the trained tokens of held-out demonstrations, in nats. Every rank
+def heldout_figures(
+    backend: Backend, warmup: WarmupConfig, batch: BatchConfig, demonstrations: Demonstrations
+) -> dict[str, float]:
+    """Return the mean loss of held-out demonstrations, and the means over pairs if they are such. Every rank
     calls this; nothing of the backend changes."""
-    ranks = backend.data_parallel_group
-    shares = demonstrations.all(batch, share=ranks.rank(), shares=ranks.size())
-    batches = equally_many(shares, ranks)
-    sums = torch.zeros(2, dtype=torch.float64, device=device())
-    for packed, (logprobs, _) in zip(batches, backend.logprobs(batches), strict=True):
-        trained = logprobs[packed.loss_mask].double()
-        sums += torch.stack([-trained.sum(), torch.tensor(float(len(trained)))]).to(sums)
-    dist.all_reduce(sums, group=ranks)
-    return float(sums[0] / sums[1])
+    ranks, objective = backend.data_parallel_group, Objective(warmup.loss)
+    samples = demonstrations.all(share=ranks.rank(), shares=ranks.size())
+    batches = _packed(backend, warmup, batch, samples, batch.logprob_token_budget)
+    found = []
+    for packed, values in zip(batches, backend.logprobs(batches), strict=True):
+        tokens = TrainedTokens.of(packed).with_logprobs(*values[:, packed.trained])
+        losses, sums = token_losses(objective, tokens)
+        counted = {"loss": losses.sum(dtype=torch.float64), "denominator": torch.tensor(packed.denominator)}
+        found.append(sums | counted)
+    names, totals = added_up(found)
+    totals = totals.to(device())
+    dist.all_reduce(totals, group=ranks)
+    means = dict(zip(names, totals.tolist(), strict=True))
+    return {"loss_nats": means["loss"] / means["denominator"], **pair_means(means)}
+
+
+def _packed(
+    backend: Backend, warmup: WarmupConfig, batch: BatchConfig, samples: Sequence[Sample], budget: int
+) -> list[MicroBatch]:
+    """Return this rank's micro-batches, of pairs with what the loss is to know of the reference."""
+    facts = warmup.loss.facts
+    if facts.to_reference:
+        scores = score(
+            backend, samples, policy="reference", tokens_per_micro_batch=batch.logprob_token_budget
+        )
+        samples = [
+            sample.with_streams(reference_logprobs=found.logprobs)
+            for sample, found in zip(samples, scores, strict=True)
+        ]
+    if facts.of_pairs:  # the mean is over pairs
+        packed = pack_pairs([replace(sample, denominator=0.5) for sample in samples], budget)
+    else:
+        packed = pack(samples, budget)
+    return equally_many(packed, backend.data_parallel_group)
 
 
 def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:

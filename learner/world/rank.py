@@ -37,7 +37,7 @@ from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
 from learner.publication.whole_model import WholeModel
 from learner.step.rl_step import train_on
-from learner.step.warmup import begin_reinforcement_learning, heldout_loss, warm_up_step
+from learner.step.warmup import begin_reinforcement_learning, heldout_figures, warm_up_step
 from storage.account.records import Copy
 from storage.client.reader import ReplayReader
 from storage.disk.file_errors import naming
@@ -194,12 +194,13 @@ class Rank:
             lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
         )
 
-    async def heldout_loss(self) -> float:
-        """Return the mean loss of the held-out demonstrations, in nats a token."""
+    async def heldout_figures(self) -> dict[str, float]:
+        """Return the mean loss of the held-out demonstrations and what else is measured of them."""
         heldout = self._heldout_demonstrations
         assert heldout is not None, "it is asked where warmup.heldout names some"
+        settings = self._settings
         return await self.in_thread(
-            lambda: heldout_loss(self._backend, self._settings.learner.batch, heldout)
+            lambda: heldout_figures(self._backend, settings.warmup, settings.learner.batch, heldout)
         )
 
     async def begin_reinforcement_learning(self) -> None:

@@ -1,6 +1,7 @@
 """`launch local --sft`: a run on demonstrations alone, which is stopped on its way and goes on."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -78,6 +79,29 @@ def test_it_trains_without_prompts_and_actors_and_its_held_out_loss_falls(resume
     measured = {step: row["heldout/loss_nats"] for step, row in steps.items() if "heldout/loss_nats" in row}
     assert sorted(measured) == [10, 20, 30, 40]
     assert measured[40] < 0.6 * measured[10]
+
+
+def test_a_run_on_pairs_learns_which_of_two_answers_is_preferred(tmp_path: Path):
+    rows = [
+        {"prompt": f"sort {n}", "chosen": "".join(sorted(f"{n}")), "rejected": f"{n}"}
+        for n in range(100, 164)
+        if sorted(f"{n}") != list(f"{n}")
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("--warmup.heldout", "pairs.jsonl", "--warmup.batch-size", "16", "--warmup.steps", "20")
+    launcher = Command(
+        tmp_path, "local", "--pairs", "pairs.jsonl", *settings, "--warmup.optimizer.lr", "1e-3"
+    )
+    try:
+        assert launcher.wait(120) == 0, launcher.said()
+    finally:
+        launcher.kill()
+    steps = steps_of(tmp_path / "runs/default")
+    first, last = steps[1], steps[20]
+    assert (first["train/loss"], first["rewards/margins"]) == (pytest.approx(math.log(2)), 0)
+    assert last["rewards/margins"] > 0.1
+    assert last["heldout/rewards/accuracies"] == 1
+    assert last["heldout/loss_nats"] < 0.65
 
 
 @pytest.mark.nightly

@@ -5,7 +5,7 @@ from typing import get_args
 from learner.config.advantage import AdvantageConfig
 from learner.config.algorithm import UsedAggregation
 from learner.config.correction import UsedCorrection, UsedRejection
-from learner.config.loss import SFTLoss, UsedLoss
+from learner.config.loss import SupervisedLoss, UsedLoss
 from learner.config.plugin import Choice, Plugin
 
 
@@ -21,11 +21,11 @@ WEIGHING = sorted(set(CORRECTIONS) - {"none"})
 REJECTIONS = built_in(UsedRejection)
 ADVANTAGES = built_in(get_args(AdvantageConfig)[0])
 AGGREGATIONS = built_in(UsedAggregation)
+SUPERVISED = built_in(get_args(SupervisedLoss)[0])
 RECORDS = [
-    SFTLoss,
     *(
         kind
-        for kinds in (LOSSES, CORRECTIONS, REJECTIONS, ADVANTAGES, AGGREGATIONS)
+        for kinds in (SUPERVISED, LOSSES, CORRECTIONS, REJECTIONS, ADVANTAGES, AGGREGATIONS)
         for kind in kinds.values()
     ),
 ]

@@ -24,7 +24,7 @@ from learner.backends.contract.frozen_policies import FrozenPolicies
 from learner.backends.quantised.rounding import Rounding
 from learner.config.critic import CriticConfig
 from learner.config.lora import LoraConfig
-from learner.config.loss import SFTLoss
+from learner.config.loss import Loss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
 from learner.model_directories.lazy_weights import State
@@ -52,6 +52,8 @@ class StepResult:
     """Means over the trained tokens; names and units in learner/algorithms/diagnostics.py."""
     critic: Mapping[str, float] = field(default_factory=dict)
     """Figures of the critic's updates; their names are in learner/step/critic_step.py."""
+    pairs: Mapping[str, float] = field(default_factory=dict)
+    """Means over pairs of answers, by the names of TRL (learner/algorithms/losses/preference.py)."""
 
     @property
     def ess_fraction(self) -> float | None:
@@ -203,7 +205,7 @@ class Backend(Protocol):
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss: SFTLoss | Objective,
+        loss: Loss | Objective,
         *,
         policy_version: int,
     ) -> StepResult:

@@ -42,7 +42,7 @@ from learner.backends.update.learning_rate import learning_rate
 from learner.backends.update.loss_step import MicroBatchLoss, added_up
 from learner.backends.update.muon import refuse_other_optimizer
 from learner.config.lora import NO_LORA, LoraConfig
-from learner.config.loss import SFTLoss
+from learner.config.loss import Loss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
@@ -137,7 +137,7 @@ class FsdpTrainer:
         multiply_in_fp8(self.model)
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: SFTLoss | Objective, *, policy_version: int
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | Objective, *, policy_version: int
     ) -> StepResult:
         """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
 

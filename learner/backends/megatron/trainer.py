@@ -51,7 +51,7 @@ from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
 from learner.config.lora import NO_LORA, LoraConfig
-from learner.config.loss import SFTLoss
+from learner.config.loss import Loss
 from learner.config.mtp import NO_MTP, MtpConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
@@ -153,7 +153,7 @@ class Trainer:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss: SFTLoss | Objective,
+        loss: Loss | Objective,
         *,
         policy_version: int,
     ) -> StepResult:

@@ -11,8 +11,8 @@ from learner.algorithms.entropy_bonus import EntropyBonus
 from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import StepResult
 from learner.backends.update.decision import not_finite_in_a_row
-from learner.backends.update.loss_step import step_diagnostics
-from learner.config.loss import SFTLoss
+from learner.backends.update.loss_step import pair_means, step_diagnostics
+from learner.config.loss import Loss
 from learner.config.optimizer import OptimizerConfig
 
 
@@ -33,7 +33,7 @@ class UpdateCounts:
         """Start over, as a fresh optimizer does; the calls of `train_step` go on."""
         self.updates_done, self.entropy_bonus, self.not_finite_in_a_row = 0, None, 0
 
-    def objective(self, loss: SFTLoss | Objective) -> Objective:
+    def objective(self, loss: Loss | Objective) -> Objective:
         """Return the objective with the weight of the entropy bonus that earlier updates have led to."""
         objective = loss if isinstance(loss, Objective) else Objective(loss)
         if objective.entropy_target.nats is None:
@@ -80,6 +80,7 @@ class UpdateCounts:
             denominator=sums["denominator"],
             skipped=not updated,
             diagnostics=diagnostics,
+            pairs=pair_means(sums),
         )
 
     def saved(self) -> dict[str, JsonValue]:

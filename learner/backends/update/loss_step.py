@@ -14,6 +14,9 @@ from learner.algorithms.tokens import TrainedTokens
 from learner.backends.output.output_layer import TokenLoss
 from learner.data.packing import MicroBatch
 
+OF_PAIRS = "rewards/"
+"""Begins the names of sums over pairs of answers."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoss:
@@ -65,6 +68,12 @@ def added_up(per_micro_batch: Sequence[LoggedSums]) -> tuple[list[str], Tensor]:
     names = list(per_micro_batch[0])
     stacked = torch.stack([torch.stack([sums[name].double() for name in names]) for sums in per_micro_batch])
     return names, stacked.sum(0)
+
+
+def pair_means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the means over pairs of answers; none where no loss over pairs was computed."""
+    pairs = sums["denominator"] or 1.0
+    return {name: total / pairs for name, total in sums.items() if name.startswith(OF_PAIRS)}
 
 
 def step_diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:

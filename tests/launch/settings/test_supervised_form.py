@@ -21,6 +21,6 @@ from launch.settings.short_forms import supervised_sources
 def test_it_is_once_over_in_the_batches_that_are_asked_for(tmp_path: Path, rows, given, expected):
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{json.dumps({'prompt': 'a', 'response': 'b'})}\n" * rows)
-    [source] = supervised_sources(file, {"warmup": given})
+    [source] = supervised_sources(file, None, {"warmup": given})
     found = source.layer["warmup"]
     assert (found["steps"], found["batch_size"], found["optimizer"]["warmup_steps"]) == expected

@@ -11,8 +11,9 @@ from learner.config.batch import BatchConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.warmup import WarmupConfig
 from learner.data.demonstrations import Demonstrations
+from learner.data.packing import pack
 from learner.initial.scratch_model import character_tokenizer
-from learner.step.warmup import heldout_loss
+from learner.step.warmup import heldout_figures
 from storage.chats.template import ChatTemplate
 from storage.images.chat import ImageChat
 from tests.learner.tiny import tiny_config
@@ -28,7 +29,7 @@ def demonstrations(context=64, seed=0):
 
 def test_only_the_response_and_its_end_are_trained():
     tokenizer = character_tokenizer()
-    [batch] = demonstrations().step(0, WarmupConfig(batch_size=1), BatchConfig())
+    [batch] = pack(demonstrations().step(0, 1), 999)
     trained = tokenizer.decode(batch.labels[batch.loss_mask].tolist())
     assert trained.endswith("<|end|>")
     prompt = tokenizer.decode(batch.tokens.tolist())
@@ -49,34 +50,31 @@ def test_a_response_is_written_as_the_chat_template_writes_answers_unless_it_has
 ):
     tokenizer = tokenizer_of_chat(CHATS["gpt-oss"])
     made = Demonstrations([(Prompt(content="42+1?"), response)], tokenizer, context=256, seed=0)
-    [batch] = made.step(0, WarmupConfig(batch_size=1), BatchConfig())
+    [batch] = pack(made.step(0, 1), 999)
     assert tokenizer.decode(batch.labels[batch.loss_mask].tolist()) == f"{written}<|return|>"
     assert tokenizer.decode(batch.tokens.tolist()).endswith(f"<|start|>assistant{written}<|return|>")
 
 
 def test_each_epoch_visits_every_demonstration_once():
-    warmup = WarmupConfig(batch_size=5)
     tokenizer = character_tokenizer()
     seen = []
     for step in range(2):
-        [batch] = demonstrations().step(step, warmup, BatchConfig())
+        [batch] = pack(demonstrations().step(step, 5), 999)
         bounds = batch.cu_seqlens.tolist()
         seen += [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in pairwise(bounds)]
     assert len(set(seen)) == len(ROWS)
 
 
 def test_a_position_gives_the_same_batch_whenever_it_is_asked_for():
-    warmup = WarmupConfig(batch_size=4)
     one = demonstrations()
-    one.step(0, warmup, BatchConfig())
-    [later] = one.step(7, warmup, BatchConfig())
-    [at_once] = demonstrations().step(7, warmup, BatchConfig())
-    assert later.tokens.tolist() == at_once.tokens.tolist()
+    one.step(0, 4)
+    later, at_once = one.step(7, 4), demonstrations().step(7, 4)
+    assert [s.token_ids.tolist() for s in later] == [s.token_ids.tolist() for s in at_once]
 
 
 def test_a_demonstration_beyond_the_context_is_refused_with_its_text():
     with pytest.raises(ConfigError, match=r"has \d+ tokens, the model's context is 8.*sort"):
-        demonstrations(context=8).step(0, WarmupConfig(batch_size=1), BatchConfig())
+        demonstrations(context=8).step(0, 1)
 
 
 def test_a_demonstration_with_an_image_is_packed_with_it_and_trains_nothing_of_it(tmp_path):
@@ -86,7 +84,7 @@ def test_a_demonstration_with_an_image_is_packed_with_it_and_trains_nothing_of_i
     rows = [(Prompt(content=chat), "3"), (Prompt(content="?"), "4")]
     images = ImageChat.of(model, tokenizer)
     made = Demonstrations(rows, tokenizer, context=64, seed=0, images=images)
-    [batch] = made.step(0, WarmupConfig(batch_size=2), BatchConfig())
+    [batch] = pack(made.step(0, 2), 999)
     [image] = batch.images
     assert set(batch.tokens[image.start : image.stop].tolist()) == {images.reader.token_ids[1]}
     assert image.stop - image.start == 6
@@ -104,7 +102,7 @@ def trained_on(family: str, *messages: dict, **prompt) -> tuple[list[str], list[
     """Return the sequences that a chat becomes, as text, and what of them is trained."""
     tokenizer = tokenizer_of_chat(CHATS[family])
     made = Demonstrations([(Prompt(content=list(messages), **prompt), "")], tokenizer, context=999, seed=0)
-    [batch] = made.step(0, WarmupConfig(batch_size=1), BatchConfig())
+    [batch] = pack(made.step(0, 1), 999)
     bounds = list(pairwise(batch.cu_seqlens.tolist()))
     texts = [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in bounds]
     trained = [tokenizer.decode(batch.labels[a:b][batch.loss_mask[a:b]].tolist()) for a, b in bounds]
@@ -166,7 +164,7 @@ def test_the_held_out_loss_is_the_mean_over_all_trained_tokens_and_changes_nothi
     config, batch = tiny_config(vocab_size=1000), BatchConfig(tokens_per_micro_batch=40)
     plain, made = Qwen3ForCausalLM(config), demonstrations()
     nats: list[float] = []
-    for packed in made.all(batch, share=0, shares=2) + made.all(batch, share=1, shares=2):
+    for packed in pack(made.all(share=0, shares=2) + made.all(share=1, shares=2), 40):
         for a, b in pairwise(packed.cu_seqlens.tolist()):
             logprobs = plain(packed.tokens[None, a:b].long()).logits[0].log_softmax(-1)
             picked = logprobs.gather(1, packed.labels[a:b, None].long())[:, 0]
@@ -174,7 +172,8 @@ def test_the_held_out_loss_is_the_mean_over_all_trained_tokens_and_changes_nothi
     assert len(nats) == 4 * len(ROWS)  # three digits and the end
     trainer = Trainer(config, plain.state_dict(), OptimizerConfig())
     before = trainer.export()
-    assert heldout_loss(trainer, batch, made) == pytest.approx(-sum(nats) / len(nats), abs=1e-6)
+    found = heldout_figures(trainer, WarmupConfig(), batch, made)
+    assert found == {"loss_nats": pytest.approx(-sum(nats) / len(nats), abs=1e-6)}
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())
 
 

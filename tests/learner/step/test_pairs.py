@@ -1,0 +1,167 @@
+"""Preference losses on pairs of a file, against the papers' formulas on the model of transformers."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from learner.backends.contract.backend import Backend
+from learner.checkpoint.commit import save_checkpoint
+from learner.config.batch import BatchConfig
+from learner.config.loss import DPOLoss
+from learner.config.process_settings import LearnerSettings
+from learner.config.warmup import WarmupConfig
+from learner.initial.initial import Initial, prepare
+from learner.progress.progress import Progress
+from learner.run.restore import restore_backend
+from learner.step.warmup import heldout_figures, warm_up_step
+from storage.disk.checkpoints import latest
+from tests.learner.division import divide_world
+from tests.learner.run.test_restored_stage import settings_of
+
+PAIRS = [(f"{n}+{n}=", str(2 * n), str(3 * n + 1)) for n in range(1, 9)]
+OPTIMIZER = {"lr": 3e-3, "warmup_steps": 0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "clip_grad": 1.0}
+BATCH = BatchConfig(tokens_per_micro_batch=40, logprob_tokens_per_micro_batch=60)
+BETA = 0.3
+
+
+def settings_of_pairs(directory: Path, loss: DPOLoss, **learner: object) -> LearnerSettings:
+    rows = [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in PAIRS]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warmup = WarmupConfig.model_validate({
+        "steps": 9, "batch_size": 4, "loss": loss, "optimizer": OPTIMIZER,
+        "demonstrations": directory / "pairs.jsonl", "heldout": directory / "pairs.jsonl",
+    })  # fmt: skip
+    settings = settings_of(directory, batch=BATCH, **learner)
+    scratch = settings.model.scratch.model_copy(update={"layers": 2})  # one for each stage of a pipeline
+    return replace(settings, warmup=warmup, model=settings.model.model_copy(update={"scratch": scratch}))
+
+
+def begun(settings: LearnerSettings, checkpoint: Path | None = None) -> tuple[Initial, Backend]:
+    initial = prepare(settings, settings.warmup.demonstrations)
+    backend = restore_backend(settings, initial, checkpoint, Progress(), settings.learner.parallel)
+    return initial, backend
+
+
+def log_ratios(model: PreTrainedModel, reference: PreTrainedModel, sample) -> tuple[Tensor, int]:
+    """Return the sum of the log ratios of an answer's tokens, and their number."""
+    ids = torch.from_numpy(sample.token_ids).long()[None]
+    of_each = [
+        one(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]) for one in (model, reference)
+    ]
+    trained = torch.from_numpy(sample.loss_mask)[1:]
+    return (of_each[0] - of_each[1].detach())[trained].double().sum(), int(trained.sum())
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+FORMULAS = {  # of the log ratios of both answers, and of their lengths
+    "sigmoid": lambda better, worse, _, __: -torch.log(sigmoid(BETA * better - BETA * worse)),
+    "smooth": lambda better, worse, _, __: (
+        -0.9 * torch.log(sigmoid(BETA * (better - worse))) - 0.1 * torch.log(sigmoid(BETA * (worse - better)))
+    ),
+    "hinge": lambda better, worse, _, __: torch.relu(1 - BETA * (better - worse)),
+    "ipo": lambda better, worse, n, m: (better / n - worse / m - 1 / (2 * BETA)) ** 2,
+}
+
+
+def means(model: PreTrainedModel, reference: PreTrainedModel, samples, formula: str) -> dict[str, Tensor]:
+    """Return the means over pairs by the papers' formulas."""
+    ratios, lengths = zip(*[log_ratios(model, reference, sample) for sample in samples], strict=True)
+    better, worse = torch.stack(ratios).view(-1, 2).unbind(1)
+    found = {
+        "loss": FORMULAS[formula](better, worse, *torch.tensor(lengths).view(-1, 2).unbind(1)),
+        "rewards/chosen": BETA * better,
+        "rewards/rejected": BETA * worse,
+        "rewards/margins": BETA * (better - worse),
+        "rewards/accuracies": (better > worse).double(),
+    }
+    return {name: values.mean() for name, values in found.items()}
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_steps_and_held_out_figures_are_those_of_the_formula_and_a_resume_changes_no_bit(
+    tmp_path: Path, formula: str, backend: str
+):
+    smooth = formula == "smooth"
+    loss = DPOLoss(beta=BETA, form="sigmoid" if smooth else formula, label_smoothing=0.1 if smooth else 0.0)
+    settings = settings_of_pairs(tmp_path, loss, backend=backend)
+    initial, trained = begun(settings)
+    plain, reference = (AutoModelForCausalLM.from_pretrained(tmp_path / "model") for _ in range(2))
+    adam = torch.optim.AdamW(plain.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), weight_decay=0)
+    for step in range(3):
+        if step == 2:
+            save_checkpoint(trained, settings.checkpoints, 2, {}, keep=1)
+        result = warm_up_step(trained, settings, initial.demonstrations, step)
+        expected = means(plain, reference, initial.demonstrations.step(step, 4), formula)
+        adam.zero_grad()
+        expected["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adam.step()
+        assert {"loss": result.loss, **result.pairs} == pytest.approx(as_floats(expected), abs=2e-5)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-3)
+    held = heldout_figures(trained, settings.warmup, BATCH, initial.heldout_demonstrations)
+    every = initial.demonstrations.all(share=0, shares=1)
+    expected = means(plain, reference, every, formula)
+    expected["loss_nats"] = expected.pop("loss")
+    assert held == pytest.approx(as_floats(expected), abs=5e-5)
+    assert held["rewards/margins"] != 0
+    _, resumed = begun(settings, latest(settings.checkpoints))
+    assert warm_up_step(resumed, settings, initial.demonstrations, 2) == result
+
+
+def as_floats(values: dict[str, Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_adapters_are_compared_with_the_model_without_them(tmp_path: Path, backend: str):
+    settings = settings_of_pairs(tmp_path, DPOLoss(beta=BETA), backend=backend, lora={"rank": 4})
+    initial, trained = begun(settings)
+    first, second = (warm_up_step(trained, settings, initial.demonstrations, step) for step in range(2))
+    assert (first.loss, first.pairs["rewards/margins"]) == (pytest.approx(math.log(2)), 0.0)
+    assert second.pairs["rewards/margins"] != 0
+    held = heldout_figures(trained, settings.warmup, BATCH, initial.heldout_demonstrations)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    plain.load_state_dict(trained.export(), strict=False)
+    expected = means(plain, reference, initial.demonstrations.all(share=0, shares=1), "sigmoid")
+    assert held["loss_nats"] == pytest.approx(expected["loss"].item(), abs=5e-5)
+
+
+def two_steps(directory: Path, parallel: dict[str, int], backend: str) -> list[tuple[float, ...]]:
+    settings = settings_of_pairs(directory, DPOLoss(beta=BETA), backend=backend, parallel=parallel)
+    divide_world(settings.learner.parallel)
+    initial, trained = begun(settings)
+    found = []
+    for step in range(2):
+        result = warm_up_step(trained, settings, initial.demonstrations, step)
+        found.append((result.loss, result.grad_norm, *result.pairs.values()))
+    held = heldout_figures(trained, settings.warmup, BATCH, initial.heldout_demonstrations)
+    return [*found, tuple(held.values())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "parallel"),
+    [
+        ("megatron", {}),
+        ("megatron", {"context": 2}),
+        ("megatron", {"tensor": 2}),
+        ("megatron", {"pipeline": 2}),
+        ("fsdp", {}),
+    ],
+    ids=["data", "context", "tensor", "pipeline", "fsdp"],
+)
+def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend: str, parallel: dict[str, int]):
+    alone = two_steps(tmp_path, {}, backend)
+    for found in worlds.run(2, two_steps, tmp_path, parallel, backend):
+        assert found == [pytest.approx(step, abs=2e-5) for step in alone]
