@@ -276,6 +276,20 @@ class LiveRun:
         named = {"run": self.run_name, "directory": self.directory, **short_forms(self.bus, self.creds)}
         return validate(with_bus_of_run(named))
 
+    def live_config(self) -> RunConfig:
+        """Return them for a command that asks the run's processes. Raises `ConfigError` if they have ended."""
+        from launch.run_view.recorded_runs import recorded_runs
+
+        path = self.directory / self.run_name
+        if not short_forms(self.bus, self.creds) and (path / "bus").is_dir():  # it ends with the run
+            [run] = recorded_runs([path])
+            if not run.pids and run.state != "unseen":
+                raise ConfigError(
+                    f"run {self.run_name!r} in {self.directory} does not go on (it is {run.state}), so no "
+                    f"process of it can be asked: `launch runs show --run {self.run_name}` says how it was"
+                )
+        return self.config()
+
 
 OfLiveRun = Annotated[LiveRun, Parameter(name="*")]
 

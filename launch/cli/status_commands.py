@@ -29,7 +29,7 @@ def status(
     from launch.screens.status_report import report, screen
 
     configure_logging("error")
-    where = live_run.config()
+    where = live_run.live_config()
     found = report(run(partial(look_at_run, where)))
     print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
     raise SystemExit(0 if found["healthy"] else 1)

@@ -1,12 +1,13 @@
 """Commands for a run that goes on find its bus in its directory, unless they are told of another."""
 
+import fcntl
 import json
 from pathlib import Path
 
 import pytest
 
 from bus.errors import ConfigError
-from launch.cli.app import with_bus_of_run
+from launch.cli.app import LiveRun, with_bus_of_run
 from launch.cli.watch_commands import located
 from launch.settings.run_config import RunConfig, validate
 from launch.settings.short_forms import short_forms
@@ -37,6 +38,20 @@ def test_a_bus_that_is_named_counts_more(tmp_path: Path, monkeypatch: pytest.Mon
     assert validate(with_bus_of_run(flag)).bus.url == "nats://a:1"
     monkeypatch.setenv("SLUICE_BUS", "nats://b:1")
     assert validate(with_bus_of_run({**named, **short_forms()})).bus.url == "nats://b:1"
+
+
+def test_a_run_that_has_ended_with_its_bus_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written(tmp_path, "nats://127.0.0.1:4567")
+    live = LiveRun(run_name="mine", directory=tmp_path)
+    assert live.live_config().bus.url == "nats://127.0.0.1:4567"  # the bus is not the run's own
+    (tmp_path / "mine/bus").mkdir()
+    with pytest.raises(ConfigError, match=r"(?s)'mine'.*does not go on.*launch runs show --run mine"):
+        live.live_config()
+    with (tmp_path / "mine/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert live.live_config().bus.url == "nats://127.0.0.1:4567"
+    monkeypatch.setenv("SLUICE_BUS", "nats://b:1")
+    assert live.live_config().bus.url == "nats://b:1"
 
 
 def test_the_dashboard_asks_each_run_on_its_own_bus(tmp_path: Path):
