@@ -277,7 +277,7 @@ class LiveRun:
         return validate(with_bus_of_run(named))
 
     def live_config(self) -> RunConfig:
-        """Return them for a command that asks the run's processes. Raises `ConfigError` if they have ended."""
+        """Return them for a command that asks the run's processes. Raises `ConfigError` if these ended."""
         from launch.run_view.recorded_runs import recorded_runs
 
         path = self.directory / self.run_name
