@@ -1,4 +1,4 @@
-"""`launch runs`: the runs of a directory, listed, shown, compared, stopped and removed."""
+"""`launch runs`: the runs of a directory, listed, shown, compared, noted, stopped and removed."""
 
 import json
 from functools import partial
@@ -18,7 +18,7 @@ from launch.settings.short_forms import short_forms
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-runs = App(name="runs", help="List, show, compare, stop and remove the runs of this host.")
+runs = App(name="runs", help="List, show, compare, note, stop and remove the runs of this host.")
 app.command(runs)
 GivenRun = Annotated[str, Parameter(name="--run", help="Name of the run.")]
 """Run of a command that takes none from the environment, because it ends or removes the run."""
@@ -83,6 +83,21 @@ def compare_command(
         print(json.dumps(found))  # noqa: T201 - the user's terminal
     else:
         _show(comparison_table(found))
+
+
+@runs.command(name="note", usage="Usage: launch runs note TEXT --run RUN [--directory DIR]")
+def note_command(text: str, *, run_name: GivenRun, directory: RunsDirectory = Path("runs")) -> None:
+    """Keep a note with a run, which lists and the page show.
+
+    Parameters
+    ----------
+    text
+        The note, instead of the one before; an empty one removes it.
+    """
+    from launch.run_view.recorded_runs import find_run
+    from storage.disk.run_directory import RunDirectory
+
+    RunDirectory(find_run(directory, run_name).parent, run_name).write_note(text)
 
 
 @runs.command(name="stop", usage="Usage: launch runs stop --run RUN [--directory DIR] [--timeout-s S]")

@@ -1,5 +1,6 @@
 """`launch watch` and `launch dashboard`: the live view of a run, in the terminal and in a browser."""
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,8 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
 ) -> None:
     """Show the runs of a directory in a browser: curves, what waits for what and why, trajectories.
 
-    It changes nothing in a run. Ctrl-C ends it. Beyond this host it asks for a token: that of --creds, or the
+    It changes nothing in a run but its note, and removes one that is over, for readers with a token. Ctrl-C
+    ends it. Beyond this host it asks for a token: that of --creds, or the
     one in $SLUICE_DASHBOARD_TOKEN.
 
     Parameters
@@ -111,6 +113,7 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
     from launch.dashboard.open_runs import OpenRuns
     from launch.dashboard.run_list import without_files
     from launch.dashboard.server import serve_dashboard
+    from launch.operations.run_removal import remove_run
 
     configure_logging("error")
     token = dashboard_token(short_forms(bus, creds).get("bus", {}).get("creds"))
@@ -126,6 +129,12 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
         page = url if run_name is None else f"{url}/#/runs/{run_name}"
         print(f"dashboard at {page}, Ctrl-C ends it", flush=True)  # noqa: T201 - the user's terminal
 
-    runs = OpenRuns(directory, locate, run_name)
+    async def remove(name: str) -> None:
+        where = locate(name)
+        # a bus of the run's own has its store there, and ended with the run
+        own_bus = (where.directory / name / "bus").is_dir()
+        await remove_run(where, not own_bus, True, asyncio.Event())
+
+    runs = OpenRuns(directory, locate, run_name, remove=remove)
     address = Address(host, port, certificate, certificate_key)
     run(partial(serve_dashboard, runs, address, token=token, insecure=insecure, ready=ready))

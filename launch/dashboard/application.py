@@ -1,4 +1,6 @@
-"""The dashboard's pages and the objects that they ask for. It changes nothing in any run."""
+"""The dashboard's pages and the objects that they ask for.
+
+It changes nothing in any run, but for the note and the removal that a reader with the token asks for."""
 
 import asyncio
 import json
@@ -48,12 +50,14 @@ QUIET_S = 15.0
 """Silence after which a line is sent: a connection that broke is noticed by it."""
 SMALLEST_COMPRESSED_BYTES = 1024
 LARGEST_FORM_BYTES = 4096
+LARGEST_CHANGE_BYTES = 16384
 
 
 class Dashboard:
     """Answers requests about the runs, until `stop`."""
 
     def __init__(self, runs: OpenRuns, stop: asyncio.Event, *, asks_for_token: bool) -> None:
+        """Where readers have shown a token, they may change a run, and see its labels."""
         self._runs = runs
         self._stop = stop
         self._asks_for_token = asks_for_token
@@ -65,6 +69,8 @@ class Dashboard:
             Route("/", _page),
             Route("/api/runs", self.list_runs),
             Route("/api/runs/{run}", self.run),
+            Route("/api/runs/{run}/note", self.note, methods=["POST"]),
+            Route("/api/runs/{run}/remove", self.remove, methods=["POST"]),
             Route("/api/runs/{run}/curves", self.curves),
             Route("/api/runs/{run}/live", self.live),
             Route("/api/runs/{run}/timeline", self.timeline),
@@ -84,7 +90,39 @@ class Dashboard:
         """Answer with the facts of a run and what its charts show."""
         name = self._name(request)
         [facts] = await asyncio.to_thread(facts_of_runs, self._runs.root, [name])
-        return JSONResponse(facts | {"charts": [asdict(chart) for chart in CHARTS]})
+        shown: dict[str, Json] = {"charts": [asdict(chart) for chart in CHARTS]}
+        return JSONResponse(facts | shown | {"may_change": self._asks_for_token})
+
+    async def note(self, request: Request) -> Response:
+        """Keep the text that was sent as the note of the run."""
+        name = self._name(request)
+        text = str((await self._change(request)).get("text", ""))
+        await asyncio.to_thread(RunDirectory(self._runs.root, name).write_note, text)
+        return JSONResponse({"note": text.strip()})
+
+    async def remove(self, request: Request) -> Response:
+        """Remove a run that is over, whose name was sent once more."""
+        name = self._name(request)
+        if (await self._change(request)).get("run") != name:
+            raise ConfigError(f"the name of the run does not confirm its removal: send {name!r}")
+        await self._runs.remove(name)
+        return JSONResponse({"removed": name})
+
+    async def _change(self, request: Request) -> dict[str, Json]:
+        """Return what a reader who may change a run has sent.
+
+        It is JSON, which no page elsewhere can send without asking first."""
+        if not self._asks_for_token:
+            raise HTTPException(
+                403, "a run is changed by readers with a token alone: --creds or a token of yours"
+            )
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise HTTPException(415, "a change is sent as application/json")
+        try:
+            sent = json.loads(await _body(request, LARGEST_CHANGE_BYTES))
+        except ValueError as error:
+            raise HTTPException(400, f"what was sent is not JSON: {error}") from error
+        return sent if isinstance(sent, dict) else {}
 
     async def curves(self, request: Request) -> Response:
         """Answer with the curves as far as they were read; with `all`, those of every quantity."""
@@ -224,13 +262,19 @@ def application(runs: OpenRuns, address: Address, token: str | None, stop: async
 
 
 async def _form_token(request: Request) -> str:
-    """Return the token of a form, empty without one; a longer form is not read to its end."""
-    form = b""
-    async for part in request.stream():
-        form += part
-        if len(form) > LARGEST_FORM_BYTES:
-            return ""
+    """Return the token of a form, empty without one or where the form is longer."""
+    form = await _body(request, LARGEST_FORM_BYTES)
     return parse_qs(form.decode(errors="replace")).get("token", [""])[0]
+
+
+async def _body(request: Request, most_bytes: int) -> bytes:
+    """Return what was sent; of a longer one, which is not read to its end, nothing."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > most_bytes:
+            return b""
+    return body
 
 
 async def _told(request: Request, error: Exception) -> Response:

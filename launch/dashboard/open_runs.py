@@ -1,9 +1,11 @@
 """What the dashboard holds of the runs that somebody looks at."""
 
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+from bus.errors import ConfigError
 from launch.dashboard.alerts import RunAlerts
 from launch.dashboard.curve_feed import CurveFeed
 from launch.dashboard.metrics_source import Locate
@@ -13,6 +15,7 @@ from launch.trajectories.sources import BusTrajectories, StoredTrajectories, Tra
 from launch.trajectories.stored_groups import has_stores
 from storage.disk.run_directory import RunDirectory
 
+Removal = Callable[[str], Awaitable[object]]
 MOST = 16
 """Runs whose curves are held; those that were looked at longest ago are read again."""
 
@@ -20,10 +23,14 @@ MOST = 16
 class OpenRuns:
     """The runs of a directory, and a further one that may be on the bus alone."""
 
-    def __init__(self, root: Path, locate: Locate, named: str | None = None) -> None:
+    def __init__(
+        self, root: Path, locate: Locate, named: str | None = None, *, remove: Removal | None = None
+    ) -> None:
+        """`remove` removes the run of a name, or refuses it."""
         self.root = root
         self.named = named
         self._locate = locate
+        self._remove = remove
         self._feeds: OrderedDict[str, CurveFeed] = OrderedDict()
         self._watches: dict[str, StatusWatch] = {}
         self._alerts: dict[str, RunAlerts] = {}
@@ -63,6 +70,18 @@ class OpenRuns:
             source = StoredTrajectories(run) if here else BusTrajectories(partial(self._locate, name))
             self._sources[name, here] = source
         return self._sources[name, here]
+
+    async def remove(self, name: str) -> None:
+        """Remove a run, and what is held of it. Raises `ConfigError` for one that goes on."""
+        if self._remove is None:
+            raise ConfigError("this dashboard removes no runs: `launch runs remove` does")
+        await self._remove(name)
+        self._feeds.pop(name, None)
+        self._alerts.pop(name, None)
+        for here in (True, False):
+            self._sources.pop((name, here), None)
+        if (watch := self._watches.pop(name, None)) is not None:
+            await watch.close()
 
     async def close(self) -> None:
         """Give up the questions that are under way."""

@@ -45,6 +45,7 @@ def _facts(run: RecordedRun, here: bool) -> dict[str, Json]:
         "problem": run.problem,
         "waits_for": run.waits_for,
         "waits_since": run.waits_since,
+        "note": run.note,
         "origin": run.origin,
         "stage": latest.stage if latest else None,
         "step": files.trained_steps,

@@ -9,11 +9,12 @@ from pathlib import Path
 from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
 from bus.errors import ConfigError
+from bus.policy_names import policy_run
 from bus.topology import remove, stored_bytes
-from launch.run_view.recorded_runs import bytes_of
+from launch.run_view.recorded_runs import bytes_of, recorded_runs
 from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import try_lock
-from storage.disk.run_directory import RunDirectory
+from storage.disk.run_directory import RunDirectory, run_directories
 
 ROLES = "dispatcher", "learner"
 """Roles that a process holds as long as the run goes on."""
@@ -42,31 +43,54 @@ async def remove_run(where: RunConfig, on_bus: bool, confirmed: bool, stop: asyn
 
     Raises `ConfigError` when there is no such run, or when a process of it still runs.
     """
-    run = RunDirectory(where.directory, where.run)
     async with AsyncExitStack() as stack:
-        bus, streams = None, {}
-        if on_bus:
-            bus = await stack.enter_async_context(Bus.connect(where.bus, where.run, name="runs"))
-            streams = await stored_bytes(bus.js, bus.topology)
-        size = await asyncio.to_thread(bytes_of, run.path) if run.exists else 0
-        found = Holdings(streams, run.path if run.exists else None, size)
-        if not streams and found.directory is None:
+        each = [await _held(one, on_bus, stack) for one in _with_further_policies(where)]
+        streams = {name: size for _, held in each for name, size in held.streams.items()}
+        directories = [held.directory for _, held in each if held.directory is not None]
+        if not streams and not directories:
             raise ConfigError(
                 f"there is no run {where.run!r} in {where.directory}{' or on this bus' if on_bus else ''}: "
                 "name it with --run, --directory and --bus"
             )
-        if bus is not None and streams:
+        if confirmed:
+            for bus, held in each:
+                if bus is not None:
+                    await remove(bus.js, bus.topology)
+                if held.directory is not None:
+                    await asyncio.to_thread(shutil.rmtree, held.directory)
+        return Holdings(
+            streams, directories[0] if directories else None, sum(h.directory_bytes for _, h in each)
+        )
+
+
+def _with_further_policies(where: RunConfig) -> list[RunConfig]:
+    """Return where the run is, and where those of its further policies are, which have directories beside
+    its own."""
+    beside = run_directories(where.directory) if where.directory.is_dir() else []
+    names = [path.name for path in beside if path.name.startswith(policy_run(where.run, ""))]
+    return [where, *(where.model_copy(update={"run": name}) for name in names)]
+
+
+async def _held(where: RunConfig, on_bus: bool, stack: AsyncExitStack) -> tuple[Bus | None, Holdings]:
+    """Take the roles and locks of a run, until the end of the stack, and return what it holds."""
+    run = RunDirectory(where.directory, where.run)
+    bus, streams = None, {}
+    if on_bus:
+        bus = await stack.enter_async_context(Bus.connect(where.bus, where.run, name="runs"))
+        streams = await stored_bytes(bus.js, bus.topology)
+        if streams:
             await bus.create_keys()
             for role in ROLES:
                 await stack.enter_async_context(hold_role(bus, role, "removal"))
-        if found.directory is not None:
-            _refuse_used(found.directory, stack)
-        if confirmed:
-            if bus is not None:
-                await remove(bus.js, bus.topology)
-            if found.directory is not None:
-                await asyncio.to_thread(shutil.rmtree, found.directory)
-        return found
+    if not run.exists:
+        return bus, Holdings(streams, None)
+    if recorded_runs([run.path])[0].state == "unseen":
+        raise ConfigError(
+            f"run {run.name!r} is of another user or host, where it may go on: stop it there first; if that "
+            f"host is gone, remove {run.path / 'ending.json'}"
+        )
+    _refuse_used(run.path, stack)
+    return bus, Holdings(streams, run.path, await asyncio.to_thread(bytes_of, run.path))
 
 
 def _refuse_used(directory: Path, stack: ExitStack | AsyncExitStack) -> None:

@@ -53,6 +53,8 @@ class RecordedRun:
     """What its learner waits for, if it is `waiting`."""
     waits_since: float | None = None
     """Time at which that wait began, in seconds since the epoch."""
+    note: str = ""
+    """What the user noted of it."""
     origin: str = ""
     """Checkpoint of another run with whose weights it began, as run@step."""
 
@@ -140,6 +142,7 @@ def _read(files: RunFiles, pids: list[int]) -> RecordedRun:
         problem=problem,
         waits_for=waiting.waits_for if waiting else "",
         waits_since=waiting.since_s if waiting else None,
+        note=files.note,
         origin=str(files.origin or ""),
     )
 

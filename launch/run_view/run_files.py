@@ -20,7 +20,7 @@ from launch.settings.sources import by_name
 from launch.settings.tree import settings_at
 from storage.disk import checkpoints
 from storage.disk.atomic_files import read_json
-from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
+from storage.disk.run_directory import NOTE, PROGRESS_REMEDY, RunDirectory
 from storage.metrics.records import Record, integer, latest_records, read_records
 
 log = structlog.get_logger()
@@ -164,6 +164,14 @@ class RunFiles:
     def ending(self) -> Ending:
         """Return how the latest launch ended; `stopped` where a build noted nothing."""
         return self._json("ending.json", ENDING, ENDING_REMEDY)[1] or Ending()
+
+    @property
+    def note(self) -> str:
+        """Return the user's note of the run; empty without one."""
+        try:
+            return (self.path / NOTE).read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
 
     @cached_property
     def waiting(self) -> Waiting | None:

@@ -31,13 +31,15 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
     if not runs:
         return Text(f"no run in {directory}: {NO_RUNS}")
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "state", "stage", "step", "reward", "accuracy", "started", "written"):
+    noted = ["note"] if any(run.note for run in runs) else []
+    for column in ("run", "state", "stage", "step", "reward", "accuracy", "started", "written", *noted):
         table.add_column(column, no_wrap=column in ("run", "state"))
     for run in runs:
+        note = [_value(run.note)] if noted else []
         steps = f"{run.step}/{run.steps}" if run.steps is not None else str(run.step)
         table.add_row(
             run.run, Text(run.state, COLOURS.get(run.state, "")), run.stage, steps,
-            fraction(run.reward), fraction(run.accuracy), at(run.started), ago(run.written),
+            fraction(run.reward), fraction(run.accuracy), at(run.started), ago(run.written), *note,
         )  # fmt: skip
     problems = [Text(f"{run.run}: {run.problem}", "red") for run in runs if run.problem]
     problems += [
@@ -91,6 +93,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "directory", found["directory"]
     if found["problem"]:
         yield "problem", found["problem"]
+    if found["note"]:
+        yield "note", found["note"]
     if found["waits_for"]:
         yield "waits", waiting_text(found["waits_for"], found["waits_since"])
     if found["state"] == "damaged":

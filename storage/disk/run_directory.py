@@ -16,7 +16,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.config import without_credentials
 from bus.errors import ConfigError
-from storage.disk.atomic_files import make_directory, read_json, write_json
+from storage.disk.atomic_files import make_directory, read_json, write_file, write_json
 
 __all__ = ["RunDirectory", "provenance", "write_json"]
 
@@ -47,6 +47,10 @@ _PACKAGES = (
 
 PROGRESS_REMEDY = "remove it: the learner writes it anew with its next checkpoint"
 """What helps against a progress.json that is garbled."""
+NOTE = "note.txt"
+"""File of a run's directory with the user's note."""
+LONGEST_NOTE = 2000
+"""Characters of a note."""
 MARKS = ("config.json", "metrics.jsonl", "provenance.json")
 """Files of which a run's directory has one at least."""
 WRITTEN = (*MARKS, "counters.jsonl", "progress.json")
@@ -172,6 +176,21 @@ class RunDirectory:
     def bus(self) -> Path:
         """Return the directory of the embedded nats-server's store."""
         return self._directory("bus")
+
+    def write_note(self, text: str) -> None:
+        """Keep a note of the user's with the run instead of the one before; an empty one is none.
+
+        Raises `ConfigError` for a run that is not there, and for a note that is too long."""
+        if not is_run(self._path):
+            raise ConfigError(f"there is no run {self.name!r} in {self._path.parent} to note something of")
+        if len(text) > LONGEST_NOTE:
+            raise ConfigError(
+                f"a note has at most {LONGEST_NOTE} characters, this one {len(text)}: shorten it"
+            )
+        if text.strip():
+            write_file(self._path / NOTE, f"{text.strip()}\n".encode())
+        else:
+            (self._path / NOTE).unlink(missing_ok=True)
 
     def shadow(self, name: str) -> Path:
         """Return everything that one shadow learner keeps. Raises `ConfigError` for a name that cannot be

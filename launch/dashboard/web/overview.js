@@ -1,6 +1,7 @@
 // The overview of one run: what waits for what, the flow, and the curves.
 
 import { Chart } from "./chart.js";
+import { changes } from "./changes.js";
 import { Curves } from "./curves.js";
 import { choice, make, show } from "./dom.js";
 import { flowPicture } from "./flow.js";
@@ -29,6 +30,7 @@ export class Overview {
     this.alerts = make("section", { class: "words", "aria-label": "Alerts", hidden: true });
     this.facts = make("dl", { class: "facts" });
     this.changed = make("p", { class: "note", hidden: true });
+    this.changes = make("section", { "aria-label": "Note and removal" });
     this.flow = make("section", { "aria-label": "Flow" });
     this.grid = make("div", { class: "charts" });
     this.note = make("p", { class: "note", role: "status", hidden: true });
@@ -39,13 +41,14 @@ export class Overview {
         make("div", { class: "section-head" }, make("h2", {}, "Curves"), make("div", { class: "controls" },
           choice("Horizontal axis", [["step", "steps"], ["time", "time"]], this.by, (by) => { this.by = by; this.draw(); }),
           choice("Smoothing", SMOOTHINGS, 0, (weight) => { this.smoothing = weight; this.draw(); }))),
-        this.note, this.grid, this.more));
+        this.note, this.grid, this.more), this.changes);
   }
 
   async open() {
     this.status = null;
     this.known = await ask(runPath(this.run));
     if (this.ended) return; // the reader left before the answer: nothing would close what is opened below
+    this.changes.replaceChildren(changes(this.known));
     this.tell();
     this.close = listen(`${runPath(this.run)}/live`, {
       curves: (news) => this.takeCurves(news),

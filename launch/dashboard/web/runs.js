@@ -44,7 +44,7 @@ export class Runs {
 
   showList() {
     const words = this.search.value.toLowerCase();
-    const shown = this.runs.filter((run) => `${run.run} ${run.host ?? ""} ${run.state ?? ""}`.toLowerCase().includes(words));
+    const shown = this.runs.filter((run) => `${run.run} ${run.host ?? ""} ${run.state ?? ""} ${run.note}`.toLowerCase().includes(words));
     if (!this.runs.length) {
       this.list.replaceChildren(make("p", { class: "empty" }, `There is no run in ${this.directory} yet: `, make("code", {}, "launch local"), " starts one."));
       return;
@@ -74,7 +74,8 @@ export class Runs {
     const cell = (label, ...content) => make("td", { "data-label": label }, ...content);
     return make("tr", {}, make("td", { class: "pick" }, box, swatch),
       make("th", { scope: "row" }, make("a", { href: `#/runs/${run.run}` }, run.run),
-        run.origin ? make("small", {}, ` from ${run.origin}`) : null),
+        run.origin ? make("small", {}, ` from ${run.origin}`) : null,
+        run.note ? make("small", {}, ` ${run.note}`) : null),
       cell("state", run.state ?? UNKNOWN, run.problem ? make("small", {}, ` ${run.problem.slice(0, 120)}`) : null,
         run.waits_for ? make("small", {}, ` ${run.waits_for.slice(0, 120)}, since ${moment(1000 * run.waits_since)}`) : null),
       cell("step", run.step == null ? UNKNOWN : value(run.step), run.steps ? make("small", {}, ` of ${value(run.steps)}`) : null),

@@ -3,9 +3,10 @@
 const LOGIN = "/login";
 const AGAIN_MS = 5000;
 
-/** Return the object at an address. Throws an error with the server's words. */
-export async function ask(path) {
-  const answer = await fetch(path, { headers: { Accept: "application/json" } });
+/** Return the object at an address; with `change`, what comes of sending that. Throws an error with the server's words. */
+export async function ask(path, change) {
+  const sent = change && { method: "POST", body: JSON.stringify(change) };
+  const answer = await fetch(path, { ...sent, headers: { Accept: "application/json", ...(change && { "Content-Type": "application/json" }) } });
   if (answer.status === 401) {
     location.href = LOGIN;
     throw new Error("the token is asked for");

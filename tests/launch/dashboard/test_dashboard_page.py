@@ -134,6 +134,37 @@ async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path
             await page.screenshot(path=picture("dashboard_group", tmp_path))
 
 
+async def test_a_reader_with_the_token_notes_something_and_removes_the_run(tmp_path: Path):
+    make_run(tmp_path, "old", steps=3)
+    make_run(tmp_path, "good", steps=3)
+
+    async def remove(name: str) -> None:
+        shutil.rmtree(tmp_path / name)
+
+    runs = OpenRuns(tmp_path, no_bus, remove=remove)
+    async with served(runs, token=TOKEN) as url, opened(url, 390, expected="404") as page:
+        await page.locator("input[type=password]").fill(TOKEN)
+        await page.keyboard.press("Enter")
+        await page.locator(".runs tbody tr").first.wait_for()
+        await go(page, url, "runs/old", ".chart canvas")
+        await page.get_by_text("Note and removal").click()
+        await page.get_by_label("Note", exact=True).fill("a first try")
+        await page.get_by_text("Keep the note").click()
+        await page.get_by_text("The note is kept.").wait_for()
+        await page.reload()
+        assert await page.get_by_label("Note", exact=True).input_value() == "a first try"
+        await check(page)
+        again = page.get_by_label("Name of the run once more")
+        await again.fill("good")
+        await page.get_by_text("Remove the run").click()
+        await page.get_by_text("does not confirm its removal").wait_for()
+        await again.fill("old")
+        await page.get_by_text("Remove the run").click()
+        await page.locator(".runs tbody tr").first.wait_for()
+        assert await page.locator(".runs tbody th").all_inner_texts() == ["good"]
+    assert not (tmp_path / "old").exists()
+
+
 @pytest.mark.nightly
 async def test_keys_move_along_a_curve_and_over_tokens_and_choose_runs(root: Path):
     async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:

@@ -29,7 +29,9 @@ from launch.dashboard.access import Address, dashboard_token, refuse_open_dashbo
 from launch.dashboard.open_runs import OpenRuns
 from launch.dashboard.run_list import without_files
 from launch.dashboard.server import serve_dashboard
+from launch.operations.run_removal import remove_run
 from launch.settings.run_config import RunConfig
+from storage.disk.atomic_files import try_lock
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.dashboard.run_on_disk import make_run
@@ -109,6 +111,47 @@ async def test_runs_and_curves_come_from_the_directory(root: Path):
             async with client.request(method, "/api/runs/demo") as answer:
                 assert answer.status == 405
     assert [*root.rglob("*")] == [root / "demo", root / "demo/metrics.jsonl"]  # noqa: ASYNC240 - small
+
+
+async def test_a_reader_with_the_token_notes_something_and_removes_a_run_that_is_over(root: Path):
+    removing = RunDirectory(root, "demo")
+    removing.config.write_text(RunConfig(run="demo").model_dump_json())
+
+    async def remove(name: str) -> None:
+        where = RunConfig(run=name, directory=root)
+        await remove_run(where, False, True, asyncio.Event())
+
+    runs = OpenRuns(root, no_bus, remove=remove)
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+    async with served(runs, token=TOKEN) as url, ClientSession(url, headers=allowed) as client:
+        for sent, status in (
+            ({"json": {"text": "the good one"}}, 200),
+            ({"data": '{"text": "another page"}'}, 415),
+            ({"json": {"text": "x" * 2001}}, 404),
+        ):
+            async with client.post("/api/runs/demo/note", **sent) as answer:
+                assert answer.status == status
+        facts = (await get(client, "/api/runs/demo")).json
+        assert (facts["note"], facts["may_change"]) == ("the good one", True)
+        with removing.path.joinpath("lock").open("a") as lock:  # as of a launch that goes on
+            assert try_lock(lock)
+            for named, said in (("dmeo", "does not confirm"), ("demo", "stop the run first")):
+                async with client.post("/api/runs/demo/remove", json={"run": named}) as answer:
+                    assert answer.status == 404
+                    assert said in (await answer.json())["error"]
+        async with client.post("/api/runs/demo/remove", json={"run": "demo"}) as answer:
+            assert answer.status == 200
+        assert (await get(client, "/api/runs")).json["runs"] == []
+    assert [*root.iterdir()] == []  # noqa: ASYNC240 - small
+
+
+async def test_nobody_changes_a_run_without_a_token(root: Path):
+    async with served(OpenRuns(root, no_bus)) as url, ClientSession(url) as client:
+        for path, change in (("note", {"text": "mine"}), ("remove", {"run": "demo"})):
+            async with client.post(f"/api/runs/demo/{path}", json=change) as answer:
+                assert answer.status == 403
+        facts = (await get(client, "/api/runs/demo")).json
+    assert (facts["note"], facts["may_change"]) == ("", False)
 
 
 def test_a_run_without_files_here_is_told_with_those_that_have_some(root: Path):

@@ -15,6 +15,7 @@ from launch.cli.main import main
 from launch.operations.run_removal import remove_run
 from launch.settings.run_config import RunConfig, resolve
 from storage.disk.atomic_files import try_lock
+from storage.disk.run_directory import RunDirectory
 
 pytestmark = pytest.mark.nats
 STOP = asyncio.Event()
@@ -53,6 +54,20 @@ async def test_a_confirmed_removal_frees_both_and_no_other_run(
     assert [path.name for path in where.directory.iterdir()] == ["other"]
     with pytest.raises(ConfigError, match=r"there is no run 'test' in .* or on this bus"):
         await remove_run(where, on_bus=True, confirmed=True, stop=STOP)
+
+
+async def test_a_run_goes_with_the_runs_of_its_further_policies_and_one_of_another_host_stays(
+    where: RunConfig,
+):
+    for name, ending in (("test__critic", "ended"), ("theirs", "lost")):
+        run = RunDirectory(where.directory, name)
+        run.write_provenance()
+        run.write_json(run.ending, {"state": ending, "host": "elsewhere" if ending == "lost" else ""})
+    await remove_run(where, on_bus=False, confirmed=True, stop=STOP)
+    assert [path.name for path in where.directory.iterdir()] == ["theirs"]
+    theirs = where.model_copy(update={"run": "theirs"})
+    with pytest.raises(ConfigError, match="is of another user or host, where it may go on"):
+        await remove_run(theirs, on_bus=False, confirmed=True, stop=STOP)
 
 
 async def test_without_a_bus_only_the_directory_goes(bus: Bus, where: RunConfig):

@@ -243,6 +243,18 @@ def test_a_run_whose_shard_is_written_goes_on(tmp_path: Path):
     assert len(run.pids) == 1
 
 
+def test_a_note_is_in_lists_until_it_is_empty(tmp_path: Path, printed):
+    path = record(tmp_path, "mine", rewards=[0.5])
+    assert "note" not in printed("list")
+    assert printed("note", "the good one", "--run", "mine") == ""
+    assert "the good one" in printed("list")
+    assert "the good one" in printed("show", "--run", "mine")
+    assert recorded_runs([path])[0].note == "the good one"
+    printed("note", "", "--run", "mine")
+    assert recorded_runs([path])[0].note == ""
+    assert "a note has at most 2000 characters" in printed("note", "x" * 2001, "--run", "mine", status=2)
+
+
 def test_a_run_whose_learner_waits_for_long_says_for_what_and_since_when(tmp_path: Path, printed):
     path = record(tmp_path, "mine", rewards=[0.5])
     noted = {"waits_for": "waiting for the batch: 3 of 4 groups are stored", "since_s": START_S}
