@@ -1,8 +1,9 @@
-"""`launch tail`: the trajectories of a run in the terminal, searched and followed."""
+"""`launch tail`: the trajectories of a run in the terminal, searched, followed and exported."""
 
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
@@ -53,6 +54,7 @@ def tail(
     recent: Annotated[int, Parameter(name="--n", validator=Number(gte=0, lte=1000))] = 3,
     once: Annotated[bool, Parameter(name="--once", negative=())] = False,
     table: Annotated[bool, Parameter(name="--table", negative=())] = False,
+    export: Annotated[Path | None, Parameter(name="--export")] = None,
     as_json: AsJson = False,
     token_ids: Annotated[bool, Parameter(name="--token-ids", negative=())] = False,
 ) -> None:
@@ -69,19 +71,26 @@ def tail(
         End after those.
     table
         Show a line each: prompt, answer, reward and its parts, advantage, version, length.
+    export
+        Write all of them to this .jsonl or .parquet file, or new directory that `datasets` reads, and end.
     as_json
         Print one JSON object a line, whose keys docs/operations.md describes.
     token_ids
-        Add token ids and loss mask to the JSON objects.
+        Add token ids and loss mask to JSON objects, and to an export the log-probs too.
     """
     from launch.screens.completion_table import CompletionTable
     from launch.screens.tail import TailOptions, lines, tail_run
+    from launch.trajectories.export import export_run
     from launch.trajectories.search import TrajectoryFilter
 
-    if token_ids and not as_json:
-        raise ConfigError("--token-ids is for --json: give both")
+    if token_ids and not (as_json or export):
+        raise ConfigError("--token-ids is for --json and --export: give one of these too")
     configure_logging("error")
     source, chosen = _source(live_run), TrajectoryFilter(**asdict(wanted))
+    if export is not None:
+        count = run(partial(export_run, source, chosen, export, token_ids=token_ids))
+        print(f"{count} trajectories in {export}")  # noqa: T201 - the user's terminal
+        return
     options = TailOptions(recent, once=once, wanted=chosen, token_ids=token_ids)
     write = json.dumps if as_json else CompletionTable() if table else lines
     run(partial(tail_run, source, options, lambda found: print(write(found), flush=True)))  # noqa: T201

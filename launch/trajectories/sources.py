@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,18 +18,19 @@ from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
 from launch.model_files.model_directory import model_of_run
-from launch.run_view.recorded_runs import recorded_runs
 from launch.run_view.run_files import RunFiles, recorded_config
 from launch.settings.run_config import RunConfig, validate
 from launch.trajectories.stored_groups import GroupReader, stored_groups
 from launch.trajectories.token_texts import Decode, decoder, has_tokenizer
-from launch.trajectories.training import OVER, GroupTraining, training_of
+from launch.trajectories.training import GroupTraining, ended_state, training_of
 from learner.metrics import trained_logprobs
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import leases_of_step
 
 log = structlog.get_logger()
 CONNECT_S = 1.5
+STATE_S = 1.0
+"""Seconds for which the state of a run is taken to stay as it is."""
 ANSWER_TIMEOUT_S = 10.0
 NEWEST = 2048
 """Groups of each shard that are asked for over the bus: the latest complete ones."""
@@ -77,6 +79,7 @@ class StoredTrajectories:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._decode: Decode | None = None
+        self._state, self._looked_s = "", -STATE_S
 
     @asynccontextmanager
     async def groups(self) -> AsyncIterator[Groups]:
@@ -90,7 +93,13 @@ class StoredTrajectories:
 
     async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
         """Return what the files of the run say of these groups."""
-        return await asyncio.to_thread(training_of, self._run, leases)
+        return await asyncio.to_thread(training_of, self._run, leases, await self._ended())
+
+    async def _ended(self) -> str:
+        """Return the state of a run that is over, which takes a look at all processes of this host."""
+        if time.monotonic() > self._looked_s + STATE_S:
+            self._state, self._looked_s = await asyncio.to_thread(ended_state, self._run), time.monotonic()
+        return self._state
 
     async def recorded(self) -> set[str]:
         """Return the trajectories of which it recorded that; none where the learner is on another host."""
@@ -107,8 +116,7 @@ class StoredTrajectories:
 
     async def is_over(self) -> bool:
         """Return whether no process of the run goes on, here or on a host that is not seen."""
-        [found] = await asyncio.to_thread(recorded_runs, [self._run.path])
-        return found.state in OVER
+        return bool(await self._ended())
 
     def _decoder(self) -> Decode:
         model = model_of_run(recorded_config(self._run), self._run)

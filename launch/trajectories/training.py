@@ -87,22 +87,28 @@ class GroupTraining:
         return "not trained yet: its group waits for a step"
 
 
-def training_of(run: RunDirectory, leases: Iterable[int]) -> dict[int, GroupTraining]:
-    """Return what the files in the directory of a run say of these groups."""
+def ended_state(run: RunDirectory) -> str:
+    """Return the state of a run that is over; empty for one that may go on."""
+    [found] = recorded_runs([run.path])
+    return found.state if found.state in OVER else ""
+
+
+def training_of(run: RunDirectory, leases: Iterable[int], ended: str) -> dict[int, GroupTraining]:
+    """Return what the files in the directory of a run say of these groups; `ended` is its `ended_state`."""
     leases = [*leases]
     uses: dict[int, GroupUse] = {}
     prompts = None
     with suppress(ConfigError):  # the ledger is on another host, or of an older build
         uses = use_of_leases(run.ledger, leases)
         prompts = PastPrompts(facts_of(run.ledger), run.data)
-    [state] = [found.state for found in recorded_runs([run.path])]
-    used = {lease for lease, use in uses.items() if use.weights}
-    logprobs = trained_logprobs.read(run.path, used)
+    steps = {lease: use.weights.keys() for lease, use in uses.items() if use.weights}
+    logprobs = trained_logprobs.read(run.path, {step for found in steps.values() for step in found})
+    advantages = trained_advantages.read(run.path, steps)
     return {
         lease: GroupTraining(
             use=uses.get(lease),
-            ended=state if state in OVER else "",
-            advantages=trained_advantages.read(run.path, lease, uses[lease].weights) if lease in used else {},
+            ended=ended,
+            advantages=advantages.get(lease, {}),
             logprobs=logprobs,
             label=_label(prompts, lease),
         )

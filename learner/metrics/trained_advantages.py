@@ -3,7 +3,7 @@
 It loads without torch, since the dashboard and `launch tail` read them."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,8 @@ from storage.disk.atomic_files import make_directory
 from storage.disk.file_errors import naming
 
 _DIRECTORY = "advantages"
-STEPS_A_FILE = 1000
-FILES_KEPT = 100
+STEPS_A_FILE = 100
+FILES_KEPT = 1000
 """Files that are kept, the newest ones."""
 _NAME = re.compile(r"steps-([0-9]{8,})\.records")
 _RECORD = np.dtype([("lease", "<i8"), ("step", "<i4"), ("sample", "<i4"), ("advantage", "<f4")])
@@ -41,20 +41,20 @@ def write(run: Path, step: int, advantages: Mapping[str, float]) -> None:
             old.unlink(missing_ok=True)
 
 
-def read(run: Path, lease: int, steps: Iterable[int]) -> dict[int, dict[int, float]]:
-    """Return the advantages of a group's trajectories in these steps, by sample; none that are not
-    recorded here."""
-    found = {step: _of_step(_path(run, step), lease, step) for step in steps}
-    return {step: advantages for step, advantages in found.items() if advantages}
+def read(run: Path, steps: Mapping[int, Collection[int]]) -> dict[int, dict[int, dict[int, float]]]:
+    """Return the advantages of groups by lease, step and sample, as far as they are recorded here.
 
-
-def _of_step(path: Path, lease: int, step: int) -> dict[int, float]:
-    try:
-        records = np.fromfile(path, _RECORD)
-    except FileNotFoundError:
-        return {}
-    of_group = records[(records["lease"] == lease) & (records["step"] == step)]
-    return dict(zip(of_group["sample"].tolist(), of_group["advantage"].tolist(), strict=True))
+    `steps` are those that each lease is wanted of."""
+    found: dict[int, dict[int, dict[int, float]]] = {}
+    for path in sorted({_path(run, step) for wanted in steps.values() for step in wanted}):
+        try:
+            records = np.fromfile(path, _RECORD)
+        except FileNotFoundError:
+            continue
+        for lease, step, sample, advantage in records[np.isin(records["lease"], [*steps])].tolist():
+            if step in steps[lease]:
+                found.setdefault(lease, {}).setdefault(step, {})[sample] = advantage
+    return found
 
 
 def _place(step: int, name: str) -> tuple[int, int, int]:

@@ -13,7 +13,6 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from bus.messages import parse_trajectory_name
 from storage.disk.atomic_files import make_directory, write_file
 
 log = structlog.get_logger()
@@ -59,13 +58,11 @@ def write(run: Path, step: int, policy_version: int, logprobs: Mapping[str, NDAr
             path.unlink(missing_ok=True)
 
 
-def read(run: Path, leases: Collection[int]) -> dict[str, TrainedLogprobs]:
-    """Return the newest record of each trajectory of these groups, by its name, as far as there are any."""
+def read(run: Path, steps: Collection[int]) -> dict[str, TrainedLogprobs]:
+    """Return the trajectories that have a record of one of these steps, each with the newest."""
     found: dict[str, TrainedLogprobs] = {}
-    for record in _records(run):
-        for name, one in record.items():
-            if parse_trajectory_name(name)[0] in leases:
-                found.setdefault(name, one)
+    for record in _records(run, steps):
+        found = record | found
     return found
 
 
@@ -74,9 +71,12 @@ def trajectories(run: Path) -> set[str]:
     return {name for record in _records(run) for name in record}
 
 
-def _records(run: Path) -> Iterator[dict[str, TrainedLogprobs]]:
-    """Yield the records by trajectory, the newest step first; one that cannot be read is left out."""
+def _records(run: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, TrainedLogprobs]]:
+    """Yield the records of these steps, or of all, by trajectory, the newest step first; one that cannot be
+    read is left out."""
     for step, path in sorted(_files(run).items(), reverse=True):
+        if steps is not None and step not in steps:
+            continue
         try:
             with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
                 version, names = int(arrays["policy_version"]), arrays["names"].tolist()

@@ -26,8 +26,9 @@ def test_what_is_written_is_read_by_trajectory_and_the_newest_step_counts(tmp_pa
     found = read(tmp_path, [1])["g00000001.0"]
     assert (found.step, found.policy_version, found.logprobs.tolist()) == (1, 1, [-1, -2])
     assert read(tmp_path, [1, 2])["g00000002.1"].logprobs.tolist() == []
-    again = read(tmp_path, [3])["g00000003.0"]
+    again = read(tmp_path, [1, 11])["g00000003.0"]
     assert (again.step, again.policy_version, again.logprobs.tolist()) == (11, 12, [-0.5])
+    assert read(tmp_path, [1])["g00000003.0"].step == 1
     assert read(tmp_path, [4]) == {}
     assert trajectories(tmp_path) == {"g00000001.0", "g00000002.1", "g00000003.0"}
     assert steps(tmp_path) == [1, 11]
