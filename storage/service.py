@@ -43,6 +43,7 @@ from storage.prompts.length_check import (
     lengths_exceeded,
 )
 from storage.prompts.run_prompts import Prompts, read_prompts
+from storage.prompts.sampler import PickedPrompts, load_sampler
 from storage.prompts.stream import PromptStream
 from storage.prompts.supply import Supply
 from storage.prompts.updates import DataUpdates
@@ -131,6 +132,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
             source=prompts.source,
             sources=prompts.sources,
             is_stream=settings.data.is_stream,
+            is_picked=settings.data.sampler.function is not None,
         )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
         owned = _Owned(records, HeldoutBlobs(bus, records))
@@ -214,6 +216,8 @@ class _Service:
 
     def _supply(self) -> Supply:
         data = self._settings.data
+        if (sampler := load_sampler(data.sampler)) is not None:
+            return PickedPrompts(self._ledger, self._data, sampler, seed=self._settings.seed)
         if data.prompts is None or not data.is_stream:
             return self._success
         return PromptStream(

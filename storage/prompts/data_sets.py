@@ -13,12 +13,15 @@ from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.ledger.ledger import Ledger
 from storage.prompt_files.stored_prompts import StoredPrompts, digest_of, open_stored, store_prompts
-from storage.prompts.order import DataSet, DataSetOrder, PromptSource, shares
+from storage.prompts.order import DataSet, DataSetOrder, PickedOrder, PromptSource, shares
 from storage.prompts.sources import with_source
 
 log = structlog.get_logger()
-_DATA_SET, _QUARANTINED, _CONFIGURED = "data_set.", "quarantined.", "data_configured"
-"""Prefixes of the names of the ledger's facts that belong here."""
+_DATA_SET, _QUARANTINED, _PICKED = "data_set.", "quarantined.", "picked."
+_CONFIGURED = "data_configured"
+"""Prefixes of the names of the ledger's facts that belong here, and one name."""
+PICKS_OF_FACT = 1024
+"""Picked prompts that one fact of the ledger holds."""
 _TOO_LONG = "too long"
 """Value of such a fact of a quarantined prompt that no actor has seen."""
 
@@ -41,7 +44,8 @@ class DataSets:
             if name.startswith(_QUARANTINED):
                 _, digest, index = name.split(".")
                 self._quarantined.add((digest, int(index)))
-        self._order = DataSetOrder(list(self._known.values()))
+        self._picked = recorded_picks(ledger.facts)
+        self._order = DataSetOrder(list(self._known.values()), self._picked)
 
     @property
     def latest(self) -> DataSet:
@@ -56,21 +60,25 @@ class DataSets:
     @property
     def quarantined(self) -> int:
         """Return the number of quarantined prompts in the latest data set."""
-        return sum(digest == self.latest.digest for digest, _ in self._quarantined)
+        return len(self.quarantined_indices())
 
     def configure(
         self, prompts: Sequence[Prompt], *,
-        seed: int, shuffle: bool, source: str, sources: Sequence[PromptSource] = (), is_stream: bool = False,
+        seed: int, shuffle: bool, source: str, sources: Sequence[PromptSource] = (),
+        is_stream: bool = False, is_picked: bool = False,
     ) -> None:  # fmt: skip
         """Start with the configuration's data set, or the ledger's latest if that has not changed.
 
         Where weights or other sources have changed, a source goes on behind the prompts drawn from it. Of a
-        stream `prompts` are the first, and its name says whether it has changed. Reads the copies that leases
-        need, which blocks. Raises `StorageError` when one is gone.
+        stream `prompts` are the first, and its name says whether it has changed. Where the order `is_picked`,
+        `pick` follows.
+
+        Reads the copies that leases need, which blocks. Raises `StorageError` when one is gone.
         """
         digest = self._copied(prompts).digest
         weights = [[[one.name, one.count, one.weight] for one in sources]] if sources else []
-        configured = json.dumps([source] if is_stream else [digest, seed, shuffle, *weights])
+        picked = ["picked"] if is_picked else []
+        configured = json.dumps([source] if is_stream else [digest, seed, shuffle, *weights, *picked])
         if self._ledger.facts.get(_CONFIGURED) != configured:
             # a ledger from before data sets were noted knows only one
             first = self._ledger.next_id if self._known else 0
@@ -78,7 +86,7 @@ class DataSets:
             found = DataSet(first, digest, len(prompts), seed, shuffle, source, sources=mixed)
             if is_stream:
                 found = replace(found, shuffle=False, next_row=len(prompts))
-            self._take_over(found)
+            self._take_over(replace(found, is_picked=is_picked))
             self._ledger.set_fact(_CONFIGURED, configured)
         for known in self._needed():
             if known.digest not in self._prompts:
@@ -131,9 +139,32 @@ class DataSets:
 
     def _needed(self) -> set[DataSet]:
         """Return the data sets of open leases and of those to come."""
-        now = self._order.find(self._ledger.next_id)[0].first_lease
+        now = self._order.data_set(self._ledger.next_id).first_lease
         to_come = (known for first, known in self._known.items() if first >= now)
-        return {*to_come, *(self._order.find(n)[0] for n in self._ledger.rolling_out)}
+        return {*to_come, *map(self._order.data_set, self._ledger.rolling_out)}
+
+    @property
+    def picked(self) -> Sequence[int]:
+        """Return the prompts of the latest data set that were picked, in the order of its leases."""
+        return self._picked[self.latest.first_lease].picked
+
+    def pick(self, indices: Sequence[int]) -> None:
+        """Issue these prompts of the latest data set behind those that were picked."""
+        first, order = self.latest.first_lease, self._picked[self.latest.first_lease].picked
+        before = len(order)
+        order.extend(indices)
+        for begin in range(before - before % PICKS_OF_FACT, len(order), PICKS_OF_FACT):
+            picks = " ".join(map(str, order[begin : begin + PICKS_OF_FACT]))
+            self._ledger.set_fact(f"{_PICKED}{first:012d}.{begin:012d}", picks)
+
+    def index(self, lease_id: int) -> tuple[str, int]:
+        """Return the digest of a lease's data set, and the index of its prompt there."""
+        found, index = self._order.find(lease_id)
+        return found.digest, index
+
+    def quarantined_indices(self) -> list[int]:
+        """Return the indices of the quarantined prompts in the latest data set."""
+        return [index for digest, index in self._quarantined if digest == self.latest.digest]
 
     def mix(self, weights: Mapping[str, float]) -> None:
         """Draw from the sources by these weights from the next lease on; each goes on where it is."""
@@ -214,7 +245,9 @@ class DataSets:
             del self._known[later]
             self._ledger.drop_fact(f"{_DATA_SET}{later:012d}")
         self._known[data_set.first_lease] = data_set
-        self._order = DataSetOrder(list(self._known.values()))
+        if data_set.is_picked:
+            self._picked[data_set.first_lease] = PickedOrder()
+        self._order = DataSetOrder(list(self._known.values()), self._picked)
         self._ledger.set_fact(f"{_DATA_SET}{data_set.first_lease:012d}", json.dumps(asdict(data_set)))
 
     def _copied(self, prompts: Iterable[Prompt]) -> StoredPrompts:
@@ -239,7 +272,7 @@ class PastPrompts:
         known = recorded(facts)
         if not known:
             raise ConfigError(f"the ledger beside {directory} names no data set: it is of an older build")
-        self._order = DataSetOrder(known)
+        self._order = DataSetOrder(known, recorded_picks(facts))
         self._directory = directory
         self._prompts: dict[str, StoredPrompts] = {}
 
@@ -258,3 +291,13 @@ def recorded(facts: Mapping[str, str]) -> list[DataSet]:
     return [
         DataSet.from_json(json.loads(facts[name])) for name in sorted(facts) if name.startswith(_DATA_SET)
     ]
+
+
+def recorded_picks(facts: Mapping[str, str]) -> dict[int, PickedOrder]:
+    """Return the picked orders that the facts of a ledger hold, by the first lease of their data set."""
+    found = {known.first_lease: PickedOrder() for known in recorded(facts) if known.is_picked}
+    for name in sorted(facts):
+        if name.startswith(_PICKED):
+            first = int(name.removeprefix(_PICKED).split(".")[0])
+            found[first].picked.extend(map(int, facts[name].split()))
+    return found

@@ -2,8 +2,9 @@
 exact fractions, and over the data sets of a run.
 """
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -138,6 +139,20 @@ def _source_order(name: str, count: int, seed: int, shuffle: bool) -> PromptOrde
     return PromptOrder(count, xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()), shuffle)
 
 
+class PickedOrder:
+    """The sequence of prompts that somebody picked so far."""
+
+    def __init__(self, picked: Iterable[int] = ()) -> None:
+        self.picked = array("q", picked)
+
+    def index(self, position: int) -> int:
+        """Return the index of the position-th prompt, which must have been picked."""
+        return self.picked[position]
+
+
+NOTHING_PICKED: Mapping[int, PickedOrder] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class DataSet:
     """Prompts, and the leases that are issued for them: from `first_lease` on, until another takes over."""
@@ -156,6 +171,8 @@ class DataSet:
     """Sources that are mixed, whose prompts follow one another; none where all prompts are one source."""
     next_row: int | None = None
     """Row of a source of the user's own that follows these prompts; None where they are all there are."""
+    is_picked: bool = False
+    """Whether a sampler of the user's own decides on the order."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -166,16 +183,25 @@ class DataSet:
 class DataSetOrder:
     """Maps the number of a lease to a data set and a prompt in it, as a pure function."""
 
-    def __init__(self, data_sets: Sequence[DataSet]) -> None:
-        """Use `data_sets` in the order of their first leases, which begin at 0."""
+    def __init__(
+        self, data_sets: Sequence[DataSet], picked: Mapping[int, PickedOrder] = NOTHING_PICKED
+    ) -> None:
+        """Use `data_sets` in the order of their first leases, which begin at 0; `picked` has the orders of
+        those that are picked, by these leases."""
         self._data_sets = data_sets
-        self._orders = [_order(known) for known in data_sets]
+        self._orders = [
+            picked[known.first_lease] if known.is_picked else _order(known) for known in data_sets
+        ]
 
     def find(self, lease_id: int) -> tuple[DataSet, int]:
         """Return the data set of a lease, and the index of its prompt there."""
         n = self._number(lease_id)
         found = self._data_sets[n]
         return found, self._orders[n].index(lease_id - found.first_lease)
+
+    def data_set(self, lease_id: int) -> DataSet:
+        """Return the data set of a lease, issued or not."""
+        return self._data_sets[self._number(lease_id)]
 
     def source(self, lease_id: int) -> str:
         """Return the name of the source of a lease's prompt; empty where its data set is no mixture."""

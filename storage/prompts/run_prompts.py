@@ -19,6 +19,7 @@ from storage.prompt_files.dataset import each_prompt, load_prompts
 from storage.prompt_files.rows import files_of
 from storage.prompt_files.stored_prompts import StoredPrompts, open_stored, stamp_of, store_prompts
 from storage.prompts.order import PromptSource
+from storage.prompts.sampler import load_sampler
 from storage.prompts.sources import load_sources, with_choices
 from storage.prompts.stream import first_block
 from storage.settings.data import DataConfig, PromptKeys, SourceConfig
@@ -63,6 +64,7 @@ def read_prompts(
     Those to train on are copied into `run` and stay on disk. Raises `ConfigError` for whatever is wrong
     with them; a run that is new leaves nothing then.
     """
+    load_sampler(data.sampler)
     with run.unmade_on_error():
         return _read_prompts(data, run, seed, evaluation_sets, trained_on)
 

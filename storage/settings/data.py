@@ -100,6 +100,17 @@ class PromptKeys(Config):
     text of one. It may be absent; an empty name means that no field is read."""
 
 
+class SamplerConfig(Config):
+    """A function of the user's own that decides which prompts come next."""
+
+    function: str | None = None
+    """The function, as `my_pkg.my_module:function`; the working directory counts. `None` leaves the order to
+    `shuffle`."""
+
+    settings: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Keyword arguments that the function gets besides."""
+
+
 class DataConfig(Config):
     """The prompts to train on and the held-out prompts to measure with."""
 
@@ -131,6 +142,9 @@ class DataConfig(Config):
     shuffle: bool = True
     """Whether each epoch visits the prompts in another order, drawn from the run's seed."""
 
+    sampler: SamplerConfig = SamplerConfig()
+    """What decides which prompts come next, in place of `shuffle`."""
+
     long_prompts: Literal["refuse", "skip"] = "refuse"
     """What is done about prompts that leave no room for an answer in the model's context: `refuse` ends the
     run before its first rollout, `skip` leaves them out, counted as quarantined prompts."""
@@ -149,6 +163,11 @@ class DataConfig(Config):
             raise ValueError(
                 f"prompts={str(self.prompts)!r} beside sources: make that file one of the sources, or leave "
                 "one of them out"
+            )
+        if self.sampler.function is not None and (self.is_stream or self.sources):
+            raise ValueError(
+                f"sampler={self.sampler.function!r} chooses among the prompts of one file: give that as "
+                "prompts, not as a function or in sources, or leave out the sampler"
             )
         buckets = any(source.buckets for source in self.sources)
         if self.curriculum.type != "none" and len(self.sources) < 2 and not buckets:

@@ -28,6 +28,7 @@ from actors.tools.build import build_tools
 from bus.config import BusConfig
 from bus.connection.bus import Bus
 from bus.errors import BusError, ConfigError
+from bus.messages import Prompt
 from bus.server.nats_server import NatsServer
 from launch.cli.app import app
 from launch.run_view.monitor import RunMonitor, RunSettings
@@ -44,6 +45,7 @@ from learner.data.streams import STREAMS, Stream, pack_streams
 from learner.distributed.exact_sums import exact_sums
 from storage.model_files.families import FAMILIES, ModelFamily
 from storage.prompt_files.dataset import streamed_prompts
+from storage.prompts.sampler import Draw, load_sampler
 from storage.prompts.stream import BLOCK_ROWS, first_block
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_trajectory
@@ -78,7 +80,8 @@ def start_up(config: RunConfig) -> None:
     build_environment(config.actors.environment)
     load_filter(config.actors.group_filter)
     refuse_bad_plugins(config.learner)
-    if config.data.prompts is not None:
+    load_sampler(config.data.sampler)
+    if config.data.is_stream:
         next(first_block(config.data.prompts, config.data.keys))
 
 
@@ -119,6 +122,21 @@ def test_the_source_yields_the_same_prompts_from_any_position():
     assert first[7].label == str(int(a) + int(b))
     later = streamed_prompts(data.prompts, data.keys, 200)
     assert list(islice(later, BLOCK_ROWS - 200)) == first[200:]
+
+
+def test_the_sampler_draws_what_is_solved_sometimes_more_often():
+    name, sampler = load_sampler(settings_of("my_sampler").data.sampler)
+    reward_mean, groups = np.array([0.0, 0.5, 1.0, 0.5]), np.array([4, 4, 4, 4])
+    draw = Draw(
+        count=1000, prompts=[Prompt(content=str(n)) for n in range(4)], drawn=groups, groups=groups,
+        reward_mean=reward_mean, quarantined=np.array([False, False, False, True]),
+        rng=np.random.default_rng(0), state={},
+    )  # fmt: skip
+    counts = np.bincount(sampler(draw), minlength=4)
+    assert (name, draw.state) == ("my_sampler:unsure", {"draws": 1})
+    assert counts[1] > 850
+    assert 0 < counts[0] < 100
+    assert counts[3] == 0
 
 
 class Characters:
