@@ -25,6 +25,8 @@ class Chart:
     """Shade of each curve, from -1 to 1, of a distribution: its curves are shares of a whole, and stacked."""
     prefix: str = ""
     """Beginning of the names of further quantities that are drawn, labelled with the rest of their names."""
+    warmup: bool = False
+    """Says whether it is of the supervised stage, whose steps are counted for themselves."""
 
     def draws(self, name: str) -> bool:
         """Return whether the quantity has a curve here."""
@@ -108,6 +110,25 @@ CHARTS = (
             "time/publish_stall_s": "waiting for publication",
         },
     ),
+    Chart(
+        "Supervised loss",
+        "mean of a step, and held out",
+        {"train/loss": "loss", "heldout/loss_nats": "held out"},
+        warmup=True,
+    ),
+    Chart(
+        "Preference accuracy",
+        "share of pairs",
+        {"rewards/accuracies": "trained", "heldout/rewards/accuracies": "held out"},
+        warmup=True,
+    ),
+    Chart(
+        "Preference rewards",
+        "mean of a step's pairs",
+        {"rewards/margins": "margin", "rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+        warmup=True,
+    ),
+    Chart("Supervised tokens", "trained tokens of a step", {"train/response_tokens": "trained"}, warmup=True),
 )
 """Charts of the overview, in their order; of a quantity that no row has, no curve is drawn."""
 

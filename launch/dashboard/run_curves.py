@@ -65,15 +65,20 @@ class RunCurves:
         the rows have. The warm-up and the scores of data sets are always all there."""
         names = self.steps.names
         if not everything:
-            names = [name for name in names if any(chart.draws(name) for chart in CHARTS)]
+            names = [name for name in names if _is_drawn(name, warmup=False)]
+        warmup = [name for name in self.warmup.names if _is_drawn(name, warmup=True)]
         return {
             "steps": _table(self.steps, [name for name in names if name != "time_s"], begin),
-            "warmup": _table(self.warmup, ["train/loss", "heldout/loss_nats"]),
+            "warmup": _table(self.warmup, warmup),
             "evaluations": {
                 name: _all_scores(self._scores[name])
                 for name in sorted(self._scores, key=lambda name: name != HELD_OUT)
             },
         }
+
+
+def _is_drawn(name: str, *, warmup: bool) -> bool:
+    return any(chart.draws(name) for chart in CHARTS if chart.warmup is warmup)
 
 
 def _all_scores(scores: ScoreCurves) -> dict[str, Json]:

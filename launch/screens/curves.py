@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.run_view.history import History, Step
+from launch.run_view.history import History, Step, is_warmup
 from storage.disk.atomic_files import write_file
-from storage.metrics.records import read_records
+from storage.metrics.records import Record, integer, number, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +26,14 @@ STEP_PARTS = (
     ("publishing weights", GREEN, "publish_stall_s"),
 )
 
+LOSSES = {"train/loss": ("of the step", BLUE), "heldout/loss_nats": ("held out", ORANGE)}
+PREFERENCES = {
+    "rewards/accuracies": ("accuracy", BLUE),
+    "heldout/rewards/accuracies": ("accuracy, held out", ORANGE),
+    "rewards/margins": ("margin of the rewards", GREEN),
+}
+TOKENS = {"train/response_tokens": ("trained", BLUE)}
+
 
 def draw_curves(
     metrics_path: Path,
@@ -34,7 +43,8 @@ def draw_curves(
     max_staleness: int | None = None,
     target_accuracy: float | None = None,
 ) -> None:
-    """Draw rewards, staleness and step times over optimizer steps; works during a run and after it.
+    """Draw rewards, staleness and step times over optimizer steps, or the losses of a run that has only
+    demonstrations so far; works during a run and after it.
 
     Args:
         metrics_path: as `launch.monitor.watch` writes it, over every launch of the run.
@@ -50,16 +60,39 @@ def draw_curves(
     history = History(read_records(metrics_path))
     figure = Figure(figsize=(WIDTH_PX / DPI, HEIGHT_PX / DPI), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    reward, staleness, seconds = figure.subplots(3, 1, sharex=True, height_ratios=(5, 3, 3))
+    first, second, last = figure.subplots(3, 1, sharex=True, height_ratios=(5, 3, 3))
     figure.suptitle(f"{title}: learning curves" if title else "Learning curves", fontsize=15)
-    _draw_reward(reward, history, target_accuracy)
-    _draw_staleness(staleness, history, max_staleness)
-    _draw_step_time(seconds, history)
-    seconds.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    seconds.set_xlabel("optimizer step of reinforcement learning")
+    supervised = _supervised(metrics_path) if not (history.steps or history.evaluations) else {}
+    if supervised:
+        _draw_figures(first, supervised, LOSSES, "Loss on demonstrations", "mean loss")
+        _draw_figures(
+            second, supervised, PREFERENCES, "Preferences, of pairs of answers", "mean of the pairs"
+        )
+        _draw_figures(last, supervised, TOKENS, "Trained tokens", "tokens of a step")
+    else:
+        _draw_reward(first, history, target_accuracy)
+        _draw_staleness(second, history, max_staleness)
+        _draw_step_time(last, history)
+    last.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    last.set_xlabel("step on demonstrations" if supervised else "optimizer step of reinforcement learning")
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     write_file(png_path, picture.getvalue())
+
+
+def _supervised(metrics_path: Path) -> dict[int, Record]:
+    """Return the rows of the supervised stage by step; of one that was trained again, the last."""
+    return {integer(row, "step"): row for row in read_records(metrics_path) if is_warmup(row)}
+
+
+def _draw_figures(
+    axes: Axes, rows: Mapping[int, Record], drawn: Mapping[str, tuple[str, str]], title: str, ylabel: str
+) -> None:
+    for name, (label, color) in drawn.items():
+        there = {step: number(row, name) for step, row in sorted(rows.items()) if name in row}
+        if there:
+            axes.plot(list(there), list(there.values()), ".-", ms=4, color=color, lw=1.5, label=label)
+    _finish(axes, title, ylabel)
 
 
 def _draw_reward(axes: Axes, history: History, target: float | None) -> None:

@@ -3,7 +3,7 @@
 export class Curves {
   constructor() {
     this.steps = { width: 1, step: [], time_s: [], columns: {} };
-    this.warmup = { step: [], time_s: [], columns: {} };
+    this.warmup = { width: 1, step: [], time_s: [], columns: {} };
     this.evaluations = {};
   }
 
@@ -39,9 +39,9 @@ export class Curves {
     return column;
   }
 
-  /** Return the last value of a quantity, or null. */
-  last(name) {
-    return this.steps.columns[name]?.mean.findLast((value) => value !== null) ?? null;
+  /** Return the last value of a quantity in a table, or null. */
+  last(name, table = this.steps) {
+    return table.columns[name]?.mean.findLast((value) => value !== null) ?? null;
   }
 
   /** Return the x axis of a table: steps, or seconds since the first step. */
@@ -57,22 +57,16 @@ export class Curves {
     return [...Object.entries(curves), ...found.map((name) => [name, name.slice(prefix.length)])];
   }
 
-  /** Return the line of a quantity, or null if no row has it. */
-  line(name, label, by) {
-    const column = this.steps.columns[name];
+  /** Return the line of a quantity in a chart, or null if no row has it. */
+  line(name, label, by, { warmup } = {}) {
+    const table = warmup ? this.warmup : this.steps;
+    const column = table.columns[name];
     if (!column || column.mean.every((value) => value === null)) return null;
-    return { label, x: this.axis(this.steps, by), y: column.mean, low: column.low, high: column.high };
-  }
-
-  /** Return the losses of the warm-up as a chart, whose lines are none without a warm-up. */
-  warmupChart(by) {
-    const axis = this.axis(this.warmup, by);
-    const lines = [["train/loss", "loss"], ["heldout/loss_nats", "held out"]].map(([name, label]) => {
-      const mean = this.warmup.columns[name]?.mean ?? [];
-      const places = [...mean.keys()].filter((place) => mean[place] !== null);
-      return { label, x: places.map((place) => axis[place]), y: places.map((place) => mean[place]) };
-    });
-    return { title: "Warm-up loss", unit: "supervised, nats a token", lines: lines.filter((line) => line.x.length) };
+    const axis = this.axis(table, by);
+    if (!warmup) return { label, x: axis, y: column.mean, low: column.low, high: column.high };
+    const places = [...column.mean.keys()].filter((place) => column.mean[place] !== null); // held-out values are seldom
+    const there = (values) => places.map((place) => values[place]);
+    return { label, x: there(axis), y: there(column.mean), low: column.low && there(column.low), high: column.high && there(column.high) };
   }
 
   /** Return the scores of each data set as charts. */

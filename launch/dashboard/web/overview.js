@@ -118,16 +118,24 @@ export class Overview {
     const [heldOut] = Object.values(this.curves.evaluations);
     const solved = heldOut?.columns.sampled?.mean.findLast((one) => one !== null);
     const steps = report?.versions.steps ?? this.known.steps;
-    const step = report?.versions.trained_step ?? this.curves.steps.step.at(-1);
+    const { warmup } = this.curves;
+    const supervised = !this.curves.steps.step.length && warmup.step.length > 0;
+    const step = supervised ? warmup.step.at(-1) : report?.versions.trained_step ?? this.curves.steps.step.at(-1);
     const staleness = report?.staleness.bound ?? this.known.max_staleness;
-    const times = this.curves.steps.time_s;
+    const times = (supervised ? warmup : this.curves.steps).time_s;
+    const ofStage = supervised ? [
+      ["loss", value(this.curves.last("train/loss", warmup))],
+      ["held-out loss", value(this.curves.last("heldout/loss_nats", warmup))],
+    ] : [
+      ["reward", last("reward/mean")],
+      ["held-out", value(solved), this.known.target_accuracy ? `target ${value(this.known.target_accuracy)}` : ""],
+      ["staleness", last("staleness/max_versions"), staleness == null ? "" : `of ${staleness} allowed`],
+    ];
     return [
       ["stage", stageName(report?.stage ?? this.known.stage)],
       ["step", value(step), steps ? `of ${value(steps)}` : ""],
       ["policy", report?.versions.published == null ? versionOf(this.known) : `v${report.versions.published}`],
-      ["reward", last("reward/mean")],
-      ["held-out", value(solved), this.known.target_accuracy ? `target ${value(this.known.target_accuracy)}` : ""],
-      ["staleness", last("staleness/max_versions"), staleness == null ? "" : `of ${staleness} allowed`],
+      ...ofStage,
       ["training", duration(times.length > 1 ? times.at(-1) - times[0] : null)],
       ["started", moment(this.known.started), this.known.host ? `on ${this.known.host}` : ""],
       ...(this.known.origin ? [["began with", this.known.origin]] : []),
@@ -143,19 +151,19 @@ export class Overview {
     for (const chart of evaluations) {
       if (chart.title.startsWith("Held-out") && target) chart.lines.push(bound("target", chart.lines[0].x, target));
     }
-    for (const chart of [reward, ...evaluations, ...others, this.curves.warmupChart(this.by)]) this.drawChart(chart);
+    for (const chart of [reward, ...evaluations, ...others]) this.drawChart(chart);
   }
 
   chartOf(chart) {
-    const lines = this.curves.labels(chart).map(([name, label]) => this.curves.line(name, label, this.by)).filter(Boolean);
+    const lines = this.curves.labels(chart).map(([name, label]) => this.curves.line(name, label, this.by, chart)).filter(Boolean);
     const allowed = this.known.max_staleness;
     if (chart.title === "Staleness" && lines.length && allowed != null) lines.push(bound("allowed", lines[0].x, allowed));
     return { ...chart, lines };
   }
 
-  drawChart({ title, unit, log, shades, lines }) {
+  drawChart({ title, unit, log, shades, warmup, lines }) {
     if (!this.charts.has(title)) {
-      this.charts.set(title, new Chart(title, unit, { log, shades, group: title.startsWith("Warm-up") ? "" : "overview" }));
+      this.charts.set(title, new Chart(title, unit, { log, shades, group: warmup ? "supervised" : "overview" }));
       this.place();
     }
     this.charts.get(title).draw(lines, this.by, { smoothing: this.smoothing });

@@ -111,7 +111,7 @@ export class Runs {
     this.comparison.hidden = this.chosen.length === 0;
     if (!this.chosen.length) return;
     const [reward, ...others] = this.definitions.filter((chart) => !chart.shades.length && !chart.prefix);
-    const found = [this.lines(reward), ...this.evaluations(), ...others.map((chart) => this.lines(chart))];
+    const found = [...this.lines(reward), ...this.evaluations(), ...others.flatMap((chart) => this.lines(chart))];
     for (const { title, unit, log, lines } of found) {
       if (!this.charts.has(title)) {
         const chart = new Chart(title, unit, { log, group: "comparison" });
@@ -123,14 +123,16 @@ export class Runs {
     for (const [title, chart] of this.charts) if (!found.some((one) => one.title === title)) chart.draw([], this.by, {});
   }
 
-  /** Return a chart's first curve of each run: several of one run would not be told apart. */
+  /** Return a chart's first curve of each run, of the supervised stage a chart of each curve: several of one run would not be told apart. */
   lines(chart) {
-    const [[name, label], ...more] = Object.entries(chart.curves);
-    const lines = this.chosen.map((run, colour) => {
-      const line = this.curves.get(run)?.line(name, run, this.by);
-      return line ? { ...line, colour } : null;
+    const curves = Object.entries(chart.curves);
+    return (chart.warmup ? curves : curves.slice(0, 1)).map(([name, label]) => {
+      const lines = this.chosen.map((run, colour) => {
+        const line = this.curves.get(run)?.line(name, run, this.by, chart);
+        return line ? { ...line, colour } : null;
+      });
+      return { title: curves.length > 1 ? `${chart.title}, ${label}` : chart.title, unit: chart.unit, log: chart.log, lines: lines.filter(Boolean) };
     });
-    return { title: more.length ? `${chart.title}, ${label}` : chart.title, unit: chart.unit, log: chart.log, lines: lines.filter(Boolean) };
   }
 
   evaluations() {

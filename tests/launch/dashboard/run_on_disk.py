@@ -107,6 +107,30 @@ def counters(version: int, time_s: float) -> Record:
     return metrics_record(Metrics(source="actor-0", step=version, time_s=time_s, values=values))
 
 
+def make_supervised_run(root: Path, name: str, *, steps: int = 20, margin: float = 0.1) -> RunDirectory:
+    """Make a run on pairs of answers alone, which is over."""
+    run = RunDirectory(root, name)
+    warmup = {"steps": steps, "demonstrations": "pairs.jsonl", "loss": {"type": "dpo"}}
+    settings = {"run": name, "warmup": warmup, "learner": {"steps": 0}}
+    run.config.write_text(validate(settings).model_dump_json())
+    run.write_json(run.path / "progress.json", {"stage": "done", "step": 0, "warmup_step": steps})
+    run.write_provenance()
+    rows = []
+    for step in range(1, steps + 1):
+        values = {
+            "train/loss": math.log(2) - margin * step / 2, "train/response_tokens": 200 + step,
+            "rewards/accuracies": min(1, 0.5 + step / 20), "rewards/margins": margin * step,
+            "rewards/chosen": margin * step / 2, "rewards/rejected": -margin * step / 2,
+        }  # fmt: skip
+        if step % 10 == 0:
+            values |= {"heldout/loss_nats": 0.7 - margin * step / 3, "heldout/rewards/accuracies": 0.75}
+        values["train/stage"] = "warmup"
+        event = Metrics(source="learner", step=step, time_s=time.time() - steps + step, values=values)
+        rows.append(metrics_record(event))
+    append_records(run.metrics, rows)
+    return run
+
+
 def write_metrics(run: RunDirectory, steps: int, seed: int = 0) -> None:
     """Write the metrics of steps that learn, and an evaluation every ten of them."""
     noise = np.random.default_rng(seed)

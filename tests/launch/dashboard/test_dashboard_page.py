@@ -21,7 +21,7 @@ from launch.dashboard.open_runs import OpenRuns
 from launch.run_view import run_status
 from launch.settings.run_config import RunConfig
 from storage.metrics.records import append_records, metrics_record
-from tests.launch.dashboard.run_on_disk import make_run
+from tests.launch.dashboard.run_on_disk import make_run, make_supervised_run
 from tests.launch.dashboard.test_dashboard_server import TOKEN, no_bus, served
 from tests.launch.messages import actor, learner, metrics, storage
 from tests.launch.run_view.test_run_status import answer
@@ -163,6 +163,31 @@ async def test_a_reader_with_the_token_notes_something_and_removes_the_run(tmp_p
         await page.locator(".runs tbody tr").first.wait_for()
         assert await page.locator(".runs tbody th").all_inner_texts() == ["good"]
     assert not (tmp_path / "old").exists()
+
+
+@pytest.mark.slow
+async def test_runs_on_pairs_are_drawn_and_compared_by_what_they_have(tmp_path: Path):
+    for name, margin in (("dpo-a", 0.01), ("dpo-b", 0.02)):
+        make_supervised_run(tmp_path, name, margin=margin)
+    async with served(OpenRuns(tmp_path, no_bus)) as url, opened(url) as page:
+        await go(page, url, "runs/dpo-a", ".chart canvas")
+        await page.get_by_text("held-out loss").wait_for()
+        facts = await page.locator(".facts").inner_text()
+        assert "20 of 20" in " ".join(facts.split()), facts
+        shown = [
+            await each.get_attribute("aria-label") for each in await page.locator("figure:visible").all()
+        ]
+        titles = ("Supervised loss", "Preference accuracy", "Preference rewards", "Supervised tokens")
+        assert [label.partition(" at step 20")[0] for label in shown] == [*titles]
+        assert "loss 0.593" in shown[0], shown[0]
+        assert "held out 0.633" in shown[0], shown[0]
+        await check(page)
+        await go(page, url, "compare/dpo-a,dpo-b", ".charts .chart canvas")
+        accuracy = page.locator("figure", has_text="Preference accuracy, held out")
+        assert "dpo-a 0.75, dpo-b 0.75" in await accuracy.get_attribute("aria-label")
+        margins = page.locator("figure", has_text="Preference rewards, margin")
+        assert "dpo-a 0.2, dpo-b 0.4" in await margins.get_attribute("aria-label")
+        await check(page)
 
 
 @pytest.mark.nightly

@@ -11,11 +11,13 @@ from rich.console import Console
 from bus.codec import Json
 from launch.run_view.history import History
 from launch.run_view.monitor import RunMonitor, RunSettings
+from launch.screens import curves
 from launch.screens.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, _draw_reward, draw_curves
 from launch.screens.summary import _accounted, print_summary, summarise, write_summary
 from launch.settings.run_config import resolve
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
+from tests.launch.dashboard.run_on_disk import make_supervised_run
 from tests.launch.messages import FACTS, MIB, actor, evaluation, learner, metrics, storage
 
 PROGRESS: dict[str, Json] = {
@@ -279,3 +281,19 @@ def test_curves_need_neither_numbers_nor_bounds(tmp_path: Path):
     append_records(lines, [{"kind": "metrics", "step": 1, "train/stage": "rl"}])
     draw_curves(lines, picture)
     assert png_size(picture) == (WIDTH_PX, HEIGHT_PX)
+
+
+def test_a_run_on_pairs_alone_has_curves_of_its_losses_and_preferences(tmp_path: Path, monkeypatch):
+    run = make_supervised_run(tmp_path, "dpo")
+    again = metrics_record(metrics(20, stage="warmup", **{"train/loss": 0.25}))
+    append_records(run.metrics, [again])  # a resumed run takes a step once more
+    drawn = {}
+    monkeypatch.setattr(curves, "_finish", lambda axes, title, _: drawn.update({title: [*axes.get_lines()]}))
+    draw_curves(run.metrics, run.curves)
+    assert png_size(run.curves) == (WIDTH_PX, HEIGHT_PX)
+    losses, preferences, tokens = drawn.values()
+    assert [line.get_label() for line in losses] == ["of the step", "held out"]
+    assert (len(losses[0].get_ydata()), losses[0].get_ydata()[-1]) == (20, 0.25)
+    assert list(losses[1].get_xdata()) == [10]  # and not of the step that was taken again
+    assert len(preferences) == 3
+    assert tokens[0].get_ydata()[0] == 201
