@@ -15,6 +15,7 @@ from bus.codec import Json
 from launch.run_view.history import History, Step
 from launch.run_view.recorded_runs import NO_RUNS, RecordedRun, bytes_of, recorded_runs
 from launch.run_view.run_files import NOT_COMPARED, RunFiles, Start, told_changes
+from launch.run_view.served_page import page_of
 from launch.run_view.units import UNKNOWN, duration, fraction, size
 
 COLOURS = {"training": "green", "finished": "cyan", "unseen": "yellow", "waiting": "yellow"} | dict.fromkeys(
@@ -60,6 +61,7 @@ def whole_run(path: Path) -> dict[str, Any]:
     last = files.latest_start
     return {
         **run.to_json(),
+        "page": page_of(path.parent, path.name),
         "bus": files.settings.get("bus.url"),
         "host": last.host if last else None,
         "git_commit": last.git_commit if last else None,
@@ -99,6 +101,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "waits", waiting_text(found["waits_for"], found["waits_since"])
     if found["state"] == "damaged":
         return
+    if found["page"]:
+        yield "page", found["page"]
     yield "started", f"{at(found['started'])} on {found['host']}"
     if found["origin"]:
         yield "began with", f"the weights of {found['origin']}"
