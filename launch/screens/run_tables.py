@@ -33,7 +33,7 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
         return Text(f"no run in {directory}: {NO_RUNS}")
     table = Table(box=None, pad_edge=False)
     noted = ["note"] if any(run.note for run in runs) else []
-    for column in ("run", "state", "stage", "step", "reward", "accuracy", "started", "written", *noted):
+    for column in ("run", "state", "stage", "step", "reward", "held-out", "started", "written", *noted):
         table.add_column(column, no_wrap=column in ("run", "state"))
     for run in runs:
         note = [_value(run.note)] if noted else []
@@ -115,7 +115,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "progress", f"{found['stage']}, step {found['step']} of {found['steps'] or UNKNOWN}"
     yield "reward", f"{fraction(found['reward'])}, mean of the last {RECENT_STEPS} steps"
     measured = list(found["evaluations"].items())[-5:]
-    yield "accuracy", ", ".join(f"{fraction(value)} at v{version}" for version, value in measured) or UNKNOWN
+    yield "held-out", ", ".join(f"{fraction(value)} at v{version}" for version, value in measured) or UNKNOWN
     yield (
         "checkpoints",
         f"of steps {', '.join(map(str, found['checkpoints']))}" if found["checkpoints"] else "none",
@@ -177,8 +177,8 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
         if rows:
             table.add_row(Text(title, "bold"))
         for name, values in rows.items():
-            words = shown.get(name, _value)
-            table.add_row(f"  {name.replace('_', ' ') if '.' not in name else name}", *map(words, values))
+            said = name if "." in name else name.replace("accuracy", "held-out").replace("_", " ")
+            table.add_row(f"  {said}", *map(shown.get(name, _value), values))
     return table
 
 
