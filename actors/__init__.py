@@ -1,1 +1,0 @@
-"""The actor process: what it starts, runs and shows."""

@@ -1,1 +1,0 @@
-"""Nothing but these rooms, each above those that it imports."""

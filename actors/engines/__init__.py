@@ -1,1 +1,0 @@
-"""The protocol of an engine, a scripted engine for tests."""

@@ -1,1 +1,0 @@
-"""Sandboxes that episodes have for any program: the contract, back ends, the pool."""

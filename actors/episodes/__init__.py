@@ -1,1 +1,0 @@
-"""Data of rollouts: tasks, answers, episodes with their trajectories, errors."""

@@ -1,1 +1,0 @@
-"""An HTTP server by which agents of others ask the policy: sessions, retries, limits."""

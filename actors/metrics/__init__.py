@@ -1,1 +1,0 @@
-"""Counters and averages of an actor, for screens and the run's record."""

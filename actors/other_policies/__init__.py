@@ -1,1 +1,0 @@
-"""Frozen opponents, and policies that are trained beside the run's own."""

@@ -1,1 +1,0 @@
-"""What an environment acts with: it renders, samples and records tokens."""

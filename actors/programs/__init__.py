@@ -1,1 +1,0 @@
-"""Programs of agents: namespaces, limits, and their end with all that they started."""

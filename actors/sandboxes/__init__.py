@@ -1,1 +1,0 @@
-"""Python programs of a model: namespaces, limits, filter of system calls."""

@@ -1,1 +1,0 @@
-"""Settings of all rooms of `actors`; it loads without torch."""

@@ -1,1 +1,0 @@
-"""Following published versions, from the first one on."""

@@ -1,1 +1,0 @@
-"""One process: child processes, plug-ins, limits of its host, progress of long work."""

@@ -1,1 +1,0 @@
-"""A secured bus: credentials, permissions, signatures of records, keys of roles."""

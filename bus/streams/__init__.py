@@ -1,1 +1,0 @@
-"""Durable streams: publisher, consumer loop, messages in parts, blobs, readers."""

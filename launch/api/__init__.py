@@ -1,1 +1,0 @@
-"""Runs from a program or a notebook."""

@@ -1,1 +1,0 @@
-"""What a start refuses or remarks before anything runs, and `launch try`."""

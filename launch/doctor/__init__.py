@@ -1,1 +1,0 @@
-"""`launch doctor`: checks of a host, and what they find."""

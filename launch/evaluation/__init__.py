@@ -1,1 +1,0 @@
-"""`launch eval`: answers to held-out prompts without a run, and their scores."""

@@ -1,1 +1,0 @@
-"""`launch local` and its supervisor."""

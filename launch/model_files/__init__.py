@@ -1,1 +1,0 @@
-"""Where a run's model is, of the hub or on disk, and what its files say."""

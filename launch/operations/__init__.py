@@ -1,1 +1,0 @@
-"""Commands that change a run or examine it again, such as `launch retrain`."""

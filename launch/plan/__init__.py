@@ -1,1 +1,0 @@
-"""`launch plan`: memory and time of a configuration, by formulas."""

@@ -1,1 +1,0 @@
-"""Settings that `--preset` names, and programs that some of them start."""

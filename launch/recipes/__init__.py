@@ -1,1 +1,0 @@
-"""Settings that `--recipe` names, with their published models and prompts."""

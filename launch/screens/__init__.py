@@ -1,1 +1,0 @@
-"""The terminal view, `launch status`, tables of runs, curves, the summary, `launch tail`."""

@@ -1,1 +1,0 @@
-"""The configuration of a run, and where each setting comes from."""

@@ -84,6 +84,8 @@ def _check_stages(config: "RunConfig") -> None:
                 f"{loss} with learner.mtp.weight={config.learner.mtp.weight}: the head would learn answers "
                 "that are not preferred: set the weight to 0"
             )
+        if warmup.loss.facts.of_scores:
+            _check_reward_model(config, loss)
     if warmup.steps and not (warmup.demonstrations or config.data.task):
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
@@ -93,6 +95,19 @@ def _check_stages(config: "RunConfig") -> None:
         raise ConfigError(
             "learner.steps=0 with warmup.steps=0 trains nothing: give learner.steps, or demonstrations with "
             "--sft"
+        )
+
+
+def _check_reward_model(config: "RunConfig", loss: str) -> None:
+    """Refuse what a model that gives scores cannot have."""
+    learner = config.learner
+    if learner.backend != "fsdp":
+        raise ConfigError(f"{loss} with learner.backend={learner.backend}: set learner.backend=fsdp")
+    if learner.steps:
+        raise ConfigError(f"{loss} with learner.steps={learner.steps}: it is no policy; set learner.steps=0")
+    if learner.lora.exists:
+        raise ConfigError(
+            f"{loss} with learner.lora.rank={learner.lora.rank}: its head is trained whole; set the rank to 0"
         )
 
 

@@ -13,7 +13,7 @@ from bus.errors import ConfigError
 from bus.security.credentials import VARIABLE, load_credentials
 from launch.settings.run_config import RunConfig, config_file, flags, preset
 from launch.settings.sources import DEFAULT, Source, merged
-from learner.config.loss import DPOLoss
+from learner.config.loss import DPOLoss, RewardModelLoss
 from learner.config.warmup import WarmupConfig
 
 
@@ -89,15 +89,23 @@ def supervised_sources(sft: Path | None, pairs: Path | None, others: Mapping[str
         given = {"batch_size": others["warmup"]["batch_size"]}  # a flag's is a text
         batch_size = WarmupConfig.model_validate(given).batch_size
     steps = -(-rows // batch_size)
+    optimizer = {"lr": 2e-5, "warmup_steps": min(10, steps // 10)}
     warmup: dict[str, Any] = {
         "demonstrations": file,
         "steps": steps,
         "batch_size": min(batch_size, rows),
-        "optimizer": {"lr": 2e-5 if sft else 1e-6, "warmup_steps": min(10, steps // 10)},
+        "optimizer": optimizer,
     }
-    if pairs and others["warmup"]["loss"]["type"] == WarmupConfig().loss.type:
-        warmup["loss"] = {"type": DPOLoss().type}
-    return [Source("--sft" if sft else "--pairs", {"warmup": warmup, "learner": {"steps": 0}})]
+    learner: dict[str, Any] = {"steps": 0}
+    loss = others["warmup"]["loss"]["type"] if pairs else None
+    if loss == WarmupConfig().loss.type:
+        loss = DPOLoss().type
+        warmup["loss"] = {"type": loss}
+    if loss == DPOLoss().type:
+        optimizer["lr"] = 1e-6
+    elif loss == RewardModelLoss().type:
+        learner["backend"] = "fsdp"  # which alone trains a scalar head
+    return [Source("--sft" if sft else "--pairs", {"warmup": warmup, "learner": learner})]
 
 
 def _bus_sources(bus: str | None, creds: Path | None) -> list[Source]:

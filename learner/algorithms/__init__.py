@@ -1,1 +1,0 @@
-"""The tokens that these see, aggregation, diagnostics, plug-ins and hooks."""

@@ -36,6 +36,8 @@ class LossFacts:
     """It compares two answers to a prompt, of which the first is preferred."""
     to_reference: bool = False
     """It compares the policy with the weights that the run begins with."""
+    of_scores: bool = False
+    """It is of a model that gives an answer one number, after its last token, in place of log-probs."""
 
 
 class Loss(Choice):
@@ -384,7 +386,18 @@ class DPOLoss(Loss):
         return self
 
 
-SupervisedLoss = Annotated[SFTLoss | DPOLoss, Field(discriminator="type")]
+class RewardModelLoss(Loss):
+    """Bradley-Terry loss of a reward model over pairs of answers (arXiv:1706.03741, eq. 1). The model gets a
+    scalar head in place of its output layer."""
+
+    type: Literal["reward_model"] = "reward_model"
+    computed_by: ClassVar[str] = "learner.algorithms.losses.preference:bradley_terry_loss"
+    stated: ClassVar[LossFacts] = LossFacts(
+        own_ratio=True, by_sequence=True, of_samples=False, of_pairs=True, of_scores=True
+    )
+
+
+SupervisedLoss = Annotated[SFTLoss | DPOLoss | RewardModelLoss, Field(discriminator="type")]
 
 UsedLoss = (
     ReinforceLoss

@@ -28,7 +28,8 @@ class WarmupConfig(Config):
     {"prompt": ..., "chosen": ..., "rejected": ...}."""
 
     loss: SupervisedLoss = SFTLoss()
-    """What is learned of a demonstration: `sft` its answers, `dpo` which of two is preferred."""
+    """What is learned of a demonstration: `sft` its answers, `dpo` which of two is preferred,
+    `reward_model` to score them so."""
 
     heldout: Path | None = None
     """File of demonstrations that are not trained on: their mean loss is measured."""

@@ -1,1 +1,0 @@
-"""`launch convert`: directories of models in other formats."""

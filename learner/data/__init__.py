@@ -1,1 +1,0 @@
-"""Batches, packing, trees of common prefixes, balancing over ranks."""

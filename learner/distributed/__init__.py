@@ -1,1 +1,0 @@
-"""The learner's processes as torch sees them, sums over them."""

@@ -1,1 +1,0 @@
-"""Training steps again, shadows, resuming."""

@@ -1,1 +1,0 @@
-"""Page-locked memory, copies to and from the device."""

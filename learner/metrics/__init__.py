@@ -1,1 +1,0 @@
-"""Figures of a step, their ranges, alarms, log-probs for the dashboard."""

@@ -1,1 +1,0 @@
-"""Directories of models: read lazily, written, quantised and back; the manifest of a checkpoint."""

@@ -1,1 +1,0 @@
-"""Copy to the host, deltas, announcement, broadcast; adapters for peft."""

@@ -1,1 +1,0 @@
-"""The learner process: its loop, restoring, checkpoints, evaluation, turns at the device."""

@@ -331,7 +331,7 @@ class Learner:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         await self._published()
         probe = None
-        if self._settings.learner.publication.probe:
+        if self._settings.learner.publication.probe and not self._settings.warmup.loss.facts.of_scores:
             # engines may use the first version of a stage for long, and only a scored one ends an alarm
             needed = result is None or bool(self._policy_alarm.text)
             probe = await self._probes.scored(lambda: self._world.call(Rank.score_probe), needed=needed)

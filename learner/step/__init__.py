@@ -1,1 +1,0 @@
-"""One step of reinforcement learning, of the critic, of the warm-up."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -66,6 +67,8 @@ def _packed(
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches, of pairs with what the loss is to know of the reference."""
     facts = warmup.loss.facts
+    if facts.of_scores:
+        samples = [_scored_at_end(sample, backend.hf_config.pad_token_id) for sample in samples]
     if facts.to_reference:
         scores = score(
             backend, samples, policy="reference", tokens_per_micro_batch=batch.logprob_token_budget
@@ -79,6 +82,14 @@ def _packed(
     else:
         packed = pack(samples, budget)
     return equally_many(packed, backend.data_parallel_group)
+
+
+def _scored_at_end(sample: Sample, padding: int) -> Sample:
+    """Return the sample with one token more, in whose place the model gives its score: after the last token
+    that is not `padding`, where transformers takes it."""
+    end = int(np.flatnonzero(sample.token_ids != padding)[-1]) + 1
+    tokens = np.append(sample.token_ids[:end], sample.token_ids[end - 1])
+    return replace(sample, token_ids=tokens, loss_mask=np.arange(end + 1) == end)
 
 
 def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:

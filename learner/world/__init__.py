@@ -1,1 +1,0 @@
-"""Ranks, their commands, hosts."""

@@ -1,1 +1,0 @@
-"""Records of what was sent, acknowledged, dropped and trained on, by id and digest."""

@@ -1,1 +1,0 @@
-"""Tasks that generate prompts, held-out prompts and demonstrations."""

@@ -1,1 +1,0 @@
-"""Atomic files, the run directory, checkpoint directories."""

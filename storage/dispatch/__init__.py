@@ -1,1 +1,0 @@
-"""The dispatcher and admission; publication, status and recovery of leases."""

@@ -1,1 +1,0 @@
-"""Exact arithmetic that models of learner and embedded engine share."""

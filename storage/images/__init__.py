@@ -1,1 +1,0 @@
-"""Images in messages: read and checked, their tokens, patches and positions."""

@@ -1,1 +1,0 @@
-"""The ledger of leases, and which groups a step samples from it."""

@@ -1,1 +1,0 @@
-"""A model's directory: its configuration, tokenizer and small files, names of weights."""

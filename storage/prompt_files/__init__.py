@@ -1,1 +1,0 @@
-"""Prompt files and hub data sets: read, checked, and kept on disk."""

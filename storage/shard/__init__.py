@@ -1,1 +1,0 @@
-"""The process around a store: checks of what arrives, group status, the ledger asked over the bus."""

@@ -1,1 +1,0 @@
-"""The replay store: segments, index, late rewards, complete groups, archive, retention."""

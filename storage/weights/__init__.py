@@ -1,1 +1,0 @@
-"""Tensors, deltas, blobs and the transports that carry them."""

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from launch.run_view.recorded_runs import recorded_runs
 from tests.e2e.commands import Command, wait_until
@@ -81,27 +82,46 @@ def test_it_trains_without_prompts_and_actors_and_its_held_out_loss_falls(resume
     assert measured[40] < 0.6 * measured[10]
 
 
-def test_a_run_on_pairs_learns_which_of_two_answers_is_preferred(tmp_path: Path):
+def trained_on_pairs(directory: Path, *settings: str) -> Path:
     rows = [
         {"prompt": f"sort {n}", "chosen": "".join(sorted(f"{n}")), "rejected": f"{n}"}
         for n in range(100, 164)
         if sorted(f"{n}") != list(f"{n}")
     ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ("--warmup.heldout", "pairs.jsonl", "--warmup.batch-size", "16", "--warmup.steps", "20")
-    launcher = Command(
-        tmp_path, "local", "--pairs", "pairs.jsonl", *settings, "--warmup.optimizer.lr", "1e-3"
-    )
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = ("--warmup.batch-size", "16", "--warmup.steps", "20", "--warmup.optimizer.lr", "1e-3")
+    files = ("--pairs", "pairs.jsonl", "--warmup.heldout", "pairs.jsonl")
+    launcher = Command(directory, "local", *files, *batches, *settings)
     try:
         assert launcher.wait(120) == 0, launcher.said()
     finally:
         launcher.kill()
-    steps = steps_of(tmp_path / "runs/default")
+    return directory / "runs/default"
+
+
+def test_a_run_on_pairs_learns_which_of_two_answers_is_preferred(tmp_path: Path):
+    steps = steps_of(trained_on_pairs(tmp_path))
     first, last = steps[1], steps[20]
     assert (first["train/loss"], first["rewards/margins"]) == (pytest.approx(math.log(2)), 0)
     assert last["rewards/margins"] > 0.1
     assert last["heldout/rewards/accuracies"] == 1
     assert last["heldout/loss_nats"] < 0.65
+
+
+def test_a_reward_model_is_exported_as_transformers_reads_it(tmp_path: Path):
+    run = trained_on_pairs(tmp_path, "--warmup.loss.type", "reward_model")
+    last = steps_of(run)[20]
+    model = AutoModelForSequenceClassification.from_pretrained(run / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    chosen, rejected = [], []
+    for row in map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines()):
+        for key, found in (("chosen", chosen), ("rejected", rejected)):
+            chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[key]}]
+            tokens = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]
+            found.append(model(tokens).logits.item())
+    assert last["heldout/rewards/chosen"] == pytest.approx(sum(chosen) / len(chosen), abs=1e-3)
+    assert last["heldout/rewards/rejected"] == pytest.approx(sum(rejected) / len(rejected), abs=1e-3)
+    assert last["heldout/rewards/accuracies"] > 0.9
 
 
 @pytest.mark.nightly

@@ -1,1 +1,0 @@
-"""`launch soak`: faults and their account."""

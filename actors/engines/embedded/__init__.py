@@ -1,1 +1,0 @@
-"""The batched decoder over transformers."""

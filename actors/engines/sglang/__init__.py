@@ -1,1 +1,0 @@
-"""SGLang servers: settings, requests, weights, pairs of servers."""

@@ -1,1 +1,0 @@
-"""Text games: those of ours, of textarena, of gymnasium, of your own."""

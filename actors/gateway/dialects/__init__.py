@@ -1,1 +1,0 @@
-"""The APIs that it speaks, as functions without state."""

@@ -1,1 +1,0 @@
-"""Programs against the tests of their prompts, and what of it runs in the sandbox."""

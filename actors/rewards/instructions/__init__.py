@@ -1,1 +1,0 @@
-"""Instructions that a program can verify."""

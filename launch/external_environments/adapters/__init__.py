@@ -1,1 +1,0 @@
-"""Programs that play environments of others in the Python of these."""

@@ -1,1 +1,0 @@
-"""Losses, and the objective of a step."""

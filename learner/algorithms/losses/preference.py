@@ -35,6 +35,16 @@ def dpo_loss(
     return _over_tokens(tokens, losses), _rewards(tokens, chosen, rejected)
 
 
+def bradley_terry_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """-log sigmoid(r_chosen - r_rejected) of the scores of two answers (arXiv:1706.03741, eq. 1).
+
+    `tokens.logprobs` are scores, of one token a sequence.
+
+    Returns the loss of each token, [N], which adds up to that of its pair, and sums over pairs to log."""
+    chosen, rejected = _sides(tokens, tokens.logprobs)
+    return _over_tokens(tokens, -logsigmoid(chosen - rejected)), _rewards(tokens, chosen, rejected)
+
+
 def _sides(tokens: LossTokens, values: Tensor, *, mean: bool = False) -> tuple[Tensor, Tensor]:
     """Add up values [N] by sequence, or average them: float64 of the preferred answers and of the others, [P]
     each."""

@@ -1,1 +1,0 @@
-"""What the learner asks of a backend, and its frozen policies."""

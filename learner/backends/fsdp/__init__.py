@@ -1,1 +1,0 @@
-"""The trainer of any model of transformers, sharded by torch's FSDP2."""

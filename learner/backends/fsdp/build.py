@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -61,7 +62,14 @@ def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrained
 
 
 def _kind(hf_config: PretrainedConfig) -> Any:
+    if is_reward_model(hf_config):
+        return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if is_vision_model(hf_config) else AutoModelForCausalLM
+
+
+def is_reward_model(hf_config: PretrainedConfig) -> bool:
+    """Tell whether the model has a scalar head in place of its output layer."""
+    return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())
 
 
 def is_vision_model(hf_config: PretrainedConfig) -> bool:
@@ -131,6 +139,8 @@ def _unsupported_model(model: PreTrainedModel) -> Iterator[str]:
     # Those with linear attention take other attention as all models do, but do not say so.
     if not model._supports_attention_backend and family_named(model.config.model_type).recurrent is None:
         yield f"{name} computes attention in a way of its own, in which the sequences of a pack would mix"
+    if is_reward_model(model.config):
+        return
     output = model.get_output_embeddings()
     if output is None or getattr(output, "bias", None) is not None:
         yield f"{name}: the fused output layer is a matrix without a bias"

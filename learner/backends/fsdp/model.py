@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from bus.errors import ConfigError
 from bus.images import PlacedImage
 from learner.backends.fsdp.attention import PackedSequences
-from learner.backends.fsdp.build import LogitChange, attention_of, refusal
+from learner.backends.fsdp.build import LogitChange, attention_of, is_reward_model, refusal
 from learner.backends.fsdp.fused_modules import FusedModules, are_wanted
 from learner.backends.fsdp.router_replay import RouterReplay
 from learner.backends.fsdp.sglang_model import SglangArithmetic
@@ -61,6 +61,8 @@ class PackedModel(torch.nn.Module):
         self.hf = hf_model
         self.exact = exact
         self.vision = None if images is None else PackedVision(hf_model, images)
+        self.scores = is_reward_model(hf_model.config)
+        """Its output is a score in place of each log-prob, and an entropy of 0."""
         self._logits = LogitChange.of(hf_model.config)
         if self._logits.changes and (exact or kernels is not None):
             raise ConfigError(refusal(["model.numerics: only `fast` has scaled or capped logits"]))
@@ -86,9 +88,12 @@ class PackedModel(torch.nn.Module):
         another, to compare with."""
         if plain:
             return (self._plain_logits(batch),)
+        hidden = self._hidden(batch)
+        if self.scores:
+            scores = self.hf.score(hidden.index_select(0, batch.predicting)).float().sum(-1)  # of one column
+            return scores, torch.zeros_like(scores)
         weight = self.hf.get_output_embeddings().weight
         kernels = None if self.sglang is None else self.sglang.kernels
-        hidden = self._hidden(batch)
         if self._logits.factor != 1.0:
             hidden = hidden * self._logits.factor
         return policy_output(
@@ -117,11 +122,18 @@ class PackedModel(torch.nn.Module):
             sequences = zip(torch.split(batch.tokens, list(batch.lengths)), batch.images_apart, strict=True)
             inputs = [(each[None], self._plain_images(shown, len(each))) for each, shown in sequences]
             with nullcontext() if self.fused is None else self.fused.switched_off():
-                passes = (self.hf(input_ids=each, use_cache=False, **shown) for each, shown in inputs)
-                logits = [of_sequence.logits[0] for of_sequence in passes]
+                passes = (
+                    self._plain_pass(input_ids=each, use_cache=False, **shown) for each, shown in inputs
+                )
+                logits = [of_sequence[0] for of_sequence in passes]
         finally:
             self.hf.set_attn_implementation(attention_of(self.hf.config))
         return torch.cat(logits).float()
+
+    def _plain_pass(self, **inputs: Any) -> Tensor:
+        if not self.scores:
+            return self.hf(**inputs).logits  # type: ignore[no-any-return]
+        return self.hf.score(self.hf.get_decoder()(**inputs).last_hidden_state)  # type: ignore[no-any-return]
 
     def forget_gathered(self) -> None:
         """Have the next pass gather the parameters that it needs, which may have changed."""

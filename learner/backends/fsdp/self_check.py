@@ -58,7 +58,10 @@ def refuse_other_results(model: ShardedModel, vocab_size: int, dtype: torch.dtyp
     if _has_windows(model.hf.config.get_text_config()) and not model.windows:
         what = "its sliding window is in transformers' mask alone, which a pack does without"
         raise ConfigError(refusal([what]))
-    plain = torch.log_softmax(logits, -1).gather(-1, batch.labels[:, None])[:, 0]
+    if model.scores:
+        plain = logits[:, 0]
+    else:
+        plain = torch.log_softmax(logits, -1).gather(-1, batch.labels[:, None])[:, 0]
     difference = (packed - plain[batch.trained]).abs().max().item()
     if not difference <= LARGEST_DIFFERENCE[dtype]:
         what = f"log-probs in a pack are up to {difference:.3g} nats from transformers' own of each sequence"

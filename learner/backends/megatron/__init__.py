@@ -1,1 +1,0 @@
-"""The trainer on megatron-core, its critic, sharding, checkpoints."""

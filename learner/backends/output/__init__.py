@@ -1,1 +1,0 @@
-"""Log-probs, entropy and losses without [T, V], for every backend."""

@@ -1,1 +1,0 @@
-"""SGLang's kernels, for `model.numerics=sglang`."""

@@ -1,1 +1,0 @@
-"""Adapters, packed attention, router replay, for every backend."""

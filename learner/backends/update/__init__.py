@@ -1,1 +1,0 @@
-"""Loss of a micro-batch, skipping and clipping, counts of updates, for every backend."""

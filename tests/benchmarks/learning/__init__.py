@@ -1,1 +1,0 @@
-"""`launch bench learning`: whole presets, with and without injected failures."""

@@ -1,1 +1,0 @@
-"""`launch bench length`: whether answers run away where longer ones pay and the data is old."""

@@ -1,1 +1,0 @@
-"""`launch bench staleness`, `launch bench reuse`: learning from old data."""

@@ -1,1 +1,0 @@
-"""What these share: plan, runs until their end, results, schedule, curves, pictures."""

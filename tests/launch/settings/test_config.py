@@ -532,3 +532,29 @@ def test_answers_that_fill_the_context_are_refused_before_anything_starts(tmp_pa
     refuse_full_context(resolve({"sampling": {"max_new_tokens": 4096}}))
     elsewhere = {"model": {"path": "/on/the/learners/host"}}
     refuse_full_context(resolve({"sampling": {"max_new_tokens": 4096}}, elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("warmup", "learner", "complaint"),
+    [
+        (
+            {"demonstrations": None},
+            {},
+            "warmup.loss.type=reward_model needs pairs of answers: give them with --p",
+        ),
+        (
+            {},
+            {"backend": "megatron", "mtp": {"weight": 0.1}},
+            "the head would learn answers that are not preferred",
+        ),
+        ({}, {"backend": "megatron"}, "with learner.backend=megatron: set learner.backend=fsdp"),
+        ({}, {"steps": 3}, "with learner.steps=3: it is no policy; set learner.steps=0"),
+        ({}, {"lora": {"rank": 4}}, "with learner.lora.rank=4: its head is trained whole"),
+        ({"loss": {"type": "dpo", "form": "ipo", "label_smoothing": 0.1}}, {}, "has no effect with form=ipo"),
+    ],
+)
+def test_a_loss_over_pairs_is_refused_where_it_cannot_be_trained(warmup, learner, complaint):
+    given = {"steps": 1, "demonstrations": "pairs.jsonl", "loss": {"type": "reward_model"}}
+    assert complaint in refusal({
+        "warmup": given | warmup, "learner": {"backend": "fsdp", "steps": 0} | learner
+    })  # fmt: skip

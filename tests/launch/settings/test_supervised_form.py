@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bus.errors import ConfigError
 from launch.settings.short_forms import supervised_sources
 
 
@@ -24,3 +25,20 @@ def test_it_is_once_over_in_the_batches_that_are_asked_for(tmp_path: Path, rows,
     [source] = supervised_sources(file, None, {"warmup": given})
     found = source.layer["warmup"]
     assert (found["steps"], found["batch_size"], found["optimizer"]["warmup_steps"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "lr", "backend"),
+    [("sft", {"type": "dpo"}, 1e-6, None), ("dpo", None, 1e-6, None), ("reward_model", None, 2e-5, "fsdp")],
+)
+def test_pairs_are_for_dpo_unless_another_loss_over_pairs_is_given(tmp_path: Path, given, loss, lr, backend):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    [source] = supervised_sources(None, file, {"warmup": {"loss": {"type": given}}})
+    warmup, learner = source.layer["warmup"], source.layer["learner"]
+    found = warmup.get("loss"), warmup["optimizer"]["lr"], learner.get("backend")
+    assert found == (loss, lr, backend)
+    with pytest.raises(
+        ConfigError, match=r"--sft .*pairs.jsonl with --pairs .*: a run trains on one of them"
+    ):
+        supervised_sources(file, file, {})

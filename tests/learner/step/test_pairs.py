@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from learner.backends.contract.backend import Backend
 from learner.checkpoint.commit import save_checkpoint
 from learner.config.batch import BatchConfig
-from learner.config.loss import DPOLoss
+from learner.config.loss import DPOLoss, RewardModelLoss
 from learner.config.process_settings import LearnerSettings
 from learner.config.warmup import WarmupConfig
 from learner.initial.initial import Initial, prepare
@@ -165,3 +167,40 @@ def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend: s
     alone = two_steps(tmp_path, {}, backend)
     for found in worlds.run(2, two_steps, tmp_path, parallel, backend):
         assert found == [pytest.approx(step, abs=2e-5) for step in alone]
+
+
+def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(tmp_path: Path):
+    settings = settings_of_pairs(tmp_path, RewardModelLoss(), backend="fsdp")
+    initial, trained = begun(settings)
+    begin = tmp_path / "begin"
+    trained.hf_config.save_pretrained(begin)
+    save_file(trained.export(), begin / "model.safetensors", metadata={"format": "pt"})
+    plain = AutoModelForSequenceClassification.from_pretrained(begin, dtype=torch.float32).train()
+    plain.get_input_embeddings().padding_idx = None
+    adam = torch.optim.AdamW(plain.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), weight_decay=0)
+    for step in range(3):
+        if step == 2:
+            save_checkpoint(trained, settings.checkpoints, 2, {}, keep=1)
+        result = warm_up_step(trained, settings, initial.demonstrations, step)
+        chosen, rejected = scores(plain, initial.demonstrations.step(step, 4)).view(-1, 2).unbind(1)
+        loss = -torch.log(sigmoid(chosen - rejected)).mean()
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adam.step()
+        assert result.loss == pytest.approx(loss.item(), abs=2e-5)
+        assert result.pairs["rewards/chosen"] == pytest.approx(chosen.mean().item(), abs=2e-5)
+        assert result.pairs["rewards/accuracies"] == (chosen > rejected).double().mean()
+    held = heldout_figures(trained, settings.warmup, BATCH, initial.heldout_demonstrations)
+    chosen, rejected = scores(plain, initial.demonstrations.all(share=0, shares=1)).view(-1, 2).unbind(1)
+    assert held["rewards/margins"] == pytest.approx((chosen - rejected).mean().item(), abs=5e-5)
+    _, resumed = begun(settings, latest(settings.checkpoints))
+    assert warm_up_step(resumed, settings, initial.demonstrations, 2) == result
+
+
+def scores(model: PreTrainedModel, samples) -> Tensor:
+    """Return the scores of a padded batch, as transformers computes it."""
+    rows = [torch.from_numpy(sample.token_ids).long() for sample in samples]
+    padded = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return model(padded, attention_mask=mask).logits[:, 0].double()

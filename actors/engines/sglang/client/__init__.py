@@ -1,1 +1,0 @@
-"""Requests to an SGLang server, its answers, and what it says of itself."""

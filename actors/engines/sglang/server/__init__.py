@@ -1,1 +1,0 @@
-"""An SGLang server of our own: settings, GPUs, start, health."""

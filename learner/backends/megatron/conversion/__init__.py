@@ -1,1 +1,0 @@
-"""Hugging Face names and layouts to Megatron's and back, one file a family."""

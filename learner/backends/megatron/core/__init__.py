@@ -1,1 +1,0 @@
-"""Megatron-core as it is imported here, with and without CUDA; its process groups."""

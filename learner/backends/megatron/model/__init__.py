@@ -1,1 +1,0 @@
-"""The model: layers, experts, heads, adapters."""

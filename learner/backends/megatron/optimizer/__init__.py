@@ -1,1 +1,0 @@
-"""AdamW, Muon, offloading."""

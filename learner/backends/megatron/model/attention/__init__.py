@@ -1,1 +1,0 @@
-"""Attention of every kind, over packed sequences and context ranks."""
