@@ -2,11 +2,14 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from bus.errors import ConfigError, TrainingError
+from torch import Tensor
+
+from bus.errors import ConfigError, TrainingError, with_traceback
 from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
 from learner.algorithms.plugin import asked_for, load_plugin
 from learner.config.learner import LearnerConfig
@@ -16,6 +19,9 @@ from learner.distributed.exact_sums import SumsOverRanks
 from learner.distributed.process_group import gathered
 
 T = TypeVar("T")
+Lent = AbstractContextManager[Mapping[str, Tensor]]
+"""This rank's parts of the trained weights by name, which count as they are on leaving."""
+NO_WEIGHTS: Mapping[str, Tensor] = {}
 BUILT_WITH = ("matrices", "state_dtype", "offload")
 """Settings that an optimizer was built with, which no step can change."""
 
@@ -53,18 +59,26 @@ def _rewarded(trajectory: Trajectory, reward: float, function: str) -> Trajector
     return replace(trajectory, reward=value)
 
 
-def optimizer_of_step(step: int, groups: Groups, learner: LearnerConfig) -> OptimizerConfig:
+def optimizer_of_step(
+    step: int,
+    groups: Groups,
+    learner: LearnerConfig,
+    lend: Callable[[], Lent] = lambda: nullcontext(NO_WEIGHTS),
+) -> OptimizerConfig:
     """Return the optimizer's settings for `step`, which `learner.before_step` may change.
 
     The function takes the number of the step, this rank's groups and the configured settings, and returns
-    other settings, or None to leave them. Every rank calls this, and is to return the same. Raises
+    other settings, or None to leave them. With a parameter `model` it is lent the weights, by `lend`. Every
+    rank calls this, and is to return the same. Raises
     `ConfigError` where they differ, or are none that this optimizer can take, and `TrainingError` when the
     function takes too long.
     """
     hook = learner.before_step
     if hook.function is None:
         return learner.optimizer
-    found = _called("before_step", hook, step, groups, learner.optimizer)
+    lent = lend() if _asks_for_model(hook) else nullcontext(NO_WEIGHTS)
+    with lent as model:
+        found = _called("before_step", hook, step, groups, learner.optimizer, model=model)
     chosen = learner.optimizer if found is None else found
     if not isinstance(chosen, OptimizerConfig):
         raise ConfigError(
@@ -85,6 +99,32 @@ def optimizer_of_step(step: int, groups: Groups, learner: LearnerConfig) -> Opti
     return chosen
 
 
+def figures_after_step(step: int, learner: LearnerConfig, lend: Callable[[], Lent]) -> dict[str, float]:
+    """Return the numbers that `learner.after_step` gives, as they are recorded; none without one.
+
+    The function takes the number of the step and the weights, lent by `lend`. Every rank calls this. Raises
+    `ConfigError` for anything else than numbers by name, and `TrainingError` when it takes too long.
+    """
+    hook = learner.after_step
+    if hook.function is None:
+        return {}
+    with lend() as model:
+        found = _called("after_step", hook, step, model)
+    try:
+        return {f"own_{name}": float(value) for name, value in ({} if found is None else found).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"learner.after_step {hook.function!r} returned {found!r:.100}: return numbers by name, as "
+            "{'norm': 1.5}, or None"
+        ) from error
+
+
+def _asks_for_model(hook: HookConfig) -> bool:
+    return hook.plugin is not None and "model" in asked_for(
+        "before_step", load_plugin("before_step", hook.plugin)
+    )
+
+
 def _called(kind: str, hook: HookConfig, *args: object, **offered: object) -> Any:
     """Call the function of a hook, and wait for what it returns if it is `async`."""
     plugin = hook.plugin
@@ -92,16 +132,19 @@ def _called(kind: str, hook: HookConfig, *args: object, **offered: object) -> An
         raise ValueError(f"learner.{kind} names no function")
     function = load_plugin(kind, plugin)
     wanted = [name for name in asked_for(kind, function) if name not in plugin.settings]
-    result = function(*args, **plugin.settings, **{name: offered[name] for name in wanted})
-    if not inspect.isawaitable(result):
-        return result
+    what = f"learner.{kind} {plugin.function!r}"
     try:
-        return asyncio.run(_within(result, hook.timeout_s))  # torch's thread has no event loop of its own
+        result = function(*args, **plugin.settings, **{name: offered[name] for name in wanted})
+        if inspect.isawaitable(result):
+            return asyncio.run(_within(result, hook.timeout_s))  # torch's thread has no event loop of its own
     except TimeoutError as error:
         raise TrainingError(
-            f"learner.{kind} {plugin.function!r} took longer than {hook.timeout_s:g} s: see what it waits "
-            f"for, or raise learner.{kind}.timeout_s"
+            f"{what} took longer than {hook.timeout_s:g} s: see what it waits for, or raise "
+            f"learner.{kind}.timeout_s"
         ) from error
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(with_traceback(f"{what} raised {error!r}", error)) from error
+    return result
 
 
 async def _within(result: Awaitable[T], timeout_s: float) -> T:

@@ -19,11 +19,13 @@ ARGUMENTS = {
     "aggregation": ("lengths", "prompts"),
     "reward_hook": ("groups",),
     "before_step": ("step", "groups", "optimizer"),
+    "after_step": ("step", "model"),
 }
 """Says what a function of each kind is called with, in order, before its settings."""
 OFFERED = {
     "advantage": ("sums", "token_penalties", "baselines", "critic"),
     "reward_hook": ("sums",),
+    "before_step": ("model",),
 }
 """Says what a function of a kind gets besides, if it has a parameter of that name."""
 

@@ -105,7 +105,12 @@ class LearnerConfig(Config):
 
     before_step: HookConfig = NO_HOOK
     """Function that is called before each step and may change the optimizer's settings for it:
-    `(step, groups, optimizer)` to an `OptimizerConfig`, or None."""
+    `(step, groups, optimizer)` to an `OptimizerConfig`, or None. By a parameter `model` it gets the weights,
+    which it may change."""
+
+    after_step: HookConfig = NO_HOOK
+    """Function that is called after each step with the weights, which it may change: `(step, model)` to
+    numbers to record by name, or None."""
 
     reference: ReferenceConfig = NO_REFERENCE
     """Frozen policy that training stays close to."""

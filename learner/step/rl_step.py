@@ -8,7 +8,7 @@ from bus.requests import GroupRef
 from bus.trajectory import Groups
 from learner.algorithms.advantages.step_advantages import advantages_of_step, with_value_targets
 from learner.algorithms.aggregation import aggregated
-from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
+from learner.algorithms.hooks import figures_after_step, optimizer_of_step, with_processed_rewards
 from learner.algorithms.losses.objective import Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.contract.backend import Backend, StepResult
@@ -45,7 +45,7 @@ def train_on(
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
         refuse_oversized(samples, learner.batch.token_budget)
     if learner.before_step.function is not None:
-        backend.optimizer_config = optimizer_of_step(step, groups, learner)
+        backend.optimizer_config = optimizer_of_step(step, groups, learner, backend.lent_weights)
     if learner.router_replay == "learner":
         samples = with_own_experts(backend, samples, learner)
     samples = with_logprobs(backend, samples, learner, answers)
@@ -71,8 +71,9 @@ def train_on(
         result = _none(batch)
     else:
         result = _policy_updates(backend, updates, learner, policy_version)
+    figures = figures_after_step(step, learner, backend.lent_weights)
     refresh_reference(backend, learner, step)
-    return batch, replace(result, critic=critic)
+    return batch, replace(result, critic=critic, diagnostics={**result.diagnostics, **figures})
 
 
 def _policy_updates(

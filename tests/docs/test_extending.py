@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -35,7 +36,7 @@ from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.settings.run_config import RunConfig, validate
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.aggregation import aggregation
-from learner.algorithms.hooks import with_processed_rewards
+from learner.algorithms.hooks import figures_after_step, with_processed_rewards
 from learner.algorithms.losses.objective import Objective, token_losses
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.tokens import LossTokens
@@ -240,6 +241,11 @@ def test_hooks():
     cyclic = importlib.import_module("my_hooks").cyclic
     rates = [cyclic(step, groups, learner.optimizer).lr / learner.optimizer.lr for step in (50, 100)]
     assert rates == pytest.approx([0.1, 1.0])
+    weights = {"layers.0.w": torch.ones(2), "layers.1.w": torch.ones(2)}
+    assert figures_after_step(1, learner, lambda: nullcontext(weights)) == {
+        "own_largest": pytest.approx(0.99)
+    }
+    assert weights["layers.1.w"].tolist() == [1.0, 1.0]
 
 
 def test_a_declared_stream_is_packed(monkeypatch: pytest.MonkeyPatch):

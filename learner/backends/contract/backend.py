@@ -6,6 +6,7 @@ backend is built is decided in learner/backends/factory.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -242,6 +243,12 @@ class Backend(Protocol):
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with a fresh optimizer state and learning-rate warm-up; the weights stay."""
+
+    def lent_weights(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Lend this rank's parts of the trained weights as the optimizer has them, by the backend's names.
+
+        Every rank enters and leaves. What is changed in place inside is what the next pass computes with.
+        Parts may have lost the shape of their weight. `learner/algorithms/hooks.py` lends them on."""
 
     def compute_with(self, rounding: Rounding) -> None:
         """Compute with the weights of engines that quantise so, from the next pass on; update, export and

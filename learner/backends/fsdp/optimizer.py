@@ -67,6 +67,11 @@ class ShardedOptimizer:
         optimizer.exchange = MatrixExchange(pieces, matrices, partial(muon_steps, dtype=dtype))
         begin_with_zeros(optimizer)
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Return this rank's parts of the trained parameters, which share their memory."""
+        return {name: part.data for name, part in self._shards.items()}
+
     def clear_gradients(self) -> None:
         """Forget all gradients."""
         for name, parameter in self._trained.items():

@@ -218,6 +218,12 @@ class FsdpTrainer:
         group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # there is one
         return group
 
+    @contextmanager
+    def lent_weights(self) -> Iterator[dict[str, Tensor]]:
+        """Lend this rank's parts of the trained weights, by transformers' names."""
+        self._settle()
+        yield self.optimizer.parts
+
     def release_memory(self) -> None:
         """Free the gradients, and what torch keeps for later; the next step takes it again."""
         self._settle()

@@ -35,6 +35,7 @@ from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
 from learner.backends.megatron.next_token_head import TrainedHead, head_rules, with_following_tokens
+from learner.backends.megatron.optimizer.lent_weights import lent_weights
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
@@ -307,6 +308,13 @@ class Trainer:
         if self._late is not None:
             self._late.copy()
             self._late = None
+
+    @contextmanager
+    def lent_weights(self) -> Iterator[dict[str, Tensor]]:
+        """Lend this rank's parts of the trained weights, by megatron-core's names."""
+        self.settle_parameters()
+        with lent_weights(self.optimizer, self.optimizer_config, self.ddp) as weights:
+            yield weights
 
     def release_memory(self) -> None:
         """Free the memory for gradients, and what torch keeps for later; the next step takes it again."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ class TorchBackend:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         self.optimizer_config, self.updates_done = config, 0
         self.optimizer = reference_optimizer(self.model, config)
+
+    def lent_weights(self):
+        return nullcontext({name: each.data for name, each in self.model.named_parameters()})
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return log-probs of the labels and entropies, [T] each, computed for each sequence by itself."""
