@@ -1,0 +1,1 @@
+"""Nothing but these rooms, each above those that it imports."""

@@ -1,0 +1,1 @@
+"""The protocol of an engine, a scripted engine for tests."""

@@ -1,0 +1,1 @@
+"""Sandboxes that episodes have for any program: the contract, back ends, the pool."""

@@ -1,0 +1,1 @@
+"""Data of rollouts: tasks, answers, episodes with their trajectories, errors."""

@@ -1,0 +1,1 @@
+"""An HTTP server by which agents of others ask the policy: sessions, retries, limits."""

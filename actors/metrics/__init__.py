@@ -1,0 +1,1 @@
+"""Counters and averages of an actor, for screens and the run's record."""

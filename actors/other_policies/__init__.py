@@ -1,0 +1,1 @@
+"""Frozen opponents, and policies that are trained beside the run's own."""

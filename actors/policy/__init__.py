@@ -1,0 +1,1 @@
+"""What an environment acts with: it renders, samples and records tokens."""

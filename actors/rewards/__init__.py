@@ -1,0 +1,1 @@
+"""What a reward is, faults of answers, group filters, servers that rewards ask."""

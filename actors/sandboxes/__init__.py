@@ -1,0 +1,1 @@
+"""Python programs of a model: namespaces, limits, filter of system calls."""

@@ -1,0 +1,1 @@
+"""Settings of all rooms of `actors`; it loads without torch."""

@@ -1,0 +1,1 @@
+"""Following published versions, from the first one on."""

@@ -1,0 +1,1 @@
+"""A secured bus: credentials, permissions, signatures of records, keys of roles."""

@@ -1,0 +1,1 @@
+"""The embedded nats-server, and the directory of credentials that it is secured by."""

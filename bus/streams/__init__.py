@@ -1,0 +1,1 @@
+"""Durable streams: publisher, consumer loop, messages in parts, blobs, readers."""

@@ -7,7 +7,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reference import commands_page, python_page, quick_start, settings_page
+from reference import commands_page, python_page, quick_start, rooms_page, settings_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +19,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/settings.md": settings_page(),
         "reference/commands.md": commands_page(),
         "reference/python.md": python_page(),
+        "reference/rooms.md": rooms_page(),
     }
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))

@@ -1,8 +1,10 @@
-"""Writes the reference from the code: settings from their pydantic models, commands from cyclopts."""
+"""Writes the reference from the code: settings, commands, public names of Python, and rooms."""
 
+import ast
 import html
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import get_origin
 
 import docstring_parser
@@ -19,6 +21,8 @@ from launch.settings.tree import members, tag_of
 Location = tuple[str, ...]
 NO_FLAGS = "bench", "soak"
 """Commands whose flags `--help` alone tells."""
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bus", "storage", "actors", "learner", "launch", "tests/benchmarks", "tests/soak")
 BAR = r"\|"
 """A bar within a cell of a table."""
 
@@ -147,3 +151,22 @@ def python_page() -> str:
     for name in launch.__all__:
         lines += [f"::: {getattr(launch, name).__module__}.{name}", ""]
     return "\n".join(lines)
+
+
+def rooms_page() -> str:
+    """Return a page with every room of the code, and what it holds."""
+    lines = [
+        "# Rooms",
+        "",
+        "Every folder of the code, by the first line of its `__init__.py`;",
+        "[architecture](../architecture.md#rooms) tells how imports go between them.",
+        "",
+        "| room | what it holds |",
+        "|---|---|",
+    ]
+    for name in PACKAGES:
+        for file in sorted((ROOT / name).rglob("__init__.py")):
+            room = file.parent.relative_to(ROOT).as_posix()
+            holds = ast.get_docstring(ast.parse(file.read_text())) or ""
+            lines.append(f"| `{room}/` | {_escaped(holds.partition(chr(10))[0])} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Runs from a program or a notebook."""

@@ -1,0 +1,1 @@
+"""What a start refuses or remarks before anything runs, and `launch try`."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,6 +115,7 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
     from launch.dashboard.run_list import without_files
     from launch.dashboard.server import serve_dashboard
     from launch.operations.run_removal import remove_run
+    from launch.run_view.served_page import noted_page
 
     configure_logging("error")
     token = dashboard_token(short_forms(bus, creds).get("bus", {}).get("creds"))
@@ -128,6 +130,7 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
             print(note, flush=True)  # noqa: T201 - the user's terminal
         page = url if run_name is None else f"{url}/#/runs/{run_name}"
         print(f"dashboard at {page}, Ctrl-C ends it", flush=True)  # noqa: T201 - the user's terminal
+        noted.enter_context(noted_page(directory, url))
 
     async def remove(name: str) -> None:
         where = locate(name)
@@ -137,4 +140,5 @@ def dashboard_command(  # noqa: PLR0913 - each is a flag
 
     runs = OpenRuns(directory, locate, run_name, remove=remove)
     address = Address(host, port, certificate, certificate_key)
-    run(partial(serve_dashboard, runs, address, token=token, insecure=insecure, ready=ready))
+    with ExitStack() as noted:
+        run(partial(serve_dashboard, runs, address, token=token, insecure=insecure, ready=ready))

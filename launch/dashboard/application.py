@@ -36,6 +36,7 @@ from launch.dashboard.run_list import facts_of_runs
 from launch.dashboard.status_watch import StatusWatch
 from launch.dashboard.timeline import timeline
 from launch.dashboard.trajectories import one_group, one_trajectory, trajectory_list
+from launch.run_view.run_files import RunFiles
 from launch.trajectories.search import TrajectoryFilter
 from storage.disk.run_directory import RunDirectory
 
@@ -72,6 +73,7 @@ class Dashboard:
             Route("/api/runs/{run}/note", self.note, methods=["POST"]),
             Route("/api/runs/{run}/remove", self.remove, methods=["POST"]),
             Route("/api/runs/{run}/curves", self.curves),
+            Route("/api/runs/{run}/steps/{step:int}", self.step),
             Route("/api/runs/{run}/live", self.live),
             Route("/api/runs/{run}/timeline", self.timeline),
             Route("/api/runs/{run}/trajectories", self.list_trajectories),
@@ -132,6 +134,14 @@ class Dashboard:
         async with feed.lock:
             payload = await asyncio.to_thread(feed.curves.payload, everything=everything)
         return JSONResponse(payload | {"read": feed.read_fraction, "problem": feed.problem})
+
+    async def step(self, request: Request) -> Response:
+        """Answer with all figures of a step."""
+        name, step = self._name(request), int(request.path_params["step"])
+        found = await asyncio.to_thread(RunFiles(self._runs.root / name).step, step)
+        if found is None:
+            raise HTTPException(404, f"run {name!r} has recorded no step {step} in {self._runs.root}")
+        return JSONResponse({key: value for key, value in found.items() if value == value})
 
     async def live(self, request: Request) -> Response:
         """Send the curves, and then what changes of them and of the run's status, as it comes."""

@@ -1,0 +1,1 @@
+"""`launch doctor`: checks of a host, and what they find."""

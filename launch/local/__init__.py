@@ -1,0 +1,1 @@
+"""`launch local` and its supervisor."""

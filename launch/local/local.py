@@ -29,6 +29,7 @@ from launch.process.run_ending import noted_ending
 from launch.run_view.monitor import RunMonitor, RunSettings, watch
 from launch.run_view.recorded_runs import going_on
 from launch.run_view.run_files import RunFiles, changed_settings
+from launch.run_view.served_page import page_of
 from launch.screens.conclusion import conclude
 from launch.screens.summary import Summary, print_summary
 from launch.screens.terminal_view import TerminalView
@@ -77,7 +78,9 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
 
 
 def dashboard_hint(config: RunConfig) -> str:
-    """Return the line that tells how to look at the run in a browser."""
+    """Return the line that tells how to look at the run in a browser, or where it is shown already."""
+    if (page := page_of(config.directory, config.run)) is not None:
+        return f"The run in a browser: {page}"
     where = ["--run", config.run]
     if config.directory != RunConfig.model_fields["directory"].default:
         where += ["--directory", str(config.directory)]

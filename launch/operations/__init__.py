@@ -1,0 +1,1 @@
+"""Commands that change a run or examine it again, such as `launch retrain`."""

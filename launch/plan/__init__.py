@@ -1,0 +1,1 @@
+"""`launch plan`: memory and time of a configuration, by formulas."""

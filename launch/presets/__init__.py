@@ -1,0 +1,1 @@
+"""Settings that `--preset` names, and programs that some of them start."""

@@ -1,0 +1,1 @@
+"""Settings that `--recipe` names, with their published models and prompts."""

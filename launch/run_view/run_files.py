@@ -198,6 +198,15 @@ class RunFiles:
         metrics = self.path / "metrics.jsonl"
         return History(read_records(metrics) if metrics.exists() else ())
 
+    def step(self, step: int) -> Record | None:
+        """Return the figures of a step of reinforcement learning, as it was trained last; None where no line
+        has it. Of a long run this takes seconds."""
+        found = None
+        for row in read_records(self.path / "metrics.jsonl"):
+            if row.get("step") == step and row.get("train/stage") == "rl":
+                found = row
+        return found
+
     @property
     def latest_step(self) -> LatestStep | None:
         """Return the step of the newest checkpoint or the step recorded last, whichever is later; None where

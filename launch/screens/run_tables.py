@@ -15,6 +15,7 @@ from bus.codec import Json
 from launch.run_view.history import History, Step
 from launch.run_view.recorded_runs import NO_RUNS, RecordedRun, bytes_of, recorded_runs
 from launch.run_view.run_files import NOT_COMPARED, RunFiles, Start, told_changes
+from launch.run_view.served_page import page_of
 from launch.run_view.units import UNKNOWN, duration, fraction, size
 
 COLOURS = {"training": "green", "finished": "cyan", "unseen": "yellow", "waiting": "yellow"} | dict.fromkeys(
@@ -32,7 +33,7 @@ def list_table(runs: Sequence[RecordedRun], directory: Path) -> RenderableType:
         return Text(f"no run in {directory}: {NO_RUNS}")
     table = Table(box=None, pad_edge=False)
     noted = ["note"] if any(run.note for run in runs) else []
-    for column in ("run", "state", "stage", "step", "reward", "accuracy", "started", "written", *noted):
+    for column in ("run", "state", "stage", "step", "reward", "held-out", "started", "written", *noted):
         table.add_column(column, no_wrap=column in ("run", "state"))
     for run in runs:
         note = [_value(run.note)] if noted else []
@@ -60,6 +61,7 @@ def whole_run(path: Path) -> dict[str, Any]:
     last = files.latest_start
     return {
         **run.to_json(),
+        "page": page_of(path.parent, path.name),
         "bus": files.settings.get("bus.url"),
         "host": last.host if last else None,
         "git_commit": last.git_commit if last else None,
@@ -99,6 +101,8 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "waits", waiting_text(found["waits_for"], found["waits_since"])
     if found["state"] == "damaged":
         return
+    if found["page"]:
+        yield "page", found["page"]
     yield "started", f"{at(found['started'])} on {found['host']}"
     if found["origin"]:
         yield "began with", f"the weights of {found['origin']}"
@@ -111,7 +115,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "progress", f"{found['stage']}, step {found['step']} of {found['steps'] or UNKNOWN}"
     yield "reward", f"{fraction(found['reward'])}, mean of the last {RECENT_STEPS} steps"
     measured = list(found["evaluations"].items())[-5:]
-    yield "accuracy", ", ".join(f"{fraction(value)} at v{version}" for version, value in measured) or UNKNOWN
+    yield "held-out", ", ".join(f"{fraction(value)} at v{version}" for version, value in measured) or UNKNOWN
     yield (
         "checkpoints",
         f"of steps {', '.join(map(str, found['checkpoints']))}" if found["checkpoints"] else "none",
@@ -173,8 +177,8 @@ def comparison_table(found: Mapping[str, Any]) -> Table:
         if rows:
             table.add_row(Text(title, "bold"))
         for name, values in rows.items():
-            words = shown.get(name, _value)
-            table.add_row(f"  {name.replace('_', ' ') if '.' not in name else name}", *map(words, values))
+            said = name if "." in name else name.replace("accuracy", "held-out").replace("_", " ")
+            table.add_row(f"  {said}", *map(shown.get(name, _value), values))
     return table
 
 

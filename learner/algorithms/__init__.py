@@ -1,0 +1,1 @@
+"""The tokens that these see, aggregation, diagnostics, plug-ins and hooks."""

@@ -1,0 +1,1 @@
+"""The learner's settings, by idea."""

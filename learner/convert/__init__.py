@@ -1,0 +1,1 @@
+"""`launch convert`: directories of models in other formats."""

@@ -1,0 +1,1 @@
+"""Batches, packing, trees of common prefixes, balancing over ranks."""

@@ -1,0 +1,1 @@
+"""The learner's processes as torch sees them, sums over them."""

@@ -1,0 +1,1 @@
+"""Training steps again, shadows, resuming."""

@@ -1,0 +1,1 @@
+"""Page-locked memory, copies to and from the device."""

@@ -1,0 +1,1 @@
+"""Figures of a step, their ranges, alarms, log-probs for the dashboard."""

@@ -1,0 +1,1 @@
+"""Directories of models: read lazily, written, quantised and back; the manifest of a checkpoint."""

@@ -1,0 +1,1 @@
+"""Copy to the host, deltas, announcement, broadcast; adapters for peft."""

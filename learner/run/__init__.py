@@ -1,0 +1,1 @@
+"""The learner process: its loop, restoring, checkpoints, evaluation, turns at the device."""

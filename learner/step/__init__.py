@@ -1,0 +1,1 @@
+"""One step of reinforcement learning, of the critic, of the warm-up."""

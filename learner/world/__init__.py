@@ -1,0 +1,1 @@
+"""Ranks, their commands, hosts."""

@@ -1,0 +1,1 @@
+"""Tasks that generate prompts, held-out prompts and demonstrations."""

@@ -1,0 +1,1 @@
+"""What a model's chats are like: its template, the form of tool calls, the tokens that end answers."""

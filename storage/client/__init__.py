@@ -1,0 +1,1 @@
+"""What the learner and judges use: readers of a step's trajectories, rewards, score tables."""

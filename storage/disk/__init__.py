@@ -1,0 +1,1 @@
+"""Atomic files, the run directory, checkpoint directories."""

@@ -1,0 +1,1 @@
+"""The dispatcher and admission; publication, status and recovery of leases."""

@@ -1,0 +1,1 @@
+"""Exact arithmetic that models of learner and embedded engine share."""

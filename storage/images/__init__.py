@@ -1,0 +1,1 @@
+"""Images in messages: read and checked, their tokens, patches and positions."""

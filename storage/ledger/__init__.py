@@ -1,0 +1,1 @@
+"""The ledger of leases, and which groups a step samples from it."""

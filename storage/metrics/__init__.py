@@ -1,0 +1,1 @@
+"""The recorder of metrics and evaluations, the rows that it writes, TensorBoard and W&B."""

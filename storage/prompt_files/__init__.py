@@ -1,0 +1,1 @@
+"""Prompt files and hub data sets: read, checked, and kept on disk."""

@@ -1,0 +1,1 @@
+"""The settings of storage, by section."""

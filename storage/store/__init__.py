@@ -1,0 +1,1 @@
+"""The replay store: segments, index, late rewards, complete groups, archive, retention."""

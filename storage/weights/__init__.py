@@ -1,0 +1,1 @@
+"""Tensors, deltas, blobs and the transports that carry them."""

@@ -56,6 +56,12 @@ def test_the_reference_of_python_has_every_public_name(reference: SimpleNamespac
     assert re.findall(r"^::: .*\.(\w+)$", page, re.MULTILINE) == launch.__all__
 
 
+def test_the_reference_says_of_every_room_what_it_holds(reference: SimpleNamespace):
+    rooms = dict(re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", reference.rooms_page(), re.MULTILINE))
+    assert {*PACKAGES, "learner/step", "tests/soak"} <= set(rooms)
+    assert [room for room, holds in rooms.items() if not holds.endswith((".", ":"))] == []
+
+
 def test_the_quick_start_is_the_readme(reference: SimpleNamespace):
     page = reference.quick_start((ROOT / "README.md").read_text())
     assert "](architecture.md)" in page

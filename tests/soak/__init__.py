@@ -1,0 +1,1 @@
+"""`launch soak`: faults and their account."""

@@ -1,0 +1,1 @@
+"""The batched decoder over transformers."""

@@ -1,0 +1,1 @@
+"""SGLang servers: settings, requests, weights, pairs of servers."""

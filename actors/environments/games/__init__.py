@@ -1,0 +1,1 @@
+"""Text games: those of ours, of textarena, of gymnasium, of your own."""

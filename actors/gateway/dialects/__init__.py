@@ -1,0 +1,1 @@
+"""The APIs that it speaks, as functions without state."""

@@ -133,7 +133,7 @@ export class Overview {
     ];
     return [
       ["stage", stageName(report?.stage ?? this.known.stage)],
-      ["step", value(step), steps ? `of ${value(steps)}` : ""],
+      ["step", step ? make("a", { href: `#/runs/${encodeURIComponent(this.run)}/steps/${step}` }, value(step)) : value(step), steps ? `of ${value(steps)}` : ""],
       ["policy", report?.versions.published == null ? versionOf(this.known) : `v${report.versions.published}`],
       ...ofStage,
       ["training", duration(times.length > 1 ? times.at(-1) - times[0] : null)],

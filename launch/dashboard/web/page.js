@@ -1,8 +1,9 @@
-// Finds the view that the address names: #/, #/compare/A,B, #/runs/NAME, #/runs/NAME/trajectories.
+// Finds the view that the address names: #/, #/compare/A,B, #/runs/NAME, #/runs/NAME/steps/12, #/runs/NAME/trajectories/ID.
 
 import { make } from "./dom.js";
 import { Overview } from "./overview.js";
 import { Runs } from "./runs.js";
+import { Step } from "./step.js";
 import { Timeline } from "./timeline.js";
 import { Trajectories } from "./trajectories.js";
 
@@ -33,7 +34,7 @@ const parts = () => location.hash.replace(/^#\/?/, "").split("/").map(decodeURIC
 function chosenView() {
   const [kind, name, path = "", ...rest] = parts();
   if (kind === "runs" && name) {
-    const [, , View] = VIEWS.find(([known]) => known === path) ?? VIEWS[0];
+    const [, , View] = path === "steps" ? [path, "Step", Step] : VIEWS.find(([known]) => known === path) ?? VIEWS[0];
     header(name, path);
     return new View(name, content, connection, rest);
   }

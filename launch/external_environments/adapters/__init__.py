@@ -1,0 +1,1 @@
+"""Programs that play environments of others in the Python of these."""

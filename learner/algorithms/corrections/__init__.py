@@ -1,0 +1,1 @@
+"""Importance weights of tokens that another policy sampled."""

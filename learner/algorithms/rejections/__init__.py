@@ -1,0 +1,1 @@
+"""Which tokens are too far from the policy to be trained on."""

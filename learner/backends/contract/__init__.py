@@ -1,0 +1,1 @@
+"""What the learner asks of a backend, and its frozen policies."""

@@ -1,0 +1,1 @@
+"""Log-probs, entropy and losses without [T, V], for every backend."""

@@ -1,0 +1,1 @@
+"""SGLang's kernels, for `model.numerics=sglang`."""

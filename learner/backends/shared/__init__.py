@@ -1,0 +1,1 @@
+"""Adapters, packed attention, router replay, for every backend."""

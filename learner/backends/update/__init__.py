@@ -1,0 +1,1 @@
+"""Loss of a micro-batch, skipping and clipping, counts of updates, for every backend."""

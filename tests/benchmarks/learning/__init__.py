@@ -1,0 +1,1 @@
+"""`launch bench learning`: whole presets, with and without injected failures."""

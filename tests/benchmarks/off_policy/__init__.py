@@ -1,0 +1,1 @@
+"""`launch bench staleness`, `launch bench reuse`: learning from old data."""

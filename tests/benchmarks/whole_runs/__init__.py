@@ -1,0 +1,1 @@
+"""What these share: plan, runs until their end, results, schedule, curves, pictures."""

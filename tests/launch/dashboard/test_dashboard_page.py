@@ -134,6 +134,28 @@ async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path
             await page.screenshot(path=picture("dashboard_group", tmp_path))
 
 
+async def test_an_address_opens_a_run_a_step_and_a_trajectory_also_after_a_reload(root: Path):
+    async with served(OpenRuns(root, no_bus)) as url, opened(url, 390) as page:
+        await go(page, url, "runs/sort-a", ".chart canvas")
+        await page.get_by_role("link", name="120", exact=True).click()
+        for _ in range(2):
+            await page.get_by_role("heading", name="Step 120", exact=True).wait_for()
+            link = page.get_by_role("link", name="g00000011.1")
+            await link.wait_for()
+            await page.get_by_text("policy/entropy_nats").wait_for()
+            assert page.url == f"{url}/#/runs/sort-a/steps/120"
+            await check(page)
+            await page.reload()
+        await page.get_by_role("link", name="step before").click()
+        await page.get_by_role("heading", name="Step 119", exact=True).wait_for()
+        await page.go_back()
+        await link.click()
+        for _ in range(2):
+            await page.get_by_role("heading", name="g00000011.1").wait_for()
+            assert page.url == f"{url}/#/runs/sort-a/trajectories/g00000011.1"
+            await page.reload()
+
+
 async def test_a_reader_with_the_token_notes_something_and_removes_the_run(tmp_path: Path):
     make_run(tmp_path, "old", steps=3)
     make_run(tmp_path, "good", steps=3)

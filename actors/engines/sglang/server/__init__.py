@@ -1,0 +1,1 @@
+"""An SGLang server of our own: settings, GPUs, start, health."""

@@ -1,0 +1,1 @@
+"""Megatron-core as it is imported here, with and without CUDA; its process groups."""

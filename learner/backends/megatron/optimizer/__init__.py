@@ -1,0 +1,1 @@
+"""AdamW, Muon, offloading."""

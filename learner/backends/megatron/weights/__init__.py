@@ -1,0 +1,1 @@
+"""Weights of files to this rank's shards and back; checkpoints of megatron-core."""

@@ -1,0 +1,1 @@
+"""Attention of every kind, over packed sequences and context ranks."""
