@@ -9,10 +9,14 @@ from bus.codec import Json
 
 WIDTH = 160
 """Characters of a line that does not go to a terminal."""
-COLUMNS = (
-    ("trajectory", 12), ("version", 9), ("reward", 8), ("advantage", 9), ("tokens", 6), ("end", 10),
-    ("parts", 24),
-)  # fmt: skip
+COLUMNS = {
+    "trajectory": 12, "version": 9, "reward": 8, "advantage": 9, "tokens": 6, "end": 10, "parts": 24,
+}  # fmt: skip
+"""Characters of each column beside prompt and answer."""
+DROPPED = ("parts", "end", "version", "tokens")
+"""Columns that a narrow terminal does not show, the first ones first."""
+LEAST_TEXT = 40
+"""Characters that prompt and answer have together, at least."""
 _UNSEEN = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
 CUT = " \N{HORIZONTAL ELLIPSIS} "
 
@@ -22,38 +26,49 @@ class CompletionTable:
 
     def __init__(self, width: int | None = None) -> None:
         """Fill `width` characters, by default those of the terminal."""
-        width = width or shutil.get_terminal_size((WIDTH, 24)).columns
-        rest = max(24, width - sum(size + 1 for _, size in COLUMNS))
-        self._columns = (*COLUMNS, ("prompt", rest // 3), ("answer", rest - rest // 3 - 1))
-        self._begun = False
+        self._width = width or shutil.get_terminal_size((WIDTH, 24)).columns
+        self._sizes: dict[str, int] = {}
+        """Characters of each column, from the first trajectory on."""
 
     def __call__(self, found: dict[str, Json]) -> str:
         """Return the line of a trajectory."""
-        head = "" if self._begun else self._line([name for name, _ in self._columns]) + "\n"
-        self._begun = True
+        head = ""
+        if not self._sizes:
+            self._sizes = _sizes(self._width, has_parts=bool(reward_parts(found)))
+            head = self._line({name: name for name in self._sizes}) + "\n"
         return head + self._line(_cells(found))
 
-    def _line(self, cells: list[str]) -> str:
-        sized = (shortened(text, size) for text, (_, size) in zip(cells, self._columns, strict=True))
-        return " ".join(sized).rstrip()
+    def _line(self, cells: dict[str, str]) -> str:
+        return " ".join(shortened(cells[name], size) for name, size in self._sizes.items()).rstrip()
 
 
-def _cells(found: dict[str, Json]) -> list[str]:
+def _sizes(width: int, *, has_parts: bool) -> dict[str, int]:
+    """Return the characters of each column that a line of this width shows."""
+    sizes = COLUMNS if has_parts else {name: size for name, size in COLUMNS.items() if name != "parts"}
+    for dropped in DROPPED:
+        if width - sum(sizes.values()) - len(sizes) >= LEAST_TEXT:
+            break
+        sizes = {name: size for name, size in sizes.items() if name != dropped}
+    rest = max(LEAST_TEXT, width - sum(sizes.values()) - len(sizes))
+    return sizes | {"prompt": rest // 3, "answer": rest - rest // 3 - 1}
+
+
+def _cells(found: dict[str, Json]) -> dict[str, str]:
     oldest, newest = found["oldest_version"], found["newest_version"]
     texts = found["parts"]
     parts = [part for part in texts if isinstance(part, dict)] if isinstance(texts, list) else []
     first = next((n for n, part in enumerate(parts) if part["by"] == "policy"), len(parts))
-    return [
-        str(found["trajectory_id"]),
-        "" if oldest is None else f"{oldest}" if oldest == newest else f"{oldest}-{newest}",
-        number(found["reward"]),
-        number(found["advantage"]),
-        str(found["tokens"]),
-        str(found["end"]),
-        " ".join(f"{name}={number(value)}" for name, value in reward_parts(found)),
-        "".join(str(part["text"]) for part in parts[:first]),
-        "".join(str(part["text"]) for part in parts[first:]),
-    ]
+    return {
+        "trajectory": str(found["trajectory_id"]),
+        "version": "" if oldest is None else f"{oldest}" if oldest == newest else f"{oldest}-{newest}",
+        "reward": number(found["reward"]),
+        "advantage": number(found["advantage"]),
+        "tokens": str(found["tokens"]),
+        "end": str(found["end"]),
+        "parts": " ".join(f"{name}={number(value)}" for name, value in reward_parts(found)),
+        "prompt": "".join(str(part["text"]) for part in parts[:first]),
+        "answer": "".join(str(part["text"]) for part in parts[first:]),
+    }
 
 
 def reward_parts(found: dict[str, Json]) -> list[tuple[str, Json]]:

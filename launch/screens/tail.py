@@ -77,10 +77,12 @@ class _Tail:
         seen = {*await self._search.leases()}
         if self._options.recent:
             found = await newest(self._search, self._options.recent)
-            found.trajectories.sort(key=lambda t: (t.lease_id, t.sample))
-            await self._show_all(found.trajectories[-self._options.recent :])
-            if self._options.once and found.below is not None:
-                _say(f"older ones may follow: --below {found.below}")
+            shown = sorted(found.trajectories, key=lambda t: (t.lease_id, t.sample))[-self._options.recent :]
+            await self._show_all(shown)
+            is_cut = len(shown) < len(found.trajectories)  # then the next page begins with that group
+            below = shown[0].lease_id + 1 if is_cut else found.below
+            if self._options.once and below is not None:
+                _say(f"older ones may follow: --below {below}")
         return seen
 
     async def new(self, seen: set[int], stop: asyncio.Event) -> None:

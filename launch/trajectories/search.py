@@ -132,7 +132,7 @@ class Found:
 
 
 async def newest(search: Search, most: int, *, groups: int | None = None, seconds: float = inf) -> Found:
-    """Return about the newest `most` trajectories that are wanted, with all of the last one's group.
+    """Return the newest `most` trajectories that are wanted, and the rest of the last one's group.
 
     The search ends before that after so many groups or seconds: the reader decides whether it goes on."""
     leases = (await search.leases())[::-1]
@@ -144,7 +144,11 @@ async def newest(search: Search, most: int, *, groups: int | None = None, second
             break
         part = leases[searched : searched + AT_ONCE]
         searched += len(part)
-        found += [t for group in await search.read(part) for t in group]
+        for group in await search.read(part):
+            if len(found) >= most:
+                searched = leases.index(group[0].lease_id)
+                break
+            found += group
     more = leases[searched - 1] if searched and searched < len(leases) else None
     return Found(found, searched, more)
 

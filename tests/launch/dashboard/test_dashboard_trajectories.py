@@ -125,6 +125,21 @@ async def test_a_search_opens_each_store_once(stored: RunDirectory, monkeypatch:
     assert opened == ["shard_00", "shard_01"]
 
 
+async def test_who_follows_a_run_holds_its_stores_open_once(
+    stored: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    opened, closed = count_openings(monkeypatch), []
+    closing_one = ReplayStore.close
+    monkeypatch.setattr(ReplayStore, "close", lambda store: (closed.append(store), closing_one(store)))
+    async with StoredTrajectories(stored).groups() as groups:
+        for _ in range(3):
+            leases = await groups.leases()
+            [group] = await groups.read(leases[-1:])
+            assert (len(opened) - len(closed), len(leases)) == (2, 3 * GROUPS_A_STEP)
+    assert len(closed) == len(opened) == 6
+    assert group[0].token_ids.tolist() == two_turns(11, 0, 5).token_ids.tolist()  # it stays readable
+
+
 async def test_a_damaged_store_is_opened_once_more_and_its_groups_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

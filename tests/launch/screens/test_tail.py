@@ -177,14 +177,20 @@ def test_control_characters_of_a_text_do_not_reach_the_terminal():
     assert "reward due" in shown
 
 
-async def test_a_finished_run_is_read_in_its_directory_with_all_that_is_known(tmp_path: Path):
+async def test_a_finished_run_is_read_in_its_directory_with_all_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = make_run(tmp_path, "done", steps=5)
     source = StoredTrajectories(run)
     shown: list[dict[str, Json]] = []
     async with asyncio.timeout(20):  # it ends by itself: the run is over
         await tail_run(source, TailOptions(2, wanted=TrajectoryFilter(step=4)), shown.append, asyncio.Event())
     assert [one["trajectory_id"] for one in shown] == ["g00000007.0", "g00000007.1"]
-    last, t = shown[-1], two_turns(7, 1, 4)
+    for recent, below in ((2, 7), (3, 7), (4, 6)):
+        options = TailOptions(recent, once=True, wanted=TrajectoryFilter(below=8))
+        await tail_run(source, options, shown.append, asyncio.Event())
+        assert capsys.readouterr().err.endswith(f": --below {below}\n")
+    last, t = shown[1], two_turns(7, 1, 4)
     drift = logprobs_of(t) - t.behaviour_logprobs[t.loss_mask]
     assert (last["label"], last["advantage"], last["steps"]) == ("label 2", 0.5, {"4": 1.0})
     assert last["importance_ratio"] == pytest.approx(float(np.exp(drift).mean()), rel=1e-6)
@@ -212,3 +218,8 @@ def test_the_table_has_a_line_each_of_one_width():
     assert line.endswith("END")
     assert cell_len(line) <= 150
     assert "\n" not in table(found)  # the head stands once
+    narrow = CompletionTable(80)
+    for line in (*narrow(found).split("\n"), narrow(found | {"reward_components": {}})):
+        assert cell_len(line) <= 80
+    assert narrow(found).startswith("g00000007.1  1        -0.7071")
+    assert "parts" not in CompletionTable(150)(found | {"reward_components": {}})

@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from learner.config.loss import PPOClipLoss
 from learner.history import retrain
 from learner.history.retrain import last_step, retrain_steps, summary
 from learner.initial.initial import prepare
-from learner.metrics import trained_logprobs
+from learner.metrics import trained_advantages, trained_logprobs
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
@@ -114,6 +115,15 @@ def test_log_probs_of_a_few_trajectories_of_the_first_step_are_recorded(past: Mi
     assert {parse_trajectory_name(name)[0] for name in recorded} <= set(past.steps()[1].leases)
     found = trained_logprobs.read(past.directory, [1])[min(recorded)]
     assert (found.step, found.policy_version) == (1, past.steps()[1].policy_version - 1)
+
+
+def test_the_advantage_of_every_trajectory_of_every_step_is_recorded(past: MiniRun):
+    leases = {lease: [step] for step, line in past.steps().items() for lease in line.leases}
+    recorded = trained_advantages.read(past.directory, leases)
+    for lease, [step] in leases.items():
+        rewards = np.array([t.reward for t in rollouts_of(past, lease)])
+        by_hand = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        assert [*recorded[lease][step].values()] == pytest.approx(by_hand.tolist(), rel=1e-5), lease
 
 
 def test_from_a_checkpoint_the_steps_before_the_first_are_trained_silently(past: MiniRun):
