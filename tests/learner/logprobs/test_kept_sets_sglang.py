@@ -20,7 +20,7 @@ from learner.data.packing import Sample
 from learner.logprobs.logprobs import score
 from tests.actors.sglang_served import CONFIG, FIRST
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.sglang, pytest.mark.nightly, pytest.mark.timeout(420)]
 CUTS = (
     Sampling(temperature=0.8, top_p=0.7, keep_masks=True, max_new_tokens=60),
     Sampling(top_k=3, keep_masks=True, max_new_tokens=60),

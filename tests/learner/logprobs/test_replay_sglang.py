@@ -23,7 +23,7 @@ from tests.actors.sglang_served import CONFIG
 from tests.actors.tiny import request
 from tests.learner.division import divide_world
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.sglang, pytest.mark.nightly, pytest.mark.timeout(420)]
 PROMPTS = [[1 + n, 7, 30 - n, 12] for n in range(16)]
 
 

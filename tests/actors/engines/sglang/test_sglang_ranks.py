@@ -11,7 +11,7 @@ from actors.settings.engines import SglangEngineConfig
 from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, SECOND, group_of, noted
 from tests.actors.tiny import recomputed, request
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.sglang, pytest.mark.nightly, pytest.mark.timeout(420)]
 EACH_ON_A_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -25,7 +25,7 @@ async def of_both_ranks(engine):
     ("server", "written"),
     [
         pytest.param({"tp_size": 2}, ["changes"], id="cut"),
-        pytest.param({"dp_size": 2}, [], id="replicated", marks=pytest.mark.nightly),
+        pytest.param({"dp_size": 2}, [], id="replicated"),
     ],
 )
 async def test_both_ranks_take_new_weights_and_what_changed_of_them(model_dir, tmp_path, server, written):
