@@ -1,11 +1,11 @@
-"""The examples of docs/extending.md do what it says: each runs, and start-up refuses a misspelt plug-in."""
+"""The examples of docs/extending.md, and of the tutorial that it leads to, run as it says; start-up refuses
+a misspelt plug-in."""
 
 import asyncio
 import importlib
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tomllib import loads
@@ -26,12 +26,8 @@ from actors.rewards.group_filters import load_filter
 from actors.settings.actors import PluginEnvironmentConfig
 from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
-from bus.config import BusConfig
-from bus.connection.bus import Bus
-from bus.errors import BusError, ConfigError
+from bus.errors import ConfigError
 from bus.messages import Prompt
-from bus.server.nats_server import NatsServer
-from launch.cli.app import app
 from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.settings.run_config import RunConfig, validate
 from learner.algorithms.advantages.estimator import estimate_advantages
@@ -51,7 +47,8 @@ from storage.prompts.stream import BLOCK_ROWS, first_block
 from tests.actors.scripted_engine import ScriptedEngine
 from tests.factories import make_trajectory
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / page).read_text() for page in ("extending.md", "tutorials/own-environment.md"))
 EXAMPLES = dict(re.findall(r"^```python\n# (\S+)\.py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 """Source by path, without the suffix."""
 SETTINGS = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -159,7 +156,7 @@ class Characters:
 
 
 async def test_the_environment_asks_again():
-    environment = build_environment(settings_of("my_environment").actors.environment)
+    environment = build_environment(settings_of("my_retries").actors.environment)
     said = iter(("wrong", "12"))
     engine = ScriptedEngine(lambda prompt: [*map(ord, next(said)), 0])
     policy = Policy(engine, Characters(), Sampling(stop_token_ids=(0,)))
@@ -188,7 +185,7 @@ async def test_the_tool_answers_and_says_what_the_model_did_wrong():
 
 @pytest.mark.parametrize("settings", [{"tries": 0}, {"tryes": 3}])
 def test_the_environment_refuses_wrong_settings(settings: dict[str, int]):
-    config = PluginEnvironmentConfig(type="plugin", environment="my_environment:Retries", settings=settings)
+    config = PluginEnvironmentConfig(type="plugin", environment="my_retries:Retries", settings=settings)
     with pytest.raises(ConfigError, match=rf"actors\.environment\.settings\.{next(iter(settings))}"):
         build_environment(config)
 
@@ -268,20 +265,6 @@ def test_the_family_is_that_of_qwen2(monkeypatch: pytest.MonkeyPatch):
     assert added.MY_FAMILY.qkv_bias
 
 
-async def test_the_transport_keeps_and_verifies_blobs():
-    transport = example("storage/weights/blob_fsspec")
-    store = transport.FsspecBlobs("memory://weights")
-    await store.start()
-    ref = await store.put([b"some", b"thing"], "policy", 7)
-    assert await store.holds([ref])
-    assert await asyncio.to_thread(transport.fetch, ref) == b"something"
-    other = await store.put([b"anything!"], "policy", 8)
-    with pytest.raises(BusError):
-        transport.fetch(replace(other, origin=ref.origin))
-    await store.delete(ref)
-    assert not await store.holds([ref])
-
-
 async def test_the_screen_prints_until_the_run_ends(capsys: pytest.CaptureFixture):
     screen = example("launch/screens/reward_line")
     facts = RunSettings(name="r", steps=1, warmup_steps=0, max_staleness=0, samples_per_prompt=2)
@@ -293,16 +276,3 @@ async def test_the_screen_prints_until_the_run_ends(capsys: pytest.CaptureFixtur
             printed = capsys.readouterr().out
         stop.set()
     assert printed.startswith("starting: reward")
-
-
-@pytest.mark.nats
-async def test_the_command_is_registered_and_reads_the_version(server: NatsServer, bus: Bus):
-    module = example("launch/cli/version_commands")
-    try:
-        assert "--run" in {
-            n for argument in app["version"].assemble_argument_collection() for n in argument.names
-        }
-        where = RunConfig(run="test", bus=BusConfig(url=server.url))
-        assert await module.newest_version(where, asyncio.Event()) is None
-    finally:
-        del app["version"]

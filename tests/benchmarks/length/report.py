@@ -14,6 +14,7 @@ Arm = tuple[str, int, str]
 """What becomes of answers that are cut off, lag, method."""
 COLUMNS = {"runaway_share": ".2f", "right_end": ".2f"}
 """Figures of the table, and how they are written."""
+CELL = "the share of steps that ran away; the share of right answers at the end"
 
 
 def arms(outcomes: Iterable[Outcome]) -> dict[Arm, list[Outcome]]:
@@ -70,12 +71,22 @@ def _shown(found: Mapping[Arm, Mapping[str, Spread]], rule: str, lag: int) -> di
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of `launch bench length` in Markdown."""
-    titles = [name.replace("_", " ") for name in COLUMNS]
-    head = ["cut off", "lag", "method", "seeds", *titles]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for (rule, lag, method), of_arm in arms(outcomes).items():
-        figures = spreads(of_arm)
-        cells = [rule.replace("_", " "), str(lag), method, str(len(of_arm))]
-        lines.append(f"| {' | '.join([*cells, *(figures[n].text(form) for n, form in COLUMNS.items())])} |")
+    """Return the table of `launch bench length` in Markdown, with a row for each method."""
+    found = arms(outcomes)
+    columns = list(dict.fromkeys((rule, lag) for rule, lag, _ in found))
+    seeds = sorted(len(of_arm) for of_arm in found.values())
+    head = ["method", *(f"{rule.replace('_', ' ')}, lag {lag}" for rule, lag in columns)]
+    lines = [
+        f"Seeds: {' to '.join(dict.fromkeys(map(str, seeds[:1] + seeds[-1:])))}. Each cell is {CELL}:",
+        "",
+    ]
+    lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for method in dict.fromkeys(method for _, _, method in found):
+        cells = [_cell(found.get((*column, method), [])) for column in columns]
+        lines.append(f"| {' | '.join([method, *cells])} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(of_arm: Sequence[Outcome]) -> str:
+    figures = spreads(of_arm) if of_arm else {}
+    return "; ".join(figures[name].text(form) for name, form in COLUMNS.items() if figures)
