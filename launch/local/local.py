@@ -26,6 +26,7 @@ from launch.checks.start_checks import check_start, start_remarks
 from launch.local.supervisor import Part, Supervisor
 from launch.process.ranks import SMALLER_LEARNER
 from launch.process.run_ending import noted_ending
+from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.monitor import RunMonitor, RunSettings, watch
 from launch.run_view.recorded_runs import going_on
 from launch.run_view.run_files import RunFiles, changed_settings
@@ -63,11 +64,13 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         return 0
     run.refuse_unwritable()
     run.refuse_other_format()
+    calls = AlertCalls(config)
     await check_start(config, run, own_bus=own_bus)
     for remark in [*start_remarks(config), *(remarks(config, run) if run.exists else ())]:
         console.print(remark, soft_wrap=True, markup=False)
     console.print(dashboard_hint(config), soft_wrap=True)
-    async with _only_launch(run, patience_s=max(LEARNER_DRAIN_S, _actors_drain_s(config))) as lock:
+    patience_s = max(LEARNER_DRAIN_S, _actors_drain_s(config))
+    async with _only_launch(run, patience_s=patience_s) as lock, calls.failure_told(run):
         with noted_ending(run, stop):
             summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
     print_summary(console, summary)
@@ -153,6 +156,7 @@ async def _parts(
                     tasks.create_task(watch(bus, monitor, gone, run=run)),
                     tasks.create_task(TerminalView(monitor, console).run(gone)),
                     tasks.create_task(_watch_host(supervisor, monitor, run, gone)),
+                    tasks.create_task(AlertCalls(config).watch(monitor, gone)),
                 ]
                 try:
                     storage, *others = _run_parts(config, run)

@@ -9,6 +9,7 @@ import structlog
 from bus.connection.bus import Bus
 from bus.messages import Status
 from bus.waiting import cancelled
+from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.history import History
 from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.run_view.run_files import RunFiles
@@ -33,10 +34,11 @@ async def concluding(bus: Bus, config: RunConfig, run: RunDirectory) -> AsyncIte
     for role in ("learner", "storage"):
         await bus.listen(bus.subject("status", role), Status, monitor.on_status)
     waiting = asyncio.create_task(_conclude_when_done(config, run, monitor), name="conclude when done")
+    alerting = asyncio.create_task(AlertCalls(config).watch(monitor, asyncio.Event()), name="alerts")
     try:
         yield
     finally:
-        await cancelled(waiting)
+        await cancelled(waiting, alerting)
     if not waiting.cancelled():
         waiting.result()  # raises what it failed by
     if monitor.values("learner") or not run.summary.exists():  # else the one that is there says more

@@ -14,6 +14,7 @@ from launch.model_files.vision_checks import counts_images
 from launch.process.run_connection import connected, joined
 from launch.process.run_ending import noted_ending
 from launch.process.settings_revision import refuse_unapplied, revision_of
+from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.run_files import RunFiles, changed_settings, told_changes
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, policy_config
@@ -41,8 +42,16 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     directory.write_provenance(changed)
     if changed:
         log.info("settings_changed", since_last_start=told_changes(changed))
-    with noted_ending(directory, stop) if summary else nullcontext():
-        await _serve_from(config, directory, stop, summary=summary)
+    calls = AlertCalls(config)
+    if summary:
+        async with calls.failure_told(directory):
+            with noted_ending(directory, stop):
+                await _serve_from(config, directory, stop, summary=True)
+        return
+    try:
+        await _serve_from(config, directory, stop, summary=False)
+    finally:
+        await calls.tell_if_orphaned(directory)
 
 
 async def _serve_from(

@@ -57,6 +57,14 @@ class MonitoringConfig(Config):
     """Port of this host at which nats-server tells its own numbers (`/varz`, `/jsz`), for its exporter. Only
     `launch bus` reads it, and `launch local` for its bus."""
 
+    alert_command: str | None = None
+    """Program with arguments, without a shell, that gets an object of JSON on its standard input when the run
+    fails or is lost, and when an alarm of its learner begins. `launch local` and `launch storage` read it."""
+
+    alert_url: str | None = Field(None, pattern=r"^https?://")
+    """Address to which the same object is posted. It lies in config.json and on the bus, so a secret belongs
+    into a command."""
+
 
 class ProcessConfig(Config):
     """Settings that every process of a run needs: which run, where its files lie, and its bus."""

@@ -1,0 +1,124 @@
+"""Calls the user's command or URL when a run fails or is lost, and when an alarm of it begins."""
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+import aiohttp
+import structlog
+
+from bus.errors import ConfigError
+from bus.waiting import set_within
+from launch.process.runtime import SUPERVISOR
+from launch.run_view.monitor import RunMonitor
+from launch.run_view.run_files import RunFiles
+from launch.settings.run_config import RunConfig
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import integer
+
+log = structlog.get_logger()
+LIMIT_S = 10.0
+"""Longest time of one call."""
+LOST_S = 120.0
+"""Silence after which a learner that was heard counts as lost."""
+LOOK_S = 1.0
+SHOWN = 500
+"""Characters that are logged of what a command writes to stderr."""
+
+
+class AlertCalls:
+    """Tells of one run. A call that fails is logged, and ends nothing."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises `ConfigError` for a command whose program is not on this host."""
+        self._run = config.run
+        self._command = shlex.split(config.monitoring.alert_command or "")
+        self._url = config.monitoring.alert_url
+        if self._command and shutil.which(self._command[0]) is None:
+            raise ConfigError(
+                f"monitoring.alert_command: there is no program {self._command[0]!r} on this host"
+            )
+
+    async def tell(self, state: str, reason: str, step: int) -> None:
+        """Call with the event as JSON: the command on its standard input, the URL by POST."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        event: dict[str, str | int] = {
+            "run": self._run,
+            "state": state,
+            "reason": reason,
+            "step": step,
+            "time": now,
+        }
+        if self._command:
+            await _within_limit("command", self._start(f"{json.dumps(event)}\n".encode()), state)
+        if self._url is not None:
+            await _within_limit("url", self._post(self._url, event), state)
+
+    async def _start(self, event: bytes) -> str:
+        child = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            _, said = await child.communicate(event)
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        text = said.decode(errors="replace").strip()[-SHOWN:]
+        return f"it ended with status {child.returncode}: {text}" if child.returncode else ""
+
+    async def _post(self, url: str, event: dict[str, str | int]) -> str:
+        async with aiohttp.ClientSession() as client, client.post(url, json=event) as answer:
+            return "" if answer.ok else f"it answered with status {answer.status}"
+
+    async def watch(self, monitor: RunMonitor, stop: asyncio.Event) -> None:
+        """Tell of each alarm of the learner that begins, and of a learner that falls silent, until `stop`."""
+        alarm, is_lost = "", False
+        while not stop.is_set():
+            learner, values = monitor.processes.get("learner"), monitor.values("learner")
+            before, alarm = alarm, str(values.get("alarm") or "")
+            if alarm and not before:
+                await self.tell("alarm", alarm, integer(values, "step"))
+            silent_s = 0.0 if learner is None or monitor.stage == "done" else monitor.silent_s(learner)
+            if silent_s > LOST_S and not is_lost:
+                why = f"the learner was heard {silent_s:.0f} s ago for the last time"
+                await self.tell("lost", why, integer(values, "step"))
+            is_lost = silent_s > LOST_S
+            await set_within(stop, LOOK_S)
+
+    @asynccontextmanager
+    async def failure_told(self, run: RunDirectory) -> AsyncIterator[None]:
+        """Tell when what is inside ends by an error that the run's directory notes as its failure."""
+        try:
+            yield
+        except BaseException:
+            files = RunFiles(run.path, lenient=True)
+            if files.ending.state == "failed":
+                await self.tell("failed", files.ending.problem, files.trained_steps or 0)
+            raise
+
+    async def tell_if_orphaned(self, run: RunDirectory) -> None:
+        """Tell that the run is lost where the supervisor of this process was killed."""
+        if os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):
+            step = RunFiles(run.path, lenient=True).trained_steps or 0
+            await self.tell("lost", "the process that supervised the run was killed", step)
+
+
+async def _within_limit(what: str, call: Awaitable[str], state: str) -> None:
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            problem = await call
+    except TimeoutError:
+        problem = f"it took longer than {LIMIT_S:g} s"
+    except (OSError, aiohttp.ClientError) as error:
+        problem = str(error) or type(error).__name__
+    if problem:
+        log.warning("alert_not_delivered", by=what, state=state, reason=problem)
+    else:
+        log.info("alert_delivered", by=what, state=state)

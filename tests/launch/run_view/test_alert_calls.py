@@ -1,0 +1,134 @@
+"""A run that fails or is lost, and an alarm that begins, are told to a command and a URL, once each."""
+
+import asyncio
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+
+from bus.errors import ConfigError
+from launch.process.run_ending import noted_ending
+from launch.process.runtime import SUPERVISOR
+from launch.run_view import alert_calls
+from launch.run_view.alert_calls import AlertCalls
+from launch.run_view.monitor import RunMonitor
+from launch.settings.run_config import RunConfig, validate
+from storage.disk.run_directory import RunDirectory
+from tests.launch.messages import FACTS, Clock, learner
+from tests.storage.serving import until
+
+
+def noting(file: Path, *, status: int = 0, sleep_s: float = 0.0) -> RunConfig:
+    """Settings of a run whose command adds what it is told to a file, a line each."""
+    program = (
+        "import pathlib, sys, time; told = sys.stdin.read(); "
+        f"pathlib.Path({str(file)!r}).open('a').write(told); time.sleep({sleep_s}); "
+        f"sys.exit('no route' if {status} else 0)"
+    )
+    command = shlex.join([sys.executable, "-c", program])
+    return validate({"run": "mine", "monitoring": {"alert_command": command}})
+
+
+def told(file: Path) -> list[dict]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line]
+
+
+async def test_a_failure_is_told_to_the_command_with_its_error_and_an_order_to_stop_is_not(tmp_path: Path):
+    calls, run = AlertCalls(noting(tmp_path / "told")), RunDirectory(tmp_path, "mine")
+    (run.path / "progress.json").write_text(json.dumps({"stage": "rl", "step": 7}))
+    stopped = asyncio.Event()
+    stopped.set()
+
+    async def fail(stop: asyncio.Event) -> None:
+        async with calls.failure_told(run):
+            with noted_ending(run, stop):
+                raise ConfigError("no such reward")
+
+    for stop in (stopped, asyncio.Event()):
+        with pytest.raises(ConfigError, match="no such reward"):
+            await fail(stop)
+    [event] = told(tmp_path / "told")
+    assert event.pop("time").endswith("+00:00")
+    assert event == {"run": "mine", "state": "failed", "reason": "no such reward", "step": 7}
+
+
+async def test_an_alarm_is_told_when_it_begins_and_a_silent_learner_once(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(alert_calls, "LOOK_S", 0.01)
+    file, clock, stop = tmp_path / "told", Clock(), asyncio.Event()
+    monitor = RunMonitor(FACTS, clock=clock)
+    watching = asyncio.create_task(AlertCalls(noting(file)).watch(monitor, stop))
+
+    async def looked_twice() -> None:
+        asked = clock.asked
+        await until(lambda: clock.asked >= asked + 4, seconds=30)
+
+    for alarm in ("", "each reward was 0 in 3 steps", "each reward was 0 in 4 steps", ""):
+        monitor.on_status(learner(step=20, alarm=alarm))
+        await looked_twice()
+    clock.now_s += 119
+    await looked_twice()
+    clock.now_s += 2
+    await until(lambda: len(told(file)) == 2, seconds=30)
+    await looked_twice()
+    monitor.on_status(learner(step=21, alarm="engine and learner differ"))
+    await until(lambda: len(told(file)) == 3, seconds=30)
+    stop.set()
+    await watching
+    assert [(one["state"], one["reason"], one["step"]) for one in told(file)] == [
+        ("alarm", "each reward was 0 in 3 steps", 20),
+        ("lost", "the learner was heard 121 s ago for the last time", 20),
+        ("alarm", "engine and learner differ", 21),
+    ]
+
+
+async def test_a_url_gets_the_same_and_a_call_that_fails_is_logged(tmp_path: Path, monkeypatch):
+    posted: list[dict] = []
+
+    async def take(request: web.Request) -> web.Response:
+        posted.append(await request.json())
+        return web.Response(status=200 if len(posted) == 1 else 500)
+
+    application = web.Application()
+    application.router.add_post("/hook", take)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
+    by_url = validate({"run": "mine", "monitoring": {"alert_url": url}})
+    with capture_logs() as logged:
+        await AlertCalls(by_url).tell("lost", "its host went", 3)
+        await AlertCalls(by_url).tell("lost", "its host went", 3)
+        await runner.cleanup()
+        await AlertCalls(by_url).tell("lost", "its host went", 3)
+        await AlertCalls(noting(tmp_path / "a", status=1)).tell("failed", "x", 0)
+        monkeypatch.setattr(alert_calls, "LIMIT_S", 0.5)
+        await AlertCalls(noting(tmp_path / "b", sleep_s=60)).tell("failed", "x", 0)
+    assert [(one["state"], one["step"]) for one in posted] == [("lost", 3)] * 2
+    reasons = [one["reason"] for one in logged if one["event"] == "alert_not_delivered"]
+    assert reasons[0] == "it answered with status 500"
+    assert "127.0.0.1" in reasons[1]
+    assert reasons[2:] == ["it ended with status 1: no route", "it took longer than 0.5 s"]
+
+
+async def test_a_process_without_its_supervisor_tells_that_the_run_is_lost(tmp_path: Path, monkeypatch):
+    run, calls = RunDirectory(tmp_path, "mine"), AlertCalls(noting(tmp_path / "told"))
+    monkeypatch.setenv(SUPERVISOR, str(os.getppid()))
+    await calls.tell_if_orphaned(run)
+    assert told(tmp_path / "told") == []
+    monkeypatch.setenv(SUPERVISOR, "1")
+    await calls.tell_if_orphaned(run)
+    assert [one["state"] for one in told(tmp_path / "told")] == ["lost"]
+
+
+def test_a_program_that_is_not_there_and_an_address_that_is_none_are_refused():
+    with pytest.raises(ConfigError, match="there is no program 'curll' on this host"):
+        AlertCalls(validate({"monitoring": {"alert_command": "curll -d @-"}}))
+    with pytest.raises(ConfigError, match=r"monitoring\.alert_url"):
+        validate({"monitoring": {"alert_url": "example.org/hook"}})
