@@ -2,6 +2,7 @@
 
 import re
 from math import inf
+from pathlib import Path
 from string import Formatter
 from typing import Annotated, Literal, Self
 
@@ -128,6 +129,17 @@ class JudgeConfig(EndpointConfig):
         return self
 
 
+class RewardModelConfig(Config):
+    """Settings of the reward `reward_model`: a model that scores answers in the actor's process."""
+
+    path: Path | None = None
+    """Directory of transformers' `AutoModelForSequenceClassification` with one label, as a run of `--pairs`
+    exports a reward model."""
+
+    device: str = "cpu"
+    """Device of the model, as torch names it, for example `cuda:1`."""
+
+
 class CodeRewardConfig(SandboxConfig):
     """Settings of the reward `code`: programs that are tested in a sandbox."""
 
@@ -220,6 +232,9 @@ class RewardConfig(UnfinishedConfig):
     judge: JudgeConfig = JudgeConfig()
     """Model of the reward `judge`."""
 
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Model of the reward `reward_model`."""
+
     @property
     def checks_sandbox(self) -> bool:
         """Tell whether something judges what the model leaves in a sandbox."""
@@ -258,4 +273,8 @@ class RewardConfig(UnfinishedConfig):
             raise ValueError("the reward remote needs the address of its server: set remote.url")
         if "judge" in self.names and (self.judge.url is None or not self.judge.model):
             raise ValueError("the reward judge needs an endpoint and a model: set judge.url and judge.model")
+        if "reward_model" in self.names and self.reward_model.path is None:
+            raise ValueError(
+                "the reward reward_model needs the directory of its model: set reward_model.path"
+            )
         return self

@@ -1,6 +1,5 @@
 """Demonstrations for the supervised stage before reinforcement learning, or pairs of them, as samples."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from bus.images import PlacedImage
 from bus.messages import Prompt
 from learner.data.packing import Sample
 from storage.built_in_tasks.generators import is_trained
-from storage.chats.stop_tokens import answer_end, answer_start
+from storage.chats.stop_tokens import answer_end, answer_start, with_start
 from storage.chats.template import ChatRefusedError, ChatTemplate
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
@@ -112,7 +111,9 @@ class Demonstrations:
         prompt, response = self._rows[number]
         messages, images = self._shown(prompt)
         if response:
-            yield _Chat([(self._rendered(messages, prompt), False), (self._written(response), True)], images)
+            yield _Chat(
+                [(self._rendered(messages, prompt), False), (with_start(response, self._start), True)], images
+            )
             return
         begun: list[tuple[str, bool]] = []
         for place, message in enumerate(messages):
@@ -135,7 +136,7 @@ class Demonstrations:
         assert isinstance(message, dict), "it was read as one"
         content = message.get("content")
         if isinstance(content, str) and not (message.keys() & {"tool_calls", "reasoning_content"}):
-            return self._written(content)
+            return with_start(content, self._start)
         rendered = self._rendered(messages[: place + 1], prompt, go_on=False)
         answer, found, _ = rendered.removeprefix(before).rpartition(self._end_text)
         if (
@@ -163,12 +164,6 @@ class Demonstrations:
     @cached_property
     def _end_text(self) -> str:
         return str(self._tokenizer.decode([self._end]))
-
-    def _written(self, response: str) -> str:
-        """Return a response behind what the chat template begins an answer with, unless it has its own."""
-        own = response.lstrip()
-        begins_so = any(own.startswith(mark) for mark in re.findall(r"^\s*(<[^<>]+>)", self._start))
-        return response if begins_so else self._start + response
 
     def _shown(self, prompt: Prompt) -> tuple[list[Json], list[PlacedImage]]:
         """Return the chat of a prompt, whose images have become text, and the images."""

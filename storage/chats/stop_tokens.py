@@ -136,6 +136,13 @@ def answer_start(tokenizer: Renders) -> str:
     return before.removeprefix(begun) if found and before.startswith(begun) else ""
 
 
+def with_start(response: str, start: str) -> str:
+    """Return a response behind what `answer_start` returned, unless it has its own."""
+    own = response.lstrip()
+    begins_so = any(own.startswith(mark) for mark in re.findall(r"^\s*(<[^<>]+>)", start))
+    return response if begins_so else start + response
+
+
 def turn_ends(tokenizer: RendersTokens) -> TurnEnds:
     """Return the special tokens that the chat template writes behind an answer, found by rendering some."""
     template, marks = ChatTemplate(tokenizer), _Marks(tokenizer)

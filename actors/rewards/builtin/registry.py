@@ -12,6 +12,7 @@ from actors.rewards.builtin.matching import contains, exact, final_answer, last_
 from actors.rewards.builtin.math_answer import DeepScaleR, MathAnswer
 from actors.rewards.builtin.reasoning_gym import ReasoningGym
 from actors.rewards.builtin.remote import Remote
+from actors.rewards.builtin.reward_model import RewardModel
 from actors.rewards.builtin.word_overlap import exact_match, f1
 from actors.rewards.code.reward import CodeTests
 from actors.rewards.instructions.reward import instructions
@@ -41,6 +42,7 @@ CONFIGURED: Mapping[str, Callable[[RewardConfig], Reward]] = {
     "math": MathAnswer,
     "reasoning_gym": ReasoningGym,
     "remote": Remote,
+    "reward_model": RewardModel,
 }
 """Rewards with processes or connections, which limit the time of a call themselves. Most open them when they
 are first needed."""

@@ -23,6 +23,8 @@ from bus.errors import TRACEBACK_CHARACTERS, ConfigError, with_traceback
 log = structlog.get_logger()
 LOADING_S = 300.0
 """Longest time in which the process has to load the reward's module, beside the time of a call."""
+LARGE = "reward_model"
+"""Built-in reward that loads so much that it is tried in another process."""
 ATTEMPTS = 2
 """Requests to a server, which may be started after the run."""
 CHILD = "import sys; sys.path[:] = sys.argv[1:]; from actors.rewards.scoring.sample_call import main; main()"
@@ -45,7 +47,7 @@ async def check_calls(calls: Sequence[SampleCall]) -> None:
     Raises `ConfigError`, with the traceback, for a reward that raises, takes too long, or returns what is no
     reward. A server that cannot be reached yet is logged only."""
     for call in calls:
-        own = ":" in call.name or call.config.group_reward is not None
+        own = ":" in call.name or call.name == LARGE or call.config.group_reward is not None
         reason = await (_told_by_another_process(call) if own else failure(call))
         if reason:
             raise ConfigError(

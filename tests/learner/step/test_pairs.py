@@ -1,5 +1,6 @@
 """Preference losses on pairs of a file, against the papers' formulas on the model of transformers."""
 
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from actors.rewards.builtin.registry import load_reward
+from actors.settings.rewards import RewardConfig
+from bus.errors import ConfigError
 from learner.backends.contract.backend import Backend
 from learner.checkpoint.commit import save_checkpoint
 from learner.config.batch import BatchConfig
@@ -19,10 +23,12 @@ from learner.config.loss import DPOLoss, RewardModelLoss
 from learner.config.process_settings import LearnerSettings
 from learner.config.warmup import WarmupConfig
 from learner.initial.initial import Initial, prepare
+from learner.model_directories.model_directory import load_tokenizer
 from learner.progress.progress import Progress
 from learner.run.restore import restore_backend
 from learner.step.warmup import heldout_figures, warm_up_step
 from storage.disk.checkpoints import latest
+from tests.actors.rewards.answers import answer
 from tests.learner.division import divide_world
 from tests.learner.run.test_restored_stage import settings_of
 
@@ -172,9 +178,7 @@ def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend: s
 def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(tmp_path: Path):
     settings = settings_of_pairs(tmp_path, RewardModelLoss(), backend="fsdp")
     initial, trained = begun(settings)
-    begin = tmp_path / "begin"
-    trained.hf_config.save_pretrained(begin)
-    save_file(trained.export(), begin / "model.safetensors", metadata={"format": "pt"})
+    begin = written(trained, tmp_path, "begin")
     plain = AutoModelForSequenceClassification.from_pretrained(begin, dtype=torch.float32).train()
     plain.get_input_embeddings().padding_idx = None
     adam = torch.optim.AdamW(plain.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), weight_decay=0)
@@ -196,6 +200,47 @@ def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(
     assert held["rewards/margins"] == pytest.approx((chosen - rejected).mean().item(), abs=5e-5)
     _, resumed = begun(settings, latest(settings.checkpoints))
     assert warm_up_step(resumed, settings, initial.demonstrations, 2) == result
+
+
+def written(backend: Backend, directory: Path, name: str) -> Path:
+    path = directory / name
+    backend.hf_config.save_pretrained(path)
+    load_tokenizer(directory / "model").save_pretrained(path)
+    save_file(backend.export(), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_the_reward_of_a_model_is_the_score_that_it_was_trained_to_give(tmp_path: Path):
+    settings = settings_of_pairs(tmp_path, RewardModelLoss(), backend="fsdp")
+    initial, trained = begun(settings)
+    warm_up_step(trained, settings, initial.demonstrations, 0)
+    held = heldout_figures(trained, settings.warmup, BATCH, initial.heldout_demonstrations)
+    path = written(trained, tmp_path, "end")
+    found = given(path, [chosen for _, chosen, _ in PAIRS])
+    assert sum(found) / len(PAIRS) == pytest.approx(held["rewards/chosen"], abs=1e-5)
+    assert len(set(found)) == len(PAIRS)
+    with pytest.raises(ConfigError, match=r"has 2 labels and lacks the weights \['score.weight'\]"):
+        given(tmp_path / "model", ["1"])
+    with pytest.raises(ConfigError, match=r"reward_model.path=.*nowhere has no config.json"):
+        given(tmp_path / "nowhere", ["1"])
+
+
+def given(path: Path, texts: list[str]) -> list[float]:
+    """Return the rewards of answers to the prompts of `PAIRS`."""
+    config = RewardConfig.model_validate({"reward": "reward_model", "reward_model": {"path": path}})
+
+    async def rewards() -> list[float]:
+        reward = load_reward("reward_model", config)
+        answers = [
+            answer(text, messages=({"role": "user", "content": prompt},))
+            for (prompt, _, _), text in zip(PAIRS, texts, strict=False)
+        ]
+        try:
+            return await asyncio.gather(*map(reward, answers))
+        finally:
+            await reward.close()
+
+    return asyncio.run(rewards())
 
 
 def scores(model: PreTrainedModel, samples) -> Tensor:
