@@ -1,5 +1,5 @@
 """Reward of instructions that a program can verify, in the manner and the data format of IFEval
-(arXiv:2311.07911)."""
+(arXiv:2311.07911) and IFBench (arXiv:2507.02833)."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +8,8 @@ from actors.episodes.task import JSON, Answer
 from actors.rewards.base import RewardError, Scored
 from actors.rewards.final_text import without_reasoning
 from actors.rewards.instructions import form, words
+from actors.rewards.instructions.ifbench_form import FORM_CHECKS
+from actors.rewards.instructions.ifbench_words import WORD_CHECKS
 
 CHECKS: Mapping[str, Callable[..., bool]] = {
     "change_case:capital_word_frequency": words.capital_word_frequency,
@@ -34,8 +36,11 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "punctuation:no_comma": words.no_comma,
     "startend:end_checker": form.ends_with,
     "startend:quotation": form.is_quoted,
+    **WORD_CHECKS,
+    **FORM_CHECKS,
 }
-"""IFEval's names and arguments. `language:response_language` is left out: it needs a detector."""
+"""The names and arguments of IFEval and IFBench. `language:response_language` is left out: it needs a
+detector."""
 
 
 CONTROL = "These are a few words, and no instruction is told to them."

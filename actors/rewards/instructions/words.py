@@ -62,14 +62,19 @@ def number_of_sentences(text: str, *, num_sentences: int, relation: Relation) ->
 
 
 def count_sentences(text: str) -> int:
-    """Count sentences: runs of text up to `.`, `!` or `?`, but not up to the dot of an abbreviation."""
+    """Count sentences that have a letter or a digit."""
+    return sum(any(map(str.isalnum, part)) for part in split_sentences(text))
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the runs of text up to `.`, `!` or `?`, but not up to the dot of an abbreviation."""
     ends = [
         match.end()
         for match in _SENTENCE_END.finditer(text)
         if not _ABBREVIATION.search(text[max(0, match.end() - _LONGEST_ABBREVIATION) : match.end()])
     ]
     parts = [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-    return sum(any(map(str.isalnum, part)) for part in parts)
+    return [part.strip() for part in parts if part.strip()]
 
 
 def number_of_paragraphs(text: str, *, num_paragraphs: int) -> bool:

@@ -11,6 +11,7 @@ from actors.rewards.builtin.word_overlap import f1
 from actors.rewards.code.program_text import program_in
 from actors.rewards.instructions.reward import CHECKS, instructions
 from tests.actors.rewards.answers import answer
+from tests.actors.rewards.test_ifbench import CASES as IFBENCH
 from tests.actors.rewards.test_instructions import CASES
 
 LENGTH = 20_000
@@ -22,7 +23,7 @@ PARTS = [
 ]  # fmt: skip
 TEXTS = [f"{head}{part * (LENGTH // len(part))}{tail}" for part in PARTS
          for head, tail in [("The answer", "y"), ("```", "y"), ("x\n*", "")]]  # fmt: skip
-ARGUMENTS = {name: arguments for name, arguments, *_ in CASES}
+ARGUMENTS = {name: arguments for name, arguments, *_ in [*CASES, *IFBENCH]}
 
 
 def took_s(call, *arguments) -> float:

@@ -1,0 +1,251 @@
+"""IFBench's instructions about words and sentences (arXiv:2507.02833), with the arguments of its data.
+
+Each is a function from a text to whether it follows. Three are left out, since what they need does not come
+with Sluice: a tagger of parts of speech for `words:start_verb`, a dictionary of syllables for
+`words:odd_even_syllables`, and NLTK's list for `ratio:stop_words`."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby, pairwise
+
+from actors.rewards.instructions.words import split_sentences
+
+_WORD = re.compile(r"\w+")
+NAMES = frozenset(_WORD.findall(
+    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia "
+    "Benjamin Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett "
+    "Nathan Victoria Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria "
+    "Joseph Claire Ryan Stella Jonathan"
+))  # fmt: skip
+PRONOUNS = frozenset(_WORD.findall(
+    "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she "
+    "her hers herself it its itself they them their theirs themselves"
+))  # fmt: skip
+CONJUNCTIONS = frozenset(("and", "but", "for", "nor", "or", "so", "yet"))
+PRIMES = frozenset(n for n in range(2, 98) if all(n % divisor for divisor in range(2, n)))
+OVERLAP_TOLERANCE = 2
+"""Percent by which the overlap of trigrams may differ."""
+_CLOSING = "\"')]\u201d\u2019"
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CLUSTER = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
+_JAPANESE = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
+# Words, both parts of contractions as NLTK has them, and each mark of punctuation.
+_TOKEN = re.compile(r"\w+(?=n't\b)|n't\b|'(?:s|m|d|ll|re|ve)\b|\w+(?:[-.,:/]\w+)*|[^\w\s]")
+
+
+def bare_words(text: str) -> list[str]:
+    """Return the words in lower case, without any punctuation."""
+    return text.lower().translate(_WITHOUT_PUNCTUATION).split()
+
+
+def stripped_words(text: str) -> list[str]:
+    """Return the words in lower case, without punctuation at their ends."""
+    words = (word.strip(string.punctuation) for word in text.lower().split())
+    return [word for word in words if word]
+
+
+def tokens(text: str) -> list[str]:
+    """Return words and marks of punctuation."""
+    return _TOKEN.findall(text)
+
+
+def endings(text: str) -> Counter[str]:
+    """Count sentences by their last mark, after which quotation marks and brackets may close."""
+    return Counter(sentence.rstrip(_CLOSING)[-1:] for sentence in split_sentences(text))
+
+
+def word_count_range(text: str, *, min_words: float, max_words: float) -> bool:
+    """The number of words lies between the two."""
+    return min_words <= sum(1 for _ in _WORD.finditer(text)) <= max_words
+
+
+def unique_words(text: str, *, N: float) -> bool:  # noqa: N803 - IFBench's name
+    """At least so many words are different."""
+    return len(set(stripped_words(text))) >= N
+
+
+def conjunctions(text: str, *, small_n: float) -> bool:
+    """At least so many coordinating conjunctions are different."""
+    return len(CONJUNCTIONS.intersection(stripped_words(text))) >= small_n
+
+
+def person_names(text: str, *, N: float) -> bool:  # noqa: N803
+    """At least so many of IFBench's names of persons occur."""
+    return len(NAMES.intersection(_WORD.findall(text))) >= N
+
+
+def numbers(text: str, *, N: float) -> bool:  # noqa: N803
+    """Exactly so many numbers occur."""
+    return len(re.findall(r"\d+", text.translate(_WITHOUT_PUNCTUATION))) == N
+
+
+def pronouns(text: str, *, N: float) -> bool:  # noqa: N803
+    """At least so many personal pronouns occur."""
+    return sum(word in PRONOUNS for word in bare_words(text.replace("/", " "))) >= N
+
+
+def punctuation_cover(text: str) -> bool:
+    """Every one of `.,!?;:` occurs, and the interrobang besides."""
+    interrobang = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
+    return interrobang is not None and set(".,!?;:") <= set(text.replace(interrobang, "", 1))
+
+
+def every_nth_japanese(text: str, *, N: float) -> bool:  # noqa: N803
+    """Every Nth word is in Japanese, or a number."""
+    words = (word.strip(string.punctuation) for word in text.split()[int(N) - 1 :: int(N)])
+    return all(not word or word.isdigit() or _JAPANESE.search(word) for word in words)
+
+
+def keywords_multiple(
+    text: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
+) -> bool:
+    """The keywords occur once, twice, three, five and seven times."""
+    wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
+    return all(text.lower().count(keyword.strip().lower()) == count for keyword, count in wanted)
+
+
+def sentence_type(text: str) -> bool:
+    """There are twice as many declarative sentences as interrogative ones, and there are some."""
+    found = endings(text)
+    return 0 < found["."] == 2 * found["?"]
+
+
+def sentence_balance(text: str) -> bool:
+    """There are as many declarative, interrogative and exclamatory sentences, and there are some."""
+    found = endings(text)
+    return 0 < found["."] == found["?"] == found["!"]
+
+
+def trigram_overlap(text: str, *, reference_text: str, percentage: float) -> bool:
+    """So many percent of the different trigrams of characters are in the reference text, or almost."""
+    found, reference = ({one[n : n + 3] for n in range(len(one) - 2)} for one in (text, reference_text))
+    shared = len(found & reference)
+    return bool(found) and abs(100 * shared / len(found) - percentage) <= OVERLAP_TOLERANCE
+
+
+def equally_long_sentences(text: str) -> bool:
+    """There are three sentences with the same number of characters."""
+    lengths = [len(sentence) for sentence in split_sentences(text)]
+    return len(lengths) == 3 and len(set(lengths)) == 1
+
+
+def alphabet_loop(text: str) -> bool:
+    """Each word begins with the letter after that of the word before, and with a after z."""
+    letters = [string.ascii_lowercase.find(word[0]) for word in bare_words(text)]
+    return -1 not in letters and bool(letters) and all((a + 1) % 26 == b for a, b in pairwise(letters))
+
+
+def three_vowels(text: str) -> bool:
+    """It is one paragraph with at most three different vowels."""
+    return "\n" not in text.strip() and len(set("aeiou").intersection(text.lower())) <= 3
+
+
+def consonant_clusters(text: str) -> bool:
+    """Each word has two consonants together."""
+    return all(map(_CLUSTER.search, text.lower().split()))
+
+
+def palindromes(text: str) -> bool:
+    """At least ten words of five letters or more are palindromes."""
+    return sum(len(word) >= 5 and word == word[::-1] for word in bare_words(text)) >= 10
+
+
+def prime_lengths(text: str) -> bool:
+    """The length of each word is a prime number."""
+    return all(len(word) in PRIMES for word in bare_words(text))
+
+
+def limited_repeats(text: str, *, small_n: float) -> bool:
+    """No word occurs more often."""
+    return max(Counter(bare_words(text)).values(), default=0) <= small_n
+
+
+def no_consecutive_letters(text: str) -> bool:
+    """No word begins with the same letter as the word before."""
+    return all(a[0] != b[0] for a, b in pairwise(bare_words(text)))
+
+
+def last_word_first(text: str) -> bool:
+    """Each sentence begins with the last word of the sentence before."""
+    words = [stripped_words(sentence) for sentence in split_sentences(text)]
+    return all(a and b and a[-1] == b[0] for a, b in pairwise(words))
+
+
+def paragraphs_end_as_they_begin(text: str) -> bool:
+    """Each line ends with the word that it begins with."""
+    return all(words[0] == words[-1] for words in map(stripped_words, text.split("\n")) if words)
+
+
+def second_and_last_but_one(text: str, *, keyword: str) -> bool:
+    """The second and the last but one of words and marks of punctuation are the keyword."""
+    found = tokens(text)
+    return len(found) > 1 and found[1] == found[-2] == keyword.strip()
+
+
+def keyword_at(text: str, *, keyword: str, n: float, m: float) -> bool:
+    """The keyword is the mth of words and marks of punctuation in the nth sentence."""
+    found = _nth(tokens(_nth(split_sentences(text), n)), m)
+    return found == keyword.strip()
+
+
+def keyword_in_sentence(text: str, *, word: str, N: float) -> bool:  # noqa: N803
+    """The keyword occurs in the Nth sentence."""
+    return word.lower() in _nth(split_sentences(text), N).lower()
+
+
+def increasing_alliteration(text: str) -> bool:
+    """Each sentence has more words that alliterate with a neighbour than the sentence before."""
+    counts = [_alliterating(sentence) for sentence in split_sentences(text)]
+    return all(a < b for a, b in pairwise(counts))
+
+
+def increasing_sentences(text: str, *, small_n: float) -> bool:
+    """Each sentence has exactly so many more words than the sentence before."""
+    counts = [len(bare_words(sentence)) for sentence in split_sentences(text)]
+    return all(a + small_n == b for a, b in pairwise(counts))
+
+
+def _alliterating(sentence: str) -> int:
+    words = (word.lstrip(string.punctuation) for word in sentence.lower().split())
+    runs = (sum(1 for _ in run) for _, run in groupby(word[0] for word in words if word))
+    return sum(length for length in runs if length > 1)
+
+
+def _nth(parts: Iterable[str], n: float) -> str:
+    """Return the nth part, from 1; nothing where there is none."""
+    found = list(parts)
+    return found[int(n) - 1] if 1 <= n <= len(found) else ""
+
+
+WORD_CHECKS: Mapping[str, Callable[..., bool]] = {
+    "count:conjunctions": conjunctions,
+    "count:keywords_multiple": keywords_multiple,
+    "count:numbers": numbers,
+    "count:person_names": person_names,
+    "count:pronouns": pronouns,
+    "count:punctuation": punctuation_cover,
+    "count:unique_word_count": unique_words,
+    "count:word_count_range": word_count_range,
+    "count:words_japanese": every_nth_japanese,
+    "ratio:overlap": trigram_overlap,
+    "ratio:sentence_balance": sentence_balance,
+    "ratio:sentence_type": sentence_type,
+    "ratio:sentence_words": equally_long_sentences,
+    "sentence:alliteration_increment": increasing_alliteration,
+    "sentence:increment": increasing_sentences,
+    "sentence:keyword": keyword_in_sentence,
+    "words:alphabet": alphabet_loop,
+    "words:consonants": consonant_clusters,
+    "words:keywords_specific_position": keyword_at,
+    "words:last_first": last_word_first,
+    "words:no_consecutive": no_consecutive_letters,
+    "words:palindrome": palindromes,
+    "words:paragraph_last_first": paragraphs_end_as_they_begin,
+    "words:prime_lengths": prime_lengths,
+    "words:repeats": limited_repeats,
+    "words:vowel": three_vowels,
+    "words:words_position": second_and_last_but_one,
+}
+"""IFBench's names and arguments."""
