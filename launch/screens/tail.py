@@ -81,7 +81,9 @@ class _Tail:
             await self._show_all(shown)
             is_cut = len(shown) < len(found.trajectories)  # then the next page begins with that group
             below = shown[0].lease_id + 1 if is_cut else found.below
-            if self._options.once and below is not None:
+            if self._options.once and not shown:
+                _say(f"none of {found.searched} groups has such a trajectory")
+            elif self._options.once and below is not None:
                 _say(f"older ones may follow: --below {below}")
         return seen
 

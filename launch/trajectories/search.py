@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
+from typing import get_args
 
 from bus.codec import Json
+from bus.errors import ConfigError
 from bus.messages import parse_trajectory_name
-from bus.trajectory import SOURCE, Trajectory
+from bus.trajectory import SOURCE, End, Trajectory
 from launch.trajectories.sources import Groups, TrajectorySource
 from launch.trajectories.token_texts import Decode
 
@@ -41,6 +43,10 @@ class TrajectoryFilter:
     """Text that the trajectory has somewhere, in capitals or not."""
     below: int | None = None
     """Lease below which to search, for the next page."""
+
+    def __post_init__(self) -> None:
+        if self.end is not None and self.end not in get_args(End):
+            raise ConfigError(f"no trajectory ends as {self.end!r}: it is one of {', '.join(get_args(End))}")
 
     def matches(self, t: Trajectory) -> bool:
         """Return whether the trajectory is wanted, apart from what its group and its text decide."""

@@ -81,7 +81,7 @@ class GroupTraining:
                 f"not trained, because its group was rejected: {self.use.reason or 'no reason is recorded'}"
             )
         if self.ended:
-            return f"not trained, because the run is {self.ended} and no step has taken its group"
+            return f"not trained, because the run is {self.ended} and no step trained on its group"
         if self.use.weights:
             return f"given to step {max(self.use.weights)}, which has not ended"
         return "not trained yet: its group waits for a step"

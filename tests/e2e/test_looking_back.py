@@ -159,6 +159,21 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert message in refused(*flags, "--run", "past").splitlines()[0]
 
 
+def test_each_trajectory_says_the_step_that_trained_on_it(root: Path):
+    done = launch(root, "tail", "--export", "all.jsonl")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (root / "all.jsonl").read_text().splitlines()]
+    steps = lineage.steps(root / "runs/past/lineage.jsonl")
+    expected = {lease: step for step, line in steps.items() for lease in line.leases}
+    assert {row["lease_id"]: row["step"] for row in rows if row["step"] is not None} == expected
+    for row in rows:
+        is_trained = row["lease_id"] in expected
+        told = "trained in step " if is_trained else "not trained, because the run is finished"
+        assert row["training"].startswith(told), row
+        assert (row["advantage"] is not None) == is_trained
+        assert row["label"] == "".join(sorted(row["prompt"].split("sort ")[1].split("<")[0]))
+
+
 def test_nothing_is_restored_where_nothing_was_retired(root: Path):
     done = launch(root, "restore")
     assert (done.returncode, done.stdout) == (0, "nothing was retired\n"), done.stderr

@@ -216,7 +216,7 @@ async def test_why_a_trajectory_was_not_trained_is_told(tmp_path: Path):
     assert await told(rejected) == "not trained, because its group was rejected: stale"
     assert await told(opponent) == "not trained, because solver is not the policy that is trained"
     assert await told(late) == "not trained, because its end, timeout, says nothing about the policy"
-    assert await told(waiting) == "not trained, because the run is finished and no step has taken its group"
+    assert await told(waiting) == "not trained, because the run is finished and no step trained on its group"
     run.write_json(run.path / "progress.json", {"stage": "rl", "step": 3, "policy_version": 4})
     with (run.path / "lock").open("w"):  # a process that goes on with the run
         assert await told(waiting) == "not trained yet: its group waits for a step"

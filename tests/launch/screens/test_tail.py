@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bus.codec import Json, encode
 from bus.connection import Bus
+from bus.errors import ConfigError
 from bus.messages import RunRecord
 from bus.server.nats_server import NatsServer
 from bus.streams.blob_store import put_only_blob
@@ -190,6 +191,12 @@ async def test_a_finished_run_is_read_in_its_directory_with_all_that_is_known(
         options = TailOptions(recent, once=True, wanted=TrajectoryFilter(below=8))
         await tail_run(source, options, shown.append, asyncio.Event())
         assert capsys.readouterr().err.endswith(f": --below {below}\n")
+    await tail_run(
+        source, TailOptions(2, once=True, wanted=TrajectoryFilter(version=99)), print, asyncio.Event()
+    )
+    assert capsys.readouterr() == ("", "launch: none of 12 groups has such a trajectory\n")
+    with pytest.raises(ConfigError, match="no trajectory ends as 'stop': it is one of completed, length, "):
+        TrajectoryFilter(end="stop")
     last, t = shown[1], two_turns(7, 1, 4)
     drift = logprobs_of(t) - t.behaviour_logprobs[t.loss_mask]
     assert (last["label"], last["advantage"], last["steps"]) == ("label 2", 0.5, {"4": 1.0})
