@@ -1,7 +1,9 @@
-"""The alarm that nothing can be learnt: answers are all too long, worth nothing, or worth the same."""
+"""The alarm that nothing can be learnt: answers are all too long, worth nothing, or worth the same; or what
+is learnt does not hold for other demonstrations."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import nan
 
 from bus.codec import Json
 from storage.metrics.records import integer, number
@@ -27,6 +29,15 @@ class LearningAlarm:
     def __init__(self) -> None:
         self._in_a_row = Counter[Told]()
         self._last = 0
+        self._heldout = nan
+        """Latest loss of held-out demonstrations."""
+        self._rises = 0
+        """Measurements in a row in which it rose."""
+
+    def look_at_heldout(self, loss: float) -> None:
+        """Note the loss of held-out demonstrations."""
+        self._rises = self._rises + 1 if loss > self._heldout else 0
+        self._heldout = loss
 
     def look(self, step: int, values: Mapping[str, Json]) -> None:
         """Count a step with these metrics; one that does not follow the one before begins anew."""
@@ -37,11 +48,18 @@ class LearningAlarm:
     @property
     def text(self) -> str:
         """Return what the latest steps have in common and where to look; empty where that is nothing."""
-        return "; ".join(
+        told = [
             f"{wrong} in {n} steps in a row: {look}"
             for (wrong, look), n in self._in_a_row.items()
             if n >= STEPS
-        )
+        ]
+        if self._rises >= STEPS:
+            told.append(
+                f"the held-out loss rose {self._rises} times in a row, to {self._heldout:.4g}: what is "
+                "learned holds for the demonstrations alone; set fewer warmup.steps or a lower "
+                "warmup.optimizer.lr"
+            )
+        return "; ".join(told)
 
 
 def _in_common(values: Mapping[str, Json]) -> Iterator[Told]:

@@ -173,21 +173,23 @@ class Learner:
     async def _warmed_up(self) -> bool:
         """Take all steps on demonstrations; return False if `stop` came before the last."""
         progress, warmup = self.progress, self._settings.warmup
-        steps = range(progress.warmup_step, warmup.steps)
+        steps, latest = range(progress.warmup_step, warmup.steps), ""
         for step in tracked(steps, "warming up on demonstrations"):
             if self._stop.is_set():
                 break
             started = time.monotonic()
-            now = f"step {progress.warmup_step + 1} of {warmup.steps}"
+            now = f"step {progress.warmup_step + 1} of {warmup.steps}{latest}"
             self._activity = Activity(f"warming up on demonstrations, {now}")
             result = await self._world.call(Rank.warm_up, step)
             progress.warmup_step += 1
             progress.warmup_s += time.monotonic() - started
+            latest = f", loss {result.loss:.4g}"
             values = step_values(result)
             done = progress.warmup_step
             if warmup.heldout is not None and (done % warmup.heldout_every == 0 or done == warmup.steps):
                 measured = await self._world.call(Rank.heldout_figures)
                 values |= {f"heldout/{name}": value for name, value in measured.items()}
+                self._learning_alarm.look_at_heldout(measured["loss_nats"])
             self._steps.report("warmup", done, values)
             if done < warmup.steps:  # else the next checkpoint begins reinforcement learning
                 await self._checkpoints.after_step()

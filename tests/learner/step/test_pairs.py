@@ -145,8 +145,10 @@ def test_adapters_are_compared_with_the_model_without_them(tmp_path: Path, backe
     assert held["loss_nats"] == pytest.approx(expected["loss"].item(), abs=5e-5)
 
 
-def two_steps(directory: Path, parallel: dict[str, int], backend: str) -> list[tuple[float, ...]]:
-    settings = settings_of_pairs(directory, DPOLoss(beta=BETA), backend=backend, parallel=parallel)
+def two_steps(
+    directory: Path, loss: DPOLoss | RewardModelLoss, parallel: dict[str, int], backend: str
+) -> list[tuple[float, ...]]:
+    settings = settings_of_pairs(directory, loss, backend=backend, parallel=parallel)
     divide_world(settings.learner.parallel)
     initial, trained = begun(settings)
     found = []
@@ -159,19 +161,20 @@ def two_steps(directory: Path, parallel: dict[str, int], backend: str) -> list[t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "parallel"),
+    ("backend", "parallel", "loss"),
     [
-        ("megatron", {}),
-        ("megatron", {"context": 2}),
-        ("megatron", {"tensor": 2}),
-        ("megatron", {"pipeline": 2}),
-        ("fsdp", {}),
+        ("megatron", {}, DPOLoss(beta=BETA)),
+        ("megatron", {"context": 2}, DPOLoss(beta=BETA)),
+        ("megatron", {"tensor": 2}, DPOLoss(beta=BETA)),
+        ("megatron", {"pipeline": 2}, DPOLoss(beta=BETA)),
+        ("fsdp", {}, DPOLoss(beta=BETA)),
+        ("fsdp", {}, RewardModelLoss()),
     ],
-    ids=["data", "context", "tensor", "pipeline", "fsdp"],
+    ids=["data", "context", "tensor", "pipeline", "fsdp", "scores"],
 )
-def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend: str, parallel: dict[str, int]):
-    alone = two_steps(tmp_path, {}, backend)
-    for found in worlds.run(2, two_steps, tmp_path, parallel, backend):
+def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend, parallel, loss):
+    alone = two_steps(tmp_path, loss, {}, backend)
+    for found in worlds.run(2, two_steps, tmp_path, loss, parallel, backend):
         assert found == [pytest.approx(step, abs=2e-5) for step in alone]
 
 
