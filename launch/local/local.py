@@ -34,6 +34,7 @@ from launch.run_view.served_page import page_of
 from launch.screens.conclusion import conclude
 from launch.screens.summary import Summary, print_summary
 from launch.screens.terminal_view import TerminalView
+from launch.services.first_weights import refuse_other_origin
 from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.atomic_files import read_json, try_lock
 from storage.disk.file_errors import lack_of_room
@@ -64,6 +65,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         return 0
     run.refuse_unwritable()
     run.refuse_other_format()
+    refuse_other_origin(config, run)
     calls = AlertCalls(config)
     await check_start(config, run, own_bus=own_bus)
     for remark in [*start_remarks(config), *(remarks(config, run) if run.exists else ())]:

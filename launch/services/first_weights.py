@@ -20,35 +20,45 @@ def first_model(config: RunConfig, run: RunDirectory) -> Path:
     """Return the run's model directory. That of a scratch model may be missing; a checkpoint of another run
     becomes one when it is first asked for.
 
-    Raises `ConfigError` where there is no such model, checkpoint or run, and for a run that has begun with
-    other weights than those of `model.from_run`."""
-    begun = RunFiles(run.path).origin
+    Raises `ConfigError` where there is no such model, run or checkpoint, and as `refuse_other_origin`."""
+    refuse_other_origin(config, run)
     if config.model.from_run is not None:
         return _of_other_run(config, run)
-    if begun is not None:
+    path = config.model.path
+    return run.path / "model" if path is None else model_directory(pin(path, run))
+
+
+def refuse_other_origin(config: RunConfig, run: RunDirectory) -> None:
+    """Raise `ConfigError` for a run that has begun with other weights than those of `model.from_run`."""
+    if not run.exists:
+        return
+    files, asked = RunFiles(run.path), config.model.from_run
+    begun = files.origin
+    if begun is not None and asked is None:
         raise ConfigError(
             f"run {run.name!r} has begun with the weights of {begun}: give --from {begun.run} again, or "
             "choose another --run"
         )
-    path = config.model.path
-    return run.path / "model" if path is None else model_directory(pin(path, run))
+    if begun is not None and asked not in (begun.run, f"{begun.run}@{begun.step}"):
+        raise ConfigError(
+            f"run {run.name!r} has begun with the weights of {begun}, not of {asked}: choose another --run "
+            "for those"
+        )
+    if begun is None and asked is not None and ((run.path / "model").exists() or files.saved_steps):
+        raise ConfigError(
+            f"run {run.name!r} has begun with other weights than those of {asked}: choose another --run for "
+            "those, or leave --from out"
+        )
 
 
 def _of_other_run(config: RunConfig, run: RunDirectory) -> Path:
     from learner.initial.linked_checkpoint import link_checkpoint  # loads torch
 
-    asked, target = str(config.model.from_run), run.path / "model"
+    target = run.path / "model"
     with one_at_a_time(target):  # each rank of a learner comes here
-        begun = RunFiles(run.path).origin
-        if begun is not None and asked not in (begun.run, f"{begun.run}@{begun.step}"):
-            raise ConfigError(
-                f"run {run.name!r} has begun with the weights of {begun}, not of {asked}: choose another "
-                "--run for those"
-            )
-        if begun is not None:
+        if RunFiles(run.path).origin is not None:
             return target
-        _refuse_begun(run, target, asked)
-        checkpoint, origin = chosen_checkpoint(config.directory, asked)
+        checkpoint, origin = chosen_checkpoint(config.directory, str(config.model.from_run))
         path = config.model.path
         described = (
             source_model(config.directory, origin) if path is None else model_directory(pin(path, run))
@@ -56,12 +66,3 @@ def _of_other_run(config: RunConfig, run: RunDirectory) -> Path:
         link_checkpoint(checkpoint, described, target, {"origin.json": origin.model_dump_json()})
         log.info("begins_with_other_run", source=str(origin), optimizer=config.model.from_optimizer)
     return target
-
-
-def _refuse_begun(run: RunDirectory, model: Path, asked: str) -> None:
-    """Raise `ConfigError` for a run that has weights of its own already."""
-    if model.exists() or RunFiles(run.path).saved_steps:
-        raise ConfigError(
-            f"run {run.name!r} has begun with other weights than those of {asked}: choose another --run for "
-            "those, or leave --from out"
-        )
