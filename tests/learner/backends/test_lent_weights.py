@@ -34,6 +34,11 @@ def raise_all(step, groups, optimizer, *, model, by: float):
     return optimizer.model_copy(update={"lr": 0.0})
 
 
+def raise_after(step, model, *, by: float):
+    for part in model.values():
+        part += by
+
+
 def freeze(step, model, *, layer: str):
     """Put a layer's weights back, and tell the norm of all weights."""
     for name, part in model.items():
@@ -99,21 +104,22 @@ def test_changes_too_small_for_the_dtype_of_the_model_add_up(backend):
     assert norms
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_that_is_put_back_after_each_step_is_frozen(backend):
+def test_a_layer_that_is_put_back_after_each_step_is_frozen(backend, dtype):
     layer = "layers.1."
-    before, after, norms = trained(backend, "float32", {"after_step": hook(freeze, layer=layer)}, steps=3)
-    first = trained(backend, "float32", {"after_step": hook(freeze, layer=layer)}, steps=1)[1]
+    before, after, norms = trained(backend, dtype, {"after_step": hook(freeze, layer=layer)}, steps=3)
+    first = trained(backend, dtype, {"after_step": hook(freeze, layer=layer)}, steps=1)[1]
     for name, weight in after.items():
         same = (weight == first[name]).all()  # the hook has kept what it was after the first step
         assert same == (layer in name), name
     assert before.keys() == after.keys()
     squares = sum(float(np.square(weight.astype(float)).sum()) for weight in after.values())
-    assert norms[-1] == pytest.approx(squares**0.5, rel=1e-5)
+    assert norms[-1] == pytest.approx(squares**0.5, rel=1e-5 if dtype == "float32" else 1e-2)
 
 
 def of_rank(backend: str, parallel: dict[str, object]):
-    hooks = {"before_step": hook(raise_all, by=MUCH), "after_step": hook(freeze, layer="nothing")}
+    hooks = {"before_step": hook(raise_all, by=MUCH), "after_step": hook(raise_after, by=MUCH)}
     return trained(backend, "bfloat16", hooks, **parallel)
 
 
@@ -128,7 +134,7 @@ def of_rank(backend: str, parallel: dict[str, object]):
 )  # fmt: skip
 def test_parts_of_all_ranks_make_up_the_weights(worlds, backend, parallel):
     before, after, _ = worlds.run(2, of_rank, backend, parallel)[0]
-    assert_raised(before, after, 2 * MUCH, 0.02)
+    assert_raised(before, after, 4 * MUCH, 0.02)
 
 
 @pytest.mark.parametrize(

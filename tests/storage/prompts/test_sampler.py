@@ -89,6 +89,8 @@ async def test_a_restart_keeps_what_was_drawn_and_draws_what_it_would_have_drawn
     with process(tmp_path / "once") as storage:
         expected = [*await storage.issue(3), *await storage.issue(6), *await storage.issue(7)]
         states = [draw.state["sum"] for draw in seen]
+    chosen = [int(prompt.removeprefix("prompt ")) for prompt in expected]
+    assert states == [sum(chosen[:3]), sum(chosen[:9]), sum(chosen)]
     with process(tmp_path) as storage:
         found = await storage.issue(3)
     with process(tmp_path, flush=False) as storage:
