@@ -216,23 +216,28 @@ async def _events(
 
 
 def _wanted(query: Mapping[str, str]) -> TrajectoryFilter:
-    """Return the filters of a query. Raises `ConfigError` for one that is no such number."""
+    """Return the filters of a query. Raises `ConfigError` for one that can choose nothing."""
     given = {name: text for name, text in query.items() if text}
+    return TrajectoryFilter(
+        step=_whole("step", given["step"]) if "step" in given else None,
+        version=_whole("version", given["version"]) if "version" in given else None,
+        least_reward=_number("least", given["least"]) if "least" in given else None,
+        most_reward=_number("most", given["most"]) if "most" in given else None,
+        end=given.get("end"),
+        source=given.get("source"),
+        task=given.get("task"),
+        recorded="ratios" in given,
+        text=given.get("text"),
+        below=_whole("below", given["below"]) if "below" in given else None,
+    )
+
+
+def _number(name: str, text: str) -> float:
+    """Return a number of a query. Raises `ConfigError` for what is none."""
     try:
-        return TrajectoryFilter(
-            step=_whole("step", given["step"]) if "step" in given else None,
-            version=_whole("version", given["version"]) if "version" in given else None,
-            least_reward=float(given["least"]) if "least" in given else None,
-            most_reward=float(given["most"]) if "most" in given else None,
-            end=given.get("end"),
-            source=given.get("source"),
-            task=given.get("task"),
-            recorded="ratios" in given,
-            text=given.get("text"),
-            below=_whole("below", given["below"]) if "below" in given else None,
-        )
+        return float(text)
     except ValueError as error:
-        raise ConfigError(f"a filter is no number: {error}") from error
+        raise ConfigError(f"{name}={text[:40]}: it is a number") from error
 
 
 def _whole(name: str, text: str, least: int = 0, most: int = LARGEST_NUMBER) -> int:
