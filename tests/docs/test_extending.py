@@ -1,7 +1,6 @@
 """The examples of docs/extending.md, and of the tutorial that it leads to, run as it says; start-up refuses
 a misspelt plug-in."""
 
-import asyncio
 import importlib
 import re
 import sys
@@ -28,7 +27,6 @@ from actors.tools.base import ToolResult
 from actors.tools.build import build_tools
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.settings.run_config import RunConfig, validate
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.aggregation import aggregation
@@ -263,16 +261,3 @@ def test_the_family_is_that_of_qwen2(monkeypatch: pytest.MonkeyPatch):
     assert family_of(config) is added.MY_FAMILY
     assert added.MY_FAMILY.layer_rules == QWEN2.layer_rules
     assert added.MY_FAMILY.qkv_bias
-
-
-async def test_the_screen_prints_until_the_run_ends(capsys: pytest.CaptureFixture):
-    screen = example("launch/screens/reward_line")
-    facts = RunSettings(name="r", steps=1, warmup_steps=0, max_staleness=0, samples_per_prompt=2)
-    stop, printed = asyncio.Event(), ""
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(screen.show_rewards(RunMonitor(facts), stop, every_s=0.01))
-        while not printed:
-            await asyncio.sleep(0)
-            printed = capsys.readouterr().out
-        stop.set()
-    assert printed.startswith("starting: reward")
