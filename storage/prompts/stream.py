@@ -23,7 +23,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 BLOCK_ROWS = 256
 BLOCK_S = 2.0
-"""Time after which a block ends that has a row, where the source is slow."""
+"""Time after which the next row ends a block, where the source is slow."""
 Check = Callable[[Sequence[Prompt], str], Awaitable[list[int]]]
 """Checks prompts of a source and returns which are to be skipped; raises `ConfigError`."""
 
