@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch.run_view.recorded_runs import recorded_runs
-from tests.e2e.commands import SMALL, Command
+from tests.e2e.commands import SMALL, Command, with_steps
 
 pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(400)]
 
@@ -18,7 +18,7 @@ def test_a_run_of_reinforcement_learning_begins_with_one_on_demonstrations(tmp_p
     settings[settings.index("--warmup.steps") + 1] = "0"
     for arguments in (
         ["--run", "sft", "--sft", "chats.jsonl", "--warmup.batch-size", "16"],
-        ["--run", "rl", "--from", "sft", *settings, "--learner.steps", "2"],
+        ["--run", "rl", "--from", "sft", *with_steps(tuple(settings), 2)],
     ):
         launcher = Command(tmp_path, "local", *arguments)
         try:
