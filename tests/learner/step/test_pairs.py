@@ -27,6 +27,7 @@ from learner.model_directories.model_directory import load_tokenizer
 from learner.progress.progress import Progress
 from learner.run.restore import restore_backend
 from learner.step.warmup import heldout_figures, warm_up_step
+from storage.chats.stop_tokens import answer_end
 from storage.disk.checkpoints import latest
 from tests.actors.rewards.answers import answer
 from tests.learner.division import divide_world
@@ -178,8 +179,16 @@ def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend, p
         assert found == [pytest.approx(step, abs=2e-5) for step in alone]
 
 
-def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(tmp_path: Path):
+@pytest.mark.parametrize("pads_with_end", [False, True])
+def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(
+    tmp_path: Path, pads_with_end: bool
+):
     settings = settings_of_pairs(tmp_path, RewardModelLoss(), backend="fsdp")
+    if pads_with_end:  # then the score is that of the token before
+        config = prepare(settings, settings.warmup.demonstrations).hf_config
+        config.pad_token_id = answer_end(load_tokenizer(tmp_path / "model"))
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.save_pretrained(tmp_path / "model")
     initial, trained = begun(settings)
     begin = written(trained, tmp_path, "begin")
     plain = AutoModelForSequenceClassification.from_pretrained(begin, dtype=torch.float32).train()
