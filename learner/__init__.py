@@ -1,1 +1,1 @@
-"""Nothing but these rooms, each above those that it imports."""
+"""The learner's rooms, each above those that it imports."""

@@ -1,1 +1,1 @@
-"""Settings of all rooms of `actors`; it loads without torch."""
+"""Settings of all rooms of `actors`, which load without torch."""

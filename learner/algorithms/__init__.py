@@ -1,1 +1,1 @@
-"""The tokens that these see, aggregation, diagnostics, plug-ins and hooks."""
+"""The tokens that losses and corrections see, aggregation, diagnostics, plug-ins and hooks."""

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from actors.engines.base import Sampling
 from actors.environments.build import build_environment
 from actors.episodes.errors import ToolError
-from actors.episodes.task import Answer, Task
+from actors.episodes.task import Task
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.settings.actors import PluginEnvironmentConfig
@@ -99,11 +99,7 @@ def test_every_plugin_of_the_page_has_settings():
     assert named == {name for name in EXAMPLES if "/" not in name}
 
 
-def test_reward_and_filter():
-    answer = Answer(
-        task_id="t", messages=(), text="it is 84", finish_reason="stop", label="84", token_count=20
-    )
-    assert importlib.import_module("my_reward").brevity(answer) == pytest.approx(0.98)
+def test_the_filter_looks_at_all_rewards():
     too_easy = load_filter(settings_of("my_filter").actors.group_filter)
     group = [make_trajectory(reward=1.0), make_trajectory(sample=1, reward=1.0)]
     assert too_easy([t.reward for t in group]) == "too_easy"

@@ -1,1 +1,1 @@
-"""The APIs that it speaks, as functions without state."""
+"""The APIs that the gateway speaks, as functions without state."""

@@ -1,1 +1,1 @@
-"""Programs against the tests of their prompts, and what of it runs in the sandbox."""
+"""Programs against the tests of their prompts, and what of these runs in the sandbox."""

@@ -1,1 +1,1 @@
-"""What these share: plan, runs until their end, results, schedule, curves, pictures."""
+"""What benchmarks of whole runs share: plan, runs until their end, results, schedule, curves, pictures."""
