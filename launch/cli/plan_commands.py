@@ -60,7 +60,7 @@ def plan(  # noqa: PLR0913 - each is a flag
     from launch.plan.plan import Question, run_hf_config
     from launch.plan.plan import plan as planned
     from launch.plan.report import plan_json, plan_lines
-    from launch.plan.speed import GPUS
+    from learner.metrics.gpus import GPUS
 
     configure_logging("error")
     if gpu not in GPUS:

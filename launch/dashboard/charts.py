@@ -107,8 +107,18 @@ CHARTS = (
         {
             "time/step_s": "whole step",
             "time/waiting_for_batch_s": "waiting for the batch",
+            "time/logprobs_s": "log-probs",
+            "time/update_s": "updates",
+            "time/optimizer_s": "optimizer, of these",
             "time/publish_stall_s": "waiting for publication",
+            "time/checkpoint_s": "checkpoint after the step before",
         },
+    ),
+    Chart("Use of the GPUs", "MFU: share of their peak", {"train/mfu": "updates"}),
+    Chart(
+        "Memory of the first GPU",
+        "GiB",
+        {"memory/gpu_peak_gib": "peak of tensors", "memory/gpu_reserved_gib": "peak reserved"},
     ),
     Chart(
         "Supervised loss",

@@ -1,7 +1,6 @@
 """Seconds of a step and of its rollouts, from figures measured on an H200 (docs/performance.md)."""
 
 import math
-from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
@@ -9,6 +8,7 @@ from launch.plan.memory import Model
 from launch.plan.sizes import is_mixture, kv_bytes, size
 from learner.config.learner import LearnerConfig
 from learner.data.balancing import forward_flops
+from learner.metrics.gpus import Gpu
 
 TRAINED = 3.0
 """A step has so many times the FLOPs of its forward pass: the backward pass takes twice that."""
@@ -32,28 +32,6 @@ SHARED = {"data": 0.96, "tensor": 0.5, "context": 0.43, "expert": 0.84}
 """Speed a GPU of two in units of one alone, by what they share. Layers of larger models lose less."""
 PIPELINE = 0.84
 """The same of two stages, apart from the time that they idle while a pipeline fills and drains."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """What a GPU can do, by its maker's data sheet."""
-
-    name: str
-    memory_gib: float
-    peak_flops: float
-    """Dense bfloat16."""
-    bytes_per_s: float
-    """Bandwidth of its memory."""
-
-
-GPUS = {
-    "h200": Gpu("h200", 139.8, 989e12, 4.8e12),
-    "h100": Gpu("h100", 79.6, 989e12, 3.35e12),
-    "a100": Gpu("a100", 79.3, 312e12, 2.04e12),
-    "b200": Gpu("b200", 178.4, 2250e12, 8.0e12),
-    "l40s": Gpu("l40s", 44.5, 362e12, 0.86e12),
-}
-"""GPUs by name. Speeds were measured on an H200 alone."""
 DECODE_STEP_S = 0.006
 """Seconds of a step of SGLang besides reading weights and keys: 256 answers of a 0.6B grow by 38,200 tokens a
 second (docs/performance.md)."""

@@ -33,6 +33,8 @@ class Step:
     """Time waiting for the batch, within `step_s`."""
     publish_stall_s: float
     """Time waiting for the publication of weights, within `step_s`."""
+    mfu: float = nan
+    """Share of the GPUs' peak that the updates reached."""
     source_rewards: dict[str, float] = field(default_factory=dict)
     """Mean reward of each source, by its name, where prompts name theirs."""
 
@@ -123,6 +125,7 @@ def step_of(record: Record) -> Step:
         step_s=number(record, "time/step_s"),
         waiting_s=number(record, "time/waiting_for_batch_s"),
         publish_stall_s=number(record, "time/publish_stall_s"),
+        mfu=number(record, "train/mfu"),
         source_rewards={
             name.removeprefix(SOURCE_REWARD): number(record, name)
             for name in record

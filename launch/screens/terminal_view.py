@@ -113,7 +113,8 @@ def _rows(monitor: RunMonitor) -> Iterator[Text]:
     yield _row("held-out", _held_out(monitor))
     yield from (_row(label, text) for label, text in _measured(monitor))
     trained = count(number(learner, "trained_tokens_per_s"))
-    yield _row("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained")
+    mfu = f", MFU {fraction(last.mfu)}" if last and isfinite(last.mfu) else ""
+    yield _row("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained{mfu}")
     yield _row("step time", _step_time(last))
     yield _row("staleness", f"{_staleness(monitor)} (policy versions)")
     yield _row("queues", _queues(storage))

@@ -148,6 +148,7 @@ def step_values(result: StepResult) -> dict[str, Json]:
         **{f"policy/{name}": value for name, value in result.diagnostics.items()},
         **{f"critic/{name}": value for name, value in result.critic.items()},
         **result.pairs,
+        **{f"time/{name}": value for name, value in result.seconds.items()},
     }
 
 

@@ -23,6 +23,7 @@ from learner.metrics import trained_advantages, trained_logprobs
 from learner.metrics.learning_alarm import LearningAlarm
 from learner.metrics.policy_alarm import PolicyAlarm
 from learner.metrics.step_metrics import StepReporter, batch_values, read_values, step_values
+from learner.metrics.utilisation import utilisation
 from learner.model_directories.dtypes import published_dtype
 from learner.progress import lineage
 from learner.progress.progress import Progress, refuse_other_history
@@ -44,6 +45,8 @@ from storage.account.records import TRAINED, AccountRecord, AccountWriter, Kind
 from storage.client.reader import ReplayReader
 from storage.weights.blob_stores import BlobStore
 
+FORWARD_AND_BACKWARD = 3.0
+"""FLOPs of an update in units of those of its forward passes: the backward pass takes twice that."""
 LAST_WORDS_S = 5.0
 """A learner that stops waits no longer for storage to answer."""
 
@@ -101,6 +104,8 @@ class Learner:
         """What runs beside the loop. An error there ends the learner."""
         self._steps = StepReporter(bus, incarnation, self._tasks, settings.diagnostics)
         self._tokens_per_s = 0.0
+        self._checkpoint_s = 0.0
+        """Seconds that training has waited for checkpoints since the step before."""
         self._joined = False
 
     async def run(self) -> None:
@@ -202,7 +207,9 @@ class Learner:
         await self._bus.listen(self._bus.subject(COUNTERS), Metrics, self._policy_alarm.hear)
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
+                stepped = time.monotonic()
                 await self._checkpoints.after_step()
+                self._checkpoint_s = time.monotonic() - stepped
                 if progress.target_reached_step is not None and await self._latest_reaches_target():
                     return
                 if self._best.keeps(progress.step) and self._checkpoints.saved_step != progress.step:
@@ -251,11 +258,14 @@ class Learner:
         self._tokens_per_s = batch.tokens / seconds
         trained_on = batch_values(batch)
         self._learning_alarm.look(progress.step, trained_on)
+        flops = FORWARD_AND_BACKWARD * self._world.forward_flops(lease)
+        used = await self._world.rank.in_thread(partial(utilisation, result.seconds, flops))
         self._steps.report("rl", progress.step, {
             **trained_on, **step_values(result),
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
-            "time/publish_copy_s": self._world.rank.copy_s, **self._weights.figures, **self._device.figures,
+            "time/publish_copy_s": self._world.rank.copy_s, "time/checkpoint_s": self._checkpoint_s,
+            **used, **self._weights.figures, **self._device.figures,
             "train/policy_version": progress.policy_version, **read_values(self._reader.read),
         })  # fmt: skip
         self._policy_alarm.end_run()

@@ -12,6 +12,7 @@ from learner.algorithms.hooks import figures_after_step, optimizer_of_step, with
 from learner.algorithms.losses.objective import Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.contract.backend import Backend, StepResult
+from learner.backends.update.step_times import StepTimes
 from learner.config.learner import LearnerConfig
 from learner.data.batches import NO_BASELINES, StepBatch, make_step_batch, recorded_samples
 from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ranks
@@ -46,11 +47,13 @@ def train_on(
         refuse_oversized(samples, learner.batch.token_budget)
     if learner.before_step.function is not None:
         backend.optimizer_config = optimizer_of_step(step, groups, learner, backend.lent_weights)
-    if learner.router_replay == "learner":
-        samples = with_own_experts(backend, samples, learner)
-    samples = with_logprobs(backend, samples, learner, answers)
-    if learner.has_critic:
-        samples = with_values(backend, samples, learner)
+    times = StepTimes()
+    with times.part("logprobs_s"):
+        if learner.router_replay == "learner":
+            samples = with_own_experts(backend, samples, learner)
+        samples = with_logprobs(backend, samples, learner, answers)
+        if learner.has_critic:
+            samples = with_values(backend, samples, learner)
     sums = sums_over_ranks(ranks)
     rewarded = with_processed_rewards(groups, learner, sums)
     advantages, kept = advantages_of_step(rewarded, samples, learner, sums=sums, baselines=baselines)
@@ -66,14 +69,21 @@ def train_on(
         ranks,
     )
     updates = _by_update(batch.samples, learner.batch.updates)
-    critic = train_critic(backend, updates, learner) if learner.has_critic else {}
+    critic: Mapping[str, float] = {}
+    if learner.has_critic:
+        with times.part("critic_s"):
+            critic = train_critic(backend, updates, learner)
     if learner.only_critic_trains(step):
         result = _none(batch)
     else:
-        result = _policy_updates(backend, updates, learner, policy_version)
+        with times.part("update_s"):
+            result = _policy_updates(backend, updates, learner, policy_version)
     figures = figures_after_step(step, learner, backend.lent_weights)
     refresh_reference(backend, learner, step)
-    return batch, replace(result, critic=critic, diagnostics={**result.diagnostics, **figures})
+    return batch, replace(
+        result, critic=critic, diagnostics={**result.diagnostics, **figures},
+        seconds={**result.seconds, **times.seconds()},
+    )  # fmt: skip
 
 
 def _policy_updates(
@@ -156,6 +166,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
             for name in names
             for values in [[(f[name], n) for f, n in zip(known, counts, strict=True) if name in f]]
         },
+        seconds={name: sum(one.seconds[name] for one in updates) for name in updates[0].seconds},
     )
 
 

@@ -70,6 +70,15 @@ class World:
         await self.send(Rank.fetch, lease.step, shares, lease.given_to)
         await self.rank.fetched(lease.step)
 
+    def forward_flops(self, lease: BatchLease) -> float:
+        """Return the FLOPs of one forward pass over the groups of a step, on all ranks together."""
+        batch, samples = self._settings.learner.batch, self._settings.samples_per_prompt
+        return sum(
+            work_of(group, batch, samples).forward_flops(self.rank.hf_config)
+            for group in lease.groups
+            if group.tokens
+        )
+
     async def follow(self) -> None:
         """Do what rank 0 calls until it ends the world; any other rank calls this.
 
@@ -113,12 +122,16 @@ class World:
 
 def cost(group: GroupRef, batch: BatchConfig, config: PretrainedConfig, samples: int) -> float:
     """Return what a group of so many samples costs a rank, in the measure of `batch.balance`."""
-    computed = group.computed_tokens if batch.share_prefixes else 0
-    budget = batch.token_budget
-    work = GroupWork.of(samples, group.tokens, computed, budget, group.images)
+    work = work_of(group, batch, samples)
     if batch.balance == "flops" and group.tokens:
         return work.forward_flops(config)
     return max(1.0, work.computed_tokens)
+
+
+def work_of(group: GroupRef, batch: BatchConfig, samples: int) -> GroupWork:
+    """Return what a rank computes of a group of so many samples."""
+    computed = group.computed_tokens if batch.share_prefixes else 0
+    return GroupWork.of(samples, group.tokens, computed, batch.token_budget, group.images)
 
 
 def divided(

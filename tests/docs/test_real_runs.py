@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from launch.plan.plan import GIB, Question, plan, run_hf_config
-from launch.plan.speed import GPUS
 from launch.settings.run_config import RunConfig, validate
 from launch.settings.short_forms import sources_of
 from launch.settings.sources import merged
 from learner.backends.suitability import refuse_untrainable
+from learner.metrics.gpus import GPUS
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -55,6 +55,8 @@ class StepResult:
     """Figures of the critic's updates; their names are in learner/step/critic_step.py."""
     pairs: Mapping[str, float] = field(default_factory=dict)
     """Means over pairs of answers, by the names of TRL (learner/algorithms/losses/preference.py)."""
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Seconds of the step's parts on this rank, such as `optimizer_s`."""
 
     @property
     def ess_fraction(self) -> float | None:

@@ -41,6 +41,7 @@ from learner.backends.update.decision import decide
 from learner.backends.update.learning_rate import learning_rate
 from learner.backends.update.loss_step import MicroBatchLoss, added_up
 from learner.backends.update.muon import refuse_other_optimizer
+from learner.backends.update.step_times import StepTimes
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import Loss
 from learner.config.optimizer import OptimizerConfig
@@ -156,19 +157,22 @@ class FsdpTrainer:
         names, totals = added_up(per_micro_batch)
         dist.all_reduce(totals)
         total = dict(zip(names, totals, strict=True))
-        decision = decide(
-            total["loss"],
-            total["trained_tokens"],
-            total["denominator"],
-            self.optimizer.gradient_norm(),
-            config.clip_grad,
-        )
-        self._settle()
-        self.optimizer.update(config, lr, decision)
-        self.optimizer.clear_gradients()
+        times = StepTimes()
+        with times.part("optimizer_s"):
+            decision = decide(
+                total["loss"],
+                total["trained_tokens"],
+                total["denominator"],
+                self.optimizer.gradient_norm(),
+                config.clip_grad,
+            )
+            self._settle()
+            self.optimizer.update(config, lr, decision)
+            self.optimizer.clear_gradients()
         *values, norm = torch.cat((totals, decision.norm[None].to(totals.dtype))).tolist()
         of_step = dict(zip(names, values, strict=True))
         result = self.counts.finished(objective, of_step, norm, lr, config)
+        result = replace(result, seconds=times.seconds())
         if not objective.replays_routing:
             return result
         figures = replay_figures(self.model.replay.given.values())

@@ -51,6 +51,7 @@ from learner.backends.shared.rope_scaling import refuse_scaled, unscaled_tokens
 from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
+from learner.backends.update.step_times import StepTimes
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import Loss
 from learner.config.mtp import NO_MTP, MtpConfig
@@ -182,15 +183,17 @@ class Trainer:
                 self.shares(micro_batches),
                 partial(forward_step, objective, policy_version, learns),
             )
-        sums, norm = update_if_finite(
-            self.optimizer, self.optimizer_config, names, totals,
-            pipeline=self.parallel.pipeline, before_update=self._await_readers,
-        )  # fmt: skip
+        times = StepTimes()
+        with times.part("optimizer_s"):
+            sums, norm = update_if_finite(
+                self.optimizer, self.optimizer_config, names, totals,
+                pipeline=self.parallel.pipeline, before_update=self._await_readers,
+            )  # fmt: skip
         figures = {} if self.head is None else self.head.update(self.optimizer_config, lr)
         result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
         if objective.replays_routing:
             figures |= replay_figures(given_experts(self._modules()).values())
-        return replace(result, diagnostics=result.diagnostics | figures)
+        return replace(result, diagnostics=result.diagnostics | figures, seconds=times.seconds())
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         return (module for chunk in self.chunks for module in chunk.modules())

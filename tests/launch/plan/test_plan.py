@@ -15,7 +15,6 @@ from launch.cli.main import main
 from launch.plan.memory import Model, checkpoint_bytes, learner_rank
 from launch.plan.plan import Question, plan
 from launch.plan.sizes import kv_bytes
-from launch.plan.speed import GPUS
 from launch.plan.weights import adapter_elements, weights_of
 from launch.settings.run_config import resolve
 from learner.backends.factory import BACKENDS, close_world, init_world
@@ -24,6 +23,7 @@ from learner.config.lora import NO_LORA
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import pack
+from learner.metrics.gpus import GPUS
 from tests.learner.division import divide_world
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_config, tiny_model
 from tests.learner.worlds import Worlds

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 from transformers.core_model_loading import revert_weight_conversion
 
 from launch.plan.memory import Model, learner_rank
-from launch.plan.speed import GPUS, mfu, step_flops
+from launch.plan.speed import mfu, step_flops
 from launch.plan.weights import weights_of
 from learner.backends.factory import BACKENDS, close_world, init_world
 from learner.config.learner import LearnerConfig
 from learner.data.packing import pack
+from learner.metrics.gpus import GPUS
 from learner.model_directories.lazy_weights import LazyWeights, Spec
 from tests.learner.tiny import TIS, random_samples
 

@@ -1,0 +1,31 @@
+"""What GPUs can do, by their makers' data sheets."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU."""
+
+    name: str
+    memory_gib: float
+    peak_flops: float
+    """Dense bfloat16."""
+    bytes_per_s: float
+    """Bandwidth of its memory."""
+
+
+GPUS = {
+    "h200": Gpu("h200", 139.8, 989e12, 4.8e12),
+    "h100": Gpu("h100", 79.6, 989e12, 3.35e12),
+    "a100": Gpu("a100", 79.3, 312e12, 2.04e12),
+    "b200": Gpu("b200", 178.4, 2250e12, 8.0e12),
+    "l40s": Gpu("l40s", 44.5, 362e12, 0.86e12),
+}
+"""GPUs by name."""
+
+
+def gpu_named(device_name: str) -> Gpu | None:
+    """Return the kind of a GPU by the name that CUDA gives it, such as NVIDIA H200; None if unknown."""
+    words = device_name.lower().replace("-", " ").split()
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
