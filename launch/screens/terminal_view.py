@@ -313,6 +313,13 @@ def _short(source: str) -> str:
 # --- plain lines ---
 
 
+def _doing(monitor: RunMonitor, process: HeardProcess) -> str:
+    """Return what a process says that it does, or that it says nothing any more."""
+    if monitor.silent_s(process) <= 0:
+        return process.status.text
+    return "ended" if monitor.stage == "done" else f"silent, was: {process.status.text}"
+
+
 def status_line(monitor: RunMonitor) -> str:
     """Return the run's state in one line, for a log."""
     reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
@@ -327,7 +334,7 @@ def status_line(monitor: RunMonitor) -> str:
         f"tokens/s {count(monitor.generated_tokens_per_s)} generated {count(trained)} trained",
         f"staleness {_staleness(monitor)}",
         f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
-        *(f"{p.status.source}: {p.status.text}" for p in monitor.shown() if p.status.role == "learner"),
+        *(f"{p.status.source}: {_doing(monitor, p)}" for p in monitor.shown() if p.status.role == "learner"),
         *(f"{role}: {ABSENT}" for role in monitor.absent_roles),
         *filter(None, [monitor.full_disk or _held(monitor)]),
         f"{len(monitor.actors())} actors",
@@ -380,8 +387,7 @@ class News:
             silent = self._monitor.silent_s(process) > 0
             if silent and source not in self._silent:
                 self._silent.add(source)
-                ended = self._monitor.stage == "done"
-                yield f"{source}: {'ended' if ended else f'silent, was: {process.status.text}'}"
+                yield f"{source}: {_doing(self._monitor, process)}"
             elif not silent and source in self._silent:
                 self._silent.remove(source)
                 yield f"{source}: speaks again"

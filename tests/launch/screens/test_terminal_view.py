@@ -140,6 +140,7 @@ def test_processes_of_a_finished_run_have_ended():
     monitor.on_status(learner(stage="done"))
     clock.now_s += 10
     assert "learner            ended" in shown(monitor)
+    assert " | learner: ended | " in status_line(monitor)
 
 
 @pytest.mark.parametrize("actors", [0, 1, 5, 9, 10, 11, 200])
