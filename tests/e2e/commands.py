@@ -104,7 +104,7 @@ def records_of_run(root: Path, *arguments: str, within_s: float = 240) -> list[d
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_until(condition: Callable[[], bool], what: str, *alive: Command, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *alive: Command, timeout_s: float = 200.0) -> None:
     """Return once the condition holds; fails if a command of `alive` ends before, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -129,7 +129,7 @@ def part(launcher: Command, name: str) -> psutil.Process:
     return found[0]
 
 
-def wait_for_step(launcher: Command, run: Path, step: int, *, timeout_s: float = 120.0) -> None:
+def wait_for_step(launcher: Command, run: Path, step: int, *, timeout_s: float = 250.0) -> None:
     """Return once a step was trained."""
     metrics = run / "metrics.jsonl"
 
