@@ -104,7 +104,7 @@ class PickedPrompts:
         Raises `ConfigError` for what it does, returns or keeps."""
         if (count := wanted - self.left) <= 0:
             return
-        draw = self._draw(count)
+        draw, asked_for = self._draw(count), self._data.latest
         self.waits_for = f"waiting for data.sampler {self._name!r} to choose {count} prompts"
         choosing = in_daemon_thread(lambda: self._function(draw), "sampler")
         try:
@@ -114,7 +114,8 @@ class PickedPrompts:
         except Exception as error:  # a user's function may raise anything
             raise ConfigError(with_traceback(f"sampler {self._name!r} raised {error!r}", error)) from error
         self.waits_for = ""
-        if not (chosen is None and stop.is_set()):
+        # indices of prompts that others have replaced meanwhile mean nothing: the dispatcher asks again
+        if not (chosen is None and stop.is_set()) and self._data.latest is asked_for:
             picked, state = self._checked(chosen, draw), self._encoded(draw.state)
             self._data.pick(picked)
             self._ledger.set_fact(f"{_STATE}{self._name}", state)

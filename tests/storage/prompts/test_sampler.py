@@ -54,6 +54,20 @@ def keeps_a_set(draw: Draw) -> list[int]:
     return [0] * draw.count
 
 
+def stops(draw: Draw) -> list[int]:
+    return [next(iter(()))]
+
+
+replace_prompts = []
+
+
+def last(draw: Draw) -> list[int]:
+    """The last prompt, while somebody else does something."""
+    if replace_prompts:
+        replace_prompts.pop()()
+    return [len(draw.prompts) - 1] * draw.count
+
+
 def hangs(draw: Draw) -> list[int]:
     return [asyncio.run(asyncio.sleep(3600))]
 
@@ -142,6 +156,15 @@ async def test_other_prompts_are_drawn_from_the_next_lease_on(tmp_path):
         assert seen[0].groups.tolist() == [0]
 
 
+async def test_prompts_that_are_replaced_while_the_sampler_chooses_are_not_drawn(tmp_path):
+    loop, new = asyncio.get_running_loop(), [Prompt(content="new")]
+    with process(tmp_path, last) as storage:
+        add = storage.data.add(new, keep_old=False, source="launch data")
+        replace_prompts.append(lambda: asyncio.run_coroutine_threadsafe(add, loop).result(60))
+        assert await storage.issue(2) == []
+        assert await storage.issue(2) == ["new", "new"]
+
+
 async def test_prompts_are_chosen_as_late_as_can_be(tmp_path):
     with process(tmp_path, least=4) as storage:
         await storage.picked.extend(3, asyncio.Event())
@@ -158,6 +181,7 @@ async def test_prompts_are_chosen_as_late_as_can_be(tmp_path):
         (no_numbers, "return the indices of prompts"),
         (none, "returned None: return the indices"),
         (raises, r"(?s)raises' raised AttributeError.*test_sampler\.py.*in raises"),
+        (stops, r"(?s)stops' raised .*StopIteration.*test_sampler\.py.*in stops"),
         (keeps_a_set, r"what is no JSON in draw\.state"),
         (hangs, r"took longer than 0\.01 s"),
     ],
