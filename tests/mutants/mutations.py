@@ -175,10 +175,10 @@ MUTATIONS = (
         "leases are published before the ledger is flushed",
         "storage/dispatch/dispatcher.py",
         (
-            "                await asyncio.to_thread(self.ledger.flush)\n"
-            "                await self._publication.publish(leases)"
+            "                    await asyncio.to_thread(self.ledger.flush)\n"
+            "                    await self._publication.publish(leases)"
         ),
-        "                await self._publication.publish(leases)",
+        "                    await self._publication.publish(leases)",
         ("tests/storage/dispatch/test_dispatcher_restarts.py", "tests/storage/dispatch/test_dispatcher.py"),
     ),
     Mutation(
@@ -426,8 +426,8 @@ MUTATIONS = (
     Mutation(
         "a multiple of save_every that was passed is not due",
         "learner/run/checkpointing.py",
-        "self._progress.step // save_every > self.saved_step // save_every",
-        "self._progress.step % save_every == 0",
+        "step // save_every > saved // save_every",
+        "step > saved and step % save_every == 0",
         LEARNER,
     ),
     Mutation(
@@ -492,5 +492,12 @@ MUTATIONS = (
         ('                if state.state == "settled":\n                    return None\n'),
         "",
         ACTORS,
+    ),
+    Mutation(
+        "an interrupt strikes a Python session that runs no code",
+        "actors/tools/python_session.py",
+        "        if self._may_interrupt:\n",
+        "        if self._count:\n",
+        ("tests/actors/tools/test_python_session.py",),
     ),
 )
