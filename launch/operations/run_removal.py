@@ -9,9 +9,10 @@ from pathlib import Path
 from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
 from bus.errors import ConfigError
-from bus.policy_names import policy_run
+from bus.policy_names import DEFAULT_POLICY, policy_run
 from bus.topology import remove, stored_bytes
 from launch.run_view.recorded_runs import bytes_of, recorded_runs
+from launch.run_view.run_files import RunFiles
 from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import try_lock
 from storage.disk.run_directory import RunDirectory, run_directories
@@ -65,9 +66,13 @@ async def remove_run(where: RunConfig, on_bus: bool, confirmed: bool, stop: asyn
 
 def _with_further_policies(where: RunConfig) -> list[RunConfig]:
     """Return where the run is, and where those of its further policies are, which have directories beside
-    its own."""
+    its own. A run that only has such a name trains no policy of it."""
     beside = run_directories(where.directory) if where.directory.is_dir() else []
-    names = [path.name for path in beside if path.name.startswith(policy_run(where.run, ""))]
+    names = [
+        path.name for path in beside
+        if (policy := RunFiles(path, lenient=True).settings.get("trains")) != DEFAULT_POLICY
+        and path.name == policy_run(where.run, str(policy))
+    ]  # fmt: skip
     return [where, *(where.model_copy(update={"run": name}) for name in names)]
 
 

@@ -5,9 +5,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from tempfile import TemporaryFile
 
 import aiohttp
 import structlog
@@ -60,17 +62,20 @@ class AlertCalls:
             await _within_limit("url", self._post(self._url, event), state)
 
     async def _start(self, event: bytes) -> str:
-        child = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            _, said = await child.communicate(event)
-        finally:
-            if child.returncode is None:
-                child.kill()
-                await child.wait()
-        text = said.decode(errors="replace").strip()[-SHOWN:]
+        # stderr is no pipe: its end would wait for whatever the command leaves running
+        with TemporaryFile() as said:
+            child = await asyncio.create_subprocess_exec(
+                *self._command, start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=said,
+            )  # fmt: skip
+            try:
+                await child.communicate(event)
+            finally:
+                if child.returncode is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    await child.wait()
+            said.seek(0)
+            text = said.read().decode(errors="replace").strip()[-SHOWN:]
         return f"it ended with status {child.returncode}: {text}" if child.returncode else ""
 
     async def _post(self, url: str, event: dict[str, str | int]) -> str:
@@ -116,7 +121,7 @@ async def _within_limit(what: str, call: Awaitable[str], state: str) -> None:
             problem = await call
     except TimeoutError:
         problem = f"it took longer than {LIMIT_S:g} s"
-    except (OSError, aiohttp.ClientError) as error:
+    except (OSError, ValueError, aiohttp.ClientError) as error:  # a host name may be none
         problem = str(error) or type(error).__name__
     if problem:
         log.warning("alert_not_delivered", by=what, state=state, reason=problem)

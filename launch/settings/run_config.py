@@ -1,6 +1,7 @@
 """The whole configuration of a run, and how it is put together: defaults < preset < --config file < flags."""
 
 import json
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
@@ -8,7 +9,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from actors.settings.actors import ActorsConfig, SamplingConfig
 from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
@@ -62,8 +63,14 @@ class MonitoringConfig(Config):
     fails or is lost, and when an alarm of its learner begins. `launch local` and `launch storage` read it."""
 
     alert_url: str | None = Field(None, pattern=r"^https?://")
-    """Address to which the same object is posted. It lies in config.json and on the bus, so a secret belongs
-    into a command."""
+    """Address to which the same object is posted. Address and arguments lie in config.json and on the bus: a
+    secret belongs into the program."""
+
+    @field_validator("alert_command")
+    @classmethod
+    def _is_a_command_line(cls, command: str | None) -> str | None:
+        shlex.split(command or "")  # raises ValueError for a quote without its end
+        return command
 
 
 class ProcessConfig(Config):

@@ -15,11 +15,11 @@ from bus.errors import ConfigError
 from bus.images import PlacedImage
 from bus.messages import Prompt
 from learner.data.packing import Sample
-from storage.built_in_tasks.generators import is_trained
 from storage.chats.stop_tokens import answer_end, answer_start, with_start
 from storage.chats.template import ChatRefusedError, ChatTemplate
 from storage.images.chat import ImageChat, inlined
 from storage.images.encoded import ImageError
+from storage.prompt_files.dataset import is_trained
 
 CHECKED = 500
 """First rows, and longest ones, that are looked at before a run."""

@@ -40,7 +40,9 @@ class LearningAlarm:
         self._heldout = loss
 
     def look(self, step: int, values: Mapping[str, Json]) -> None:
-        """Count a step with these metrics; one that does not follow the one before begins anew."""
+        """Count a step with these metrics; one that does not follow the one before begins anew. The stage on
+        demonstrations is over then, and with it the alarm of their held-out loss."""
+        self._rises = 0
         before = self._in_a_row if step > self._last else Counter[Told]()
         self._last = step
         self._in_a_row = Counter({told: before[told] + 1 for told in _in_common(values)})

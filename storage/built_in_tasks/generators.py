@@ -17,7 +17,7 @@ from storage.built_in_tasks import python_demonstrations as python
 from storage.built_in_tasks import repair_task as repairs
 from storage.built_in_tasks.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.disk.atomic_files import make_directory, write_file, write_json
-from storage.prompt_files.dataset import prompt_content, tool_schemas
+from storage.prompt_files.dataset import is_trained, prompt_content, tool_schemas
 from storage.prompt_files.rows import Row, read_rows
 
 GENERATOR_VERSION = 2
@@ -143,12 +143,6 @@ def _chat(row: Row) -> list[Json]:
             "weight other than 0"
         )
     return chat
-
-
-def is_trained(message: Json) -> bool:
-    """Return whether a message of a chat is an answer to train on: `weight` 0 leaves it out, as OpenAI's
-    format of fine-tuning has it."""
-    return isinstance(message, dict) and message.get("role") == "assistant" and message.get("weight") != 0
 
 
 def _manifest(name: str, task: BuiltInTask, seed: int) -> dict[str, Json]:

@@ -243,3 +243,9 @@ def _checked_tool(tool: Json, where: str) -> str:
         if found is not None and not isinstance(found, wanted):
             raise ConfigError(f"{where}, {name!r}: its {key} is {kind_of(found)}: {_TOOLS_REMEDY}")
     return name
+
+
+def is_trained(message: Json) -> bool:
+    """Return whether a message of a chat is an answer to train on: `weight` 0 leaves it out, as OpenAI's
+    format of fine-tuning has it."""
+    return isinstance(message, dict) and message.get("role") == "assistant" and message.get("weight") != 0

@@ -5,7 +5,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from storage.prompt_files.dataset import prompt_content, tool_schemas
+from storage.prompt_files.dataset import is_trained, prompt_content, tool_schemas
 from storage.prompt_files.rows import Row, read_rows
 
 SIDES = ("chosen", "rejected")
@@ -28,14 +28,19 @@ def _pair(row: Row) -> list[Prompt]:
         shorter = min(map(len, answers))
         same = (n for n in range(shorter) if n == shorter - 1 or answers[0][n] != answers[1][n])
         begun = next(same)
+        if answers[0][0] != answers[1][0]:
+            raise ConfigError(
+                f"{row.where}: the chats 'chosen' and 'rejected' begin with other messages, and are no "
+                "answers to one prompt: give both the same prompt, or remove the row"
+            )
         asked, answers = answers[0][:begun], [answer[begun:] for answer in answers]
     else:
         asked = _messages(row, "messages" if "messages" in row.values else "prompt", "user")
     for key, answer in zip(SIDES, answers, strict=True):
-        if not any(_role(message) == "assistant" for message in answer):
+        if not any(map(is_trained, answer)):
             raise ConfigError(
-                f"{row.where}: {key!r} has no message with the role 'assistant' behind the prompt: add the "
-                "answer"
+                f"{row.where}: {key!r} has no message with the role 'assistant' behind the prompt, or with a "
+                "weight of 0 alone: add the answer"
             )
     known = [{**one, "weight": 0} if isinstance(one, dict) else one for one in asked]
     return [Prompt(content=[*known, *answer], tools=tools) for answer in answers]

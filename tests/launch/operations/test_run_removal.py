@@ -59,12 +59,18 @@ async def test_a_confirmed_removal_frees_both_and_no_other_run(
 async def test_a_run_goes_with_the_runs_of_its_further_policies_and_one_of_another_host_stays(
     where: RunConfig,
 ):
-    for name, ending in (("test__critic", "ended"), ("theirs", "lost")):
+    runs = (
+        ("test__critic", "critic", "ended"),
+        ("test__own", "default", "ended"),
+        ("theirs", "default", "lost"),
+    )
+    for name, trains, ending in runs:
         run = RunDirectory(where.directory, name)
+        run.write_json(run.config, {"trains": trains})
         run.write_provenance()
         run.write_json(run.ending, {"state": ending, "host": "elsewhere" if ending == "lost" else ""})
     await remove_run(where, on_bus=False, confirmed=True, stop=STOP)
-    assert [path.name for path in where.directory.iterdir()] == ["theirs"]
+    assert sorted(path.name for path in where.directory.iterdir()) == ["test__own", "theirs"]
     theirs = where.model_copy(update={"run": "theirs"})
     with pytest.raises(ConfigError, match="is of another user or host, where it may go on"):
         await remove_run(theirs, on_bus=False, confirmed=True, stop=STOP)

@@ -34,6 +34,10 @@ def noting(file: Path, *, status: int = 0, sleep_s: float = 0.0) -> RunConfig:
     return validate({"run": "mine", "monitoring": {"alert_command": command}})
 
 
+def by_shell(script: str) -> RunConfig:
+    return validate({"monitoring": {"alert_command": shlex.join(["sh", "-c", script])}})
+
+
 def told(file: Path) -> list[dict]:
     lines = file.read_text().splitlines() if file.exists() else []
     return [json.loads(line) for line in lines if line]
@@ -108,13 +112,18 @@ async def test_a_url_gets_the_same_and_a_call_that_fails_is_logged(tmp_path: Pat
         await runner.cleanup()
         await AlertCalls(by_url).tell("lost", "its host went", 3)
         await AlertCalls(noting(tmp_path / "a", status=1)).tell("failed", "x", 0)
+        await AlertCalls(validate({"monitoring": {"alert_url": "http://..../"}})).tell("failed", "x", 0)
+        await AlertCalls(by_shell("sleep 30 &")).tell("failed", "x", 0)  # succeeds, whatever it leaves
         monkeypatch.setattr(alert_calls, "LIMIT_S", 0.5)
+        await asyncio.wait_for(AlertCalls(by_shell("sleep 60; true")).tell("failed", "x", 0), 30)
         await AlertCalls(noting(tmp_path / "b", sleep_s=60)).tell("failed", "x", 0)
     assert [(one["state"], one["step"]) for one in posted] == [("lost", 3)] * 2
     reasons = [one["reason"] for one in logged if one["event"] == "alert_not_delivered"]
     assert reasons[0] == "it answered with status 500"
     assert "127.0.0.1" in reasons[1]
-    assert reasons[2:] == ["it ended with status 1: no route", "it took longer than 0.5 s"]
+    assert reasons[2] == "it ended with status 1: no route"
+    assert "label empty" in reasons[3]
+    assert reasons[4:] == ["it took longer than 0.5 s"] * 2
 
 
 async def test_a_process_without_its_supervisor_tells_that_the_run_is_lost(tmp_path: Path, monkeypatch):
@@ -128,6 +137,8 @@ async def test_a_process_without_its_supervisor_tells_that_the_run_is_lost(tmp_p
 
 
 def test_a_program_that_is_not_there_and_an_address_that_is_none_are_refused():
+    with pytest.raises(ConfigError, match=r"monitoring\.alert_command: .*no closing quotation"):
+        validate({"monitoring": {"alert_command": "echo 'x"}})
     with pytest.raises(ConfigError, match="there is no program 'curll' on this host"):
         AlertCalls(validate({"monitoring": {"alert_command": "curll -d @-"}}))
     with pytest.raises(ConfigError, match=r"monitoring\.alert_url"):

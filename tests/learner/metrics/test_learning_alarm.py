@@ -69,7 +69,7 @@ def test_it_is_over_with_the_first_step_that_is_other_and_begins_anew_with_a_res
     assert alarm.text.startswith("each reward was 0 in 3 steps in a row: ")
 
 
-def test_a_held_out_loss_that_rises_three_times_in_a_row_is_an_alarm_until_it_falls():
+def test_a_held_out_loss_that_rises_three_times_in_a_row_is_an_alarm_until_it_falls_or_the_stage_ends():
     alarm = LearningAlarm()
     for loss in (2.0, 1.5, 1.6, 1.7):
         alarm.look_at_heldout(loss)
@@ -77,4 +77,9 @@ def test_a_held_out_loss_that_rises_three_times_in_a_row_is_an_alarm_until_it_fa
     alarm.look_at_heldout(1.8)
     assert alarm.text.startswith("the held-out loss rose 3 times in a row, to 1.8: ")
     alarm.look_at_heldout(1.75)
+    assert alarm.text == ""
+    for loss in (1.8, 1.9, 2.0):
+        alarm.look_at_heldout(loss)
+    assert alarm.text
+    alarm.look(1, values(MIXED))  # reinforcement learning has begun
     assert alarm.text == ""

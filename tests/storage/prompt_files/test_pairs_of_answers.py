@@ -58,6 +58,14 @@ def test_answers_before_the_two_are_not_trained_and_those_after_them_are(tmp_pat
             {"chosen": said(ASKED), "rejected": said(ASKED, WRONG)},
             "line 1: 'chosen' has no message with the role 'assistant' behind the prompt",
         ),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant", "content": "b", "weight": 0}], "rejected": "c"},
+            "line 1: 'chosen' has no message .* or with a weight of 0 alone",
+        ),
+        (
+            {"chosen": said(("user", "a"), RIGHT), "rejected": said(("user", "b"), WRONG)},
+            "line 1: the chats 'chosen' and 'rejected' begin with other messages",
+        ),
     ],
 )
 def test_a_bad_pair_is_reported_with_its_line(tmp_path: Path, row, message):
