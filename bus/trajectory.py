@@ -42,6 +42,8 @@ TRUSTED_ENDS: frozenset[End] = frozenset({"completed", "length", "turn_limit"})
 failures of what surrounds it; trained as zero rewards they would bias the policy."""
 SOURCE = "source"
 """Entry of the metadata of prompts and of their trajectories: the name of the data that a prompt is of."""
+TASK_KEYS = ("id", "task_id")
+"""Entries that name its task, where a prompt has one."""
 YOUNGEST = int(np.iinfo(np.int32).max)
 """Larger than any policy version."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)

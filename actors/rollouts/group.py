@@ -19,6 +19,7 @@ from bus.policy_names import DEFAULT_POLICY
 from bus.requests import GroupStatus
 from bus.trajectory import (
     SOURCE,
+    TASK_KEYS,
     Parent,
     Trajectory,
     TrajectoryBatch,
@@ -244,10 +245,12 @@ class Group:
         place = places[rollout, part.fork.strand]
         return Parent(trajectory_name(self.lease.lease_id, place), part.fork.token)
 
-    def _sourced(self, metadata: Mapping[str, Json]) -> dict[str, Json]:
-        """Return a trajectory's metadata with the source of its prompt, unless it names one itself."""
-        source = self.lease.prompt.metadata.get(SOURCE)
-        return {**({SOURCE: source} if isinstance(source, str) else {}), **metadata}
+    def _named(self, metadata: Mapping[str, Json]) -> dict[str, Json]:
+        """Return a trajectory's metadata with source and task of its prompt, unless it has its own."""
+        given = self.lease.prompt.metadata
+        tasks = {key: given[key] for key in TASK_KEYS if isinstance(given.get(key), str | int)}
+        source = given.get(SOURCE)
+        return {**({SOURCE: source} if isinstance(source, str) else {}), **tasks, **metadata}
 
     def _trajectory(
         self, place: int, size: int, rollout: int, part: AgentTrajectory, parent: Parent | None
@@ -274,7 +277,7 @@ class Group:
             trainable=part.trainable,
             reward_components=dict(part.reward_components),
             actor=self.actor,
-            metadata=self._sourced(part.metadata),
+            metadata=self._named(part.metadata),
             reward_due=part.reward_due,
             reward_source=part.reward_source,
             run=self.lease.run,

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from bus.trajectory import Trajectory
+from bus.trajectory import TASK_KEYS, Trajectory
 from launch.trajectories.facts import facts_of
 from launch.trajectories.search import (
-    TASK_KEYS,
     Search,
     TrajectoryFilter,
     answer_text,

@@ -11,14 +11,12 @@ from typing import get_args
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import parse_trajectory_name
-from bus.trajectory import SOURCE, End, Trajectory
+from bus.trajectory import SOURCE, TASK_KEYS, End, Trajectory
 from launch.trajectories.sources import Groups, TrajectorySource
 from launch.trajectories.token_texts import Decode
 
 AT_ONCE = 4
 """Groups that are read at a time."""
-TASK_KEYS = ("id", "task_id")
-"""Keys of a prompt's metadata that name its task."""
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,11 @@ async def test_a_lease_becomes_one_group_on_its_shard_and_is_acked(bus, engine):
     assert await actor.leases_left() == 0
 
 
-async def test_trajectories_name_the_source_of_their_prompt(bus, engine):
+async def test_trajectories_name_the_source_and_the_task_of_their_prompt(bus, engine):
     lease = make_lease(0, samples=1, policy_version=4)
-    lease = replace(lease, prompt=replace(lease.prompt, metadata={"source": "tables", "other": 1}))
+    lease = replace(lease, prompt=replace(lease.prompt, metadata={"source": "tables", "id": 7, "other": 1}))
     [batch] = await Actor(bus, engine).roll_out(lease, result=GROUPS)
-    assert [t.metadata for t in batch.trajectories] == [{"source": "tables"}]
+    assert [t.metadata for t in batch.trajectories] == [{"source": "tables", "id": 7}]
 
 
 async def test_a_redelivered_lease_gives_the_same_ids_so_nothing_is_stored_twice(bus, engine):
