@@ -1,5 +1,8 @@
 """Hooks that read and change the weights, on both backends and on several ranks."""
 
+from functools import partial
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +12,13 @@ from bus.errors import ConfigError
 from learner.algorithms.hooks import figures_after_step
 from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.learner import LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.plugin import HookConfig
 from learner.step.rl_step import train_on
+from storage.disk.checkpoints import latest
 from tests.factories import make_trajectory
 from tests.learner.division import divide_world
 from tests.learner.tiny import VOCAB, hf_state, tiny_model
@@ -58,14 +63,25 @@ def fail(step, model):
     return {"norm": model["nothing"]}
 
 
-def trained(backend: str, dtype: str, hooks: dict[str, HookConfig], steps: int = 2, **parallel: object):
-    """Return the weights before and after, and the figures of each step."""
+def trained(
+    backend: str, dtype: str, hooks: dict[str, HookConfig], steps: int = 2, saved: Path | None = None,
+    **parallel: object,
+):  # fmt: skip
+    """Return the weights before and after, and the figures of each step.
+
+    With a directory, the steps are those of a run that was `saved` there and is taken up."""
     kept.clear()
     model, layout = tiny_model(seed=0), ParallelConfig(**parallel)
     divide_world(layout)
-    made = BACKENDS[backend](
-        model.config, hf_state(model), OptimizerConfig(lr=1e-2), dtype=getattr(torch, dtype), parallel=layout
-    )
+    build = partial(
+        BACKENDS[backend], model.config, hf_state(model), OptimizerConfig(lr=1e-2),
+        dtype=getattr(torch, dtype), parallel=layout,
+    )  # fmt: skip
+    made = build()
+    if saved is not None:
+        save_checkpoint(made, saved, 1, {}, keep=1)
+        made = build()
+        load_checkpoint(made, latest(saved))
     before, figures = made.export(), []
     groups = [
         [make_trajectory(2 * n + dist.get_rank(), k, group_size=2, reward=float(k)) for k in range(2)]
@@ -92,6 +108,13 @@ def assert_raised(before, after, by: float, atol: float) -> None:
 def test_what_is_added_before_a_step_is_in_the_weights_after_it(backend):
     before, after, _ = trained(backend, "float32", {"before_step": hook(raise_all, by=MUCH)})
     assert_raised(before, after, 2 * MUCH, 1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_that_is_taken_up_lends_its_weights_too(backend, tmp_path):
+    hooks = {"before_step": hook(raise_all, by=MUCH), "after_step": hook(raise_after, by=MUCH)}
+    before, after, _ = trained(backend, "float32", hooks, saved=tmp_path)
+    assert_raised(before, after, 4 * MUCH, 1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

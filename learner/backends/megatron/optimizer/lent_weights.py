@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from bus.errors import ConfigError
@@ -34,9 +35,10 @@ def lent_weights(
             if parameter.requires_grad and (main := _main(optimizer, parameter)) is not None:
                 found[f"{prefix}{name}"] = main
     yield found
-    for part in optimizer.chained_optimizers:
-        if hasattr(part, "_copy_main_params_to_model_params"):  # else these are the parameters themselves
-            part._copy_main_params_to_model_params()
+    with torch.no_grad():  # the optimizer's parts are views made so, which torch refuses to change otherwise
+        for part in optimizer.chained_optimizers:
+            if hasattr(part, "_copy_main_params_to_model_params"):  # else these are the parameters themselves
+                part._copy_main_params_to_model_params()
     if any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers):
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
