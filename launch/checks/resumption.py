@@ -27,10 +27,13 @@ def over(config: RunConfig, run: RunDirectory) -> str | None:
     step, target = int(str(saved.get("step", 0))), config.learner.target_accuracy
     taught = int(str(saved.get("warmup_step", 0)))
     if not config.learner.steps and config.warmup.steps > taught:
+        begin = f"--model.path {run.export}" if config.learner.lora.exists else f"--from {config.run}"
         return (
             f"it has trained {taught} steps on demonstrations, and is not extended to {config.warmup.steps}: "
-            f"`launch local --from {config.run}` begins another run with its weights"
+            f"`launch local {begin}` begins another run with its weights"
         )
+    if config.warmup.loss.facts.of_scores:
+        return f"it has trained {taught} steps on pairs: {run.export} has the reward model"
     if not config.learner.steps:
         return (
             f"it has trained {taught} steps on demonstrations: give prompts, a reward and --learner.steps to "

@@ -55,6 +55,7 @@ def restore_backend(
         backend.multiply_in_fp8()
     if checkpoint is None and settings.model.from_optimizer:
         load_checkpoint(backend, settings.model_directory)
+        backend.frozen.keep_only(set())  # that run's reference is not what this run begins with
     if checkpoint is not None:
         load_checkpoint(backend, checkpoint, verified=verified)
         progress.stage = "rl" if progress.stage == "done" else progress.stage

@@ -9,6 +9,8 @@ from launch.dashboard.run_list import facts_of_runs
 from launch.run_view.run_files import RunFiles, changed_settings
 from launch.screens.run_tables import whole_run
 from launch.settings.run_config import RunConfig
+from learner.config.lora import LoraConfig
+from learner.config.loss import RewardModelLoss
 from storage.disk.run_directory import RunDirectory
 
 
@@ -78,8 +80,15 @@ def test_a_start_records_what_has_changed_for_lists_and_the_page(ended):
 
 def test_a_finished_supervised_stage_is_not_extended_in_silence(ended):
     longer = SUPERVISED.model_copy(update={"warmup": SUPERVISED.warmup.model_copy(update={"steps": 12})})
-    assert "is not extended to 12: `launch local --from mine` begins another run" in str(
-        over(longer, ended(reached=False))
+    run = ended(reached=False)
+    assert "is not extended to 12: `launch local --from mine` begins another run" in str(over(longer, run))
+    lora = longer.learner.model_copy(update={"lora": LoraConfig(rank=4)})  # its checkpoints lack the weights
+    assert f"`launch local --model.path {run.export}` begins" in str(
+        over(longer.model_copy(update={"learner": lora}), run)
+    )
+    scores = SUPERVISED.warmup.model_copy(update={"loss": RewardModelLoss()})
+    assert over(SUPERVISED.model_copy(update={"warmup": scores}), run) == (
+        f"it has trained 7 steps on pairs: {run.export} has the reward model"
     )
 
 

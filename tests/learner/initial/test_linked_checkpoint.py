@@ -63,6 +63,7 @@ def source_run(root, backend: str, name: str = "sft"):
     trained, _, _ = begun(config)
     saved = {}
     for step in (0, 2):
+        trained.frozen.hold("reference")  # as after its supervised stage
         train(trained, step)
         extra = asdict(Progress(stage="done", warmup_step=7, step=step))
         save_checkpoint(trained, run.checkpoints, step, extra, keep=2)
@@ -79,7 +80,11 @@ def test_it_begins_with_the_weights_of_the_checkpoint_to_the_bit(tmp_path, backe
     assert (progress.step, progress.policy_version, progress.warmup_step) == (0, 0, 0)
     assert load_tokenizer(directory).get_vocab() == load_tokenizer(tmp_path / "sft/model").get_vocab()
     asked = {"from_run": "sft@2", "from_optimizer": True}
-    fresh, going_on = newest, begun(config_of(tmp_path, "on", backend, model=asked))[0]
+    drawn_back = {"loss": {"type": "ppo_clip"}, "reference": {"kl_coef": 0.1}}
+    config = config_of(tmp_path, "on", backend, model=asked, learner=drawn_back)
+    fresh, going_on = newest, begun(config)[0]
+    with going_on.frozen.in_place("reference"):  # what the run begins with, not the other's
+        assert differing(weights(going_on), saved[2]) == []
     first, _, _ = begun(config_of(tmp_path, "first", backend, model={"from_run": "sft@0"}))
     assert differing(weights(first), saved[0]) == []
     for one in (trained, fresh, going_on):
