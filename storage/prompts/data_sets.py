@@ -241,9 +241,6 @@ class DataSets:
     def _take_over(self, data_set: DataSet) -> None:
         if self._known:
             log.info("data_set_takes_over", **asdict(data_set))
-        for later in [first for first in self._known if first > data_set.first_lease]:  # never begun
-            del self._known[later]
-            self._ledger.drop_fact(f"{_DATA_SET}{later:012d}")
         self._known[data_set.first_lease] = data_set
         if data_set.is_picked:
             self._picked[data_set.first_lease] = PickedOrder()

@@ -90,10 +90,10 @@ class PromptStream:
         return latest.first_lease + latest.count - self._ledger.next_id
 
     async def extend(self, wanted: int, stop: asyncio.Event) -> None:
-        """Read blocks until there are prompts for `wanted` leases.
+        """Read a block where no prompt is left: those that are left need not wait for a slow source.
 
         Raises `ConfigError` for what the function does or yields."""
-        while self.left < wanted:
+        if wanted > 0 and self.left <= 0:
             if self._rows is None:
                 self._next_row = self._data.latest.next_row or 0
                 self._rows = _endless(self._source, self._keys, self._next_row)

@@ -21,7 +21,7 @@ class Supply(Protocol):
         """Tell whether rewards of groups are asked for."""
 
     async def extend(self, wanted: int, stop: asyncio.Event) -> None:
-        """Decide on the prompts of `wanted` leases, or of fewer where it was stopped or the bus is away."""
+        """Decide on the prompts of `wanted` leases, or of fewer: it is asked again once those are issued."""
 
     def note(self, lease_id: int, rewards: Sequence[float]) -> None:
         """Hear once of each group that is complete or rejected, with its rewards if they are known."""
