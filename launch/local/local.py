@@ -311,10 +311,11 @@ async def _listens(port: int) -> bool:
 async def _watch_host(
     supervisor: Supervisor, monitor: RunMonitor, run: RunDirectory, stop: asyncio.Event
 ) -> None:
-    """Look whether the run's disk is full, and count the memory of processes that send no status: the server,
-    the one that runs it, and this one."""
+    """Look whether the run's disk is full and which parts have ended, and count the memory of processes that
+    send no status: the server, the one that runs it, and this one."""
     while not stop.is_set():
         monitor.full_disk = await asyncio.to_thread(lack_of_room, run.path)
+        monitor.ended_pids = supervisor.ended_pids
         monitor.note_memory("supervisor", peak_rss_bytes())
         for pid in supervisor.pids("bus"):
             try:

@@ -137,6 +137,12 @@ class Supervisor:
         """Process ids of the running parts of that name."""
         return [part.running.pid for part in self.parts if part.name == name and part.running is not None]
 
+    @property
+    def ended_pids(self) -> frozenset[int]:
+        """Return the process ids of parts that have ended with status 0."""
+        ended = (part.process for part in self.parts if part.process is not None)
+        return frozenset(process.pid for process in ended if process.returncode == 0)
+
     async def _keep_alive(self, part: Part, over: asyncio.Event) -> None:
         while True:
             if part.process is None:

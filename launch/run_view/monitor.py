@@ -102,6 +102,8 @@ class RunMonitor:
         """Largest sum of the peaks of processes that ran together; they never used more at one moment."""
         self.full_disk = ""
         """What is wrong with the disk of the run, if it is full."""
+        self.ended_pids: frozenset[int] = frozenset()
+        """Process ids of parts of this launch that have ended with status 0."""
         self._clock = clock
         self._started_s = clock()
         self._noted: dict[str, int] = {}
@@ -189,6 +191,10 @@ class RunMonitor:
         allowed_s = max(SILENT_S, SILENT_PERIODS * process.status.next_s)
         return silence if silence > allowed_s else 0.0
 
+    def has_ended(self, process: HeardProcess) -> bool:
+        """Return whether a process ended in order: its launch says so, or it fell silent in a finished run."""
+        return process.status.pid in self.ended_pids or (self.stage == "done" and self.silent_s(process) > 0)
+
     def shown(self) -> list[HeardProcess]:
         """Return processes to show: learner, storage, others, then actors except those long gone."""
         order = {"learner": 0, "storage": 1, "actor": 3}
@@ -231,7 +237,7 @@ class RunMonitor:
     def learner_has_ended(self) -> bool:
         """Return whether the learner was done before it fell silent."""
         learner = self._latest.get("learner")
-        return self.stage == "done" and learner is not None and self.silent_s(learner) > 0
+        return self.stage == "done" and learner is not None and self.has_ended(learner)
 
     @property
     def trains_from(self) -> int:

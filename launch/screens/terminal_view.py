@@ -250,7 +250,7 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
 
 
 def _process(monitor: RunMonitor, process: HeardProcess, width: int, rows: int) -> list[Text]:
-    ended = monitor.silent_s(process) > 0 and monitor.stage == "done"
+    ended = monitor.has_ended(process)
     silence = 0.0 if ended else monitor.silent_s(process)
     style = "red" if silence else "yellow" if process.status.waits else "green"
     style = "dim" if ended else "red" if _alarm(process) else style
@@ -315,9 +315,9 @@ def _short(source: str) -> str:
 
 def _doing(monitor: RunMonitor, process: HeardProcess) -> str:
     """Return what a process says that it does, or that it says nothing any more."""
-    if monitor.silent_s(process) <= 0:
-        return process.status.text
-    return "ended" if monitor.stage == "done" else f"silent, was: {process.status.text}"
+    if monitor.has_ended(process):
+        return "ended"
+    return f"silent, was: {process.status.text}" if monitor.silent_s(process) > 0 else process.status.text
 
 
 def status_line(monitor: RunMonitor) -> str:

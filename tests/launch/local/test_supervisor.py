@@ -105,9 +105,9 @@ async def test_a_part_that_may_end_does_not_end_the_run_and_is_started_again_if_
     await supervisor.start(part("serving", SERVE))
     stop = asyncio.Event()
     watching = asyncio.create_task(supervisor.watch(stop))
-    await until(lambda: len(supervisor.parts[0].started) == 2 and not supervisor.pids("ending"))
+    await until(lambda: len(supervisor.parts[0].started) == 2 and supervisor.ended_pids)
 
-    assert supervisor.pids("serving")
+    assert supervisor.ended_pids.isdisjoint(supervisor.pids("serving"))
     assert not watching.done()
     stop.set()
     await watching

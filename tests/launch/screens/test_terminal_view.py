@@ -143,6 +143,15 @@ def test_processes_of_a_finished_run_have_ended():
     assert " | learner: ended | " in status_line(monitor)
 
 
+def test_a_stopped_process_has_ended_and_is_not_silent():
+    monitor, clock = make_monitor()
+    monitor.on_status(learner(doing="finishing a checkpoint", pid=7))
+    clock.now_s += 10
+    assert "learner            SILENT for 10.0 s, was: finishing a checkpoint" in shown(monitor)
+    monitor.ended_pids = frozenset({7})
+    assert "learner            ended" in shown(monitor)
+
+
 @pytest.mark.parametrize("actors", [0, 1, 5, 9, 10, 11, 200])
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_screen_never_exceeds_its_lines_and_columns(actors, width):
