@@ -24,6 +24,7 @@ from actors.policy.policy import Policy
 from actors.settings.evaluation import ChatEndpointConfig
 from bus.codec import Json
 from bus.errors import ConfigError
+from bus.process.work_progress import long_work
 from launch.checks.answering_model import answering_model, refuse_clients
 from launch.checks.start_checks import check_start, start_remarks
 from launch.services.hidden_files import hidden_files
@@ -205,7 +206,8 @@ async def show(
         except Exception as error:  # noqa: BLE001 - it is shown as what became of its prompt
             return error, monotonic() - began_s
 
-    outcomes = await asyncio.gather(*map(rolled_out, tasks, policies))
+    with long_work("rolling the prompts out"):
+        outcomes = await asyncio.gather(*map(rolled_out, tasks, policies))
     for number, (task, (outcome, seconds), own) in enumerate(zip(tasks, outcomes, policies, strict=True), 1):
         shown = trial.shown(task, outcome, own.seen, seconds)
         say(f"=== prompt {number} of {len(tasks)}\n{shown}")
