@@ -404,7 +404,7 @@ class _Service:
             return f"issuing {room} leases", ""
         if dispatcher.held_back:
             return dispatcher.held_back, "throttle"
-        return "all that the staleness bound allows is rolling out", "staleness"
+        return "all that the staleness bound allows is rolling out or stored", "staleness"
 
 
 def _listed(shards: Iterable[int]) -> str:

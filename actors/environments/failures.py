@@ -195,17 +195,17 @@ class EnvironmentFailures:
 def _counted(of: _Failures) -> str:
     """Return how many of the latest rollouts failed, and by what."""
     what = " and ".join(
-        f"{number} by {'their reward' if kind == 'reward' else 'their environment'}"
+        f"{number} failed by {'their reward' if kind == 'reward' else 'their environment'}"
         for kind, number in of.failed.most_common()
     )
-    return f"of the latest {len(of.recent)} rollouts failed {what}"
+    return f"of the latest {len(of.recent)} rollouts, {what}"
 
 
 def _faulty(of: _Failures) -> str:
     """Return how many of the latest episodes could not be scored, and why the last could not."""
     faults = [fault for fault in of.faults if fault]
     return (
-        f"of the latest {len(of.faults)} episodes {len(faults)} have the lowest reward, since what the "
+        f"of the latest {len(of.faults)} episodes, {len(faults)} have the lowest reward, since what the "
         f"policy wrote made the reward, environment or program fail, the last: {in_short(faults[-1])}"
     )
 

@@ -81,7 +81,7 @@ def test_an_actor_of_a_separate_command_ends_by_its_reward_and_storage_says_why(
 
 def assert_told(said: str) -> None:
     """Assert that a terminal shows what failed, and where."""
-    assert "rollouts failed" in said
+    assert "failed by their" in said
     assert "by their reward: correct what failed" in said
     assert 'my_rewards.py", line 8, in breaks' in said
     assert "KeyError: 'kind'" in said

@@ -60,22 +60,22 @@ UNSCORED = RewardError("reward mine on task t raised KeyError('label')")
         (
             BROKEN,
             "environment_error",
-            "environment 'calc': of the latest 3 rollouts failed 3 by their environment: cor.* The last: E",
+            "environment 'calc': of the latest 3 rollouts, 3 failed by their environment: cor.* The last: E",
         ),
         (
             UNSCORED,
             "reward_error",
-            "environment 'calc': of the latest 3 rollouts failed 3 by their reward: .* The last: RewardEr",
+            "environment 'calc': of the latest 3 rollouts, 3 failed by their reward: .* The last: RewardEr",
         ),
         (
             EpisodeError("slow"),
             "timeout",
-            "environment 'calc': of the latest 3 rollouts failed 3 by their envi",
+            "environment 'calc': of the latest 3 rollouts, 3 failed by their envi",
         ),
         (
             EpisodeError("mcp"),
             "tool_error",
-            "environment 'calc': of the latest 3 rollouts failed 3 by their env",
+            "environment 'calc': of the latest 3 rollouts, 3 failed by their env",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_the_only_environment_of_a_run_has_no_name_and_no_numbers_of_its_own():
     failures = EnvironmentFailures(ONE, AT_ONCE)
     for _ in range(2):
         failures.failed(task("a field of the user's"), BROKEN, "environment_error")
-    with pytest.raises(ConfigError, match=r"^of the latest 3 rollouts failed 3"):
+    with pytest.raises(ConfigError, match=r"^of the latest 3 rollouts, 3 failed"):
         failures.failed(task(), BROKEN, "environment_error")
     assert failures.metrics == {}
 
@@ -135,7 +135,7 @@ def test_a_share_of_failures_ends_the_run_also_after_it_worked(failures):
     failures.failed(task("calc"), UNSCORED, "reward_error")
     failures.failed(task("calc"), BROKEN, "environment_error")
     with pytest.raises(
-        ConfigError, match="of the latest 6 rollouts failed 2 by their reward and 1 by their environment"
+        ConfigError, match="of the latest 6 rollouts, 2 failed by their reward and 1 failed by their environment"
     ):
         failures.failed(task("calc"), UNSCORED, "reward_error")
 
@@ -143,7 +143,7 @@ def test_a_share_of_failures_ends_the_run_also_after_it_worked(failures):
 def test_an_environment_that_hangs_after_it_worked_ends_the_run(failures):
     failures.worked(task("calc"))
     failures.failed(task("calc"), EpisodeError("hangs"), "timeout")
-    with pytest.raises(ConfigError, match="of the latest 3 rollouts failed 2 by their environment"):
+    with pytest.raises(ConfigError, match="of the latest 3 rollouts, 2 failed by their environment"):
         failures.failed(task("calc"), EpisodeError("hangs"), "timeout")
 
 
@@ -151,7 +151,7 @@ def test_a_group_whose_reward_fails_counts_as_its_rollouts_do():
     failures = several(fraction=1.0)
     for _ in range(4):
         failures.worked(task("calc"))
-    with pytest.raises(ConfigError, match="of the latest 4 rollouts failed 4 by their reward"):
+    with pytest.raises(ConfigError, match="of the latest 4 rollouts, 4 failed by their reward"):
         failures.failed(task("calc"), RewardError("group reward"), "reward_error", worked_before=4)
 
 
@@ -166,7 +166,7 @@ def test_many_episodes_that_could_not_be_scored_are_an_alarm_and_end_no_run():
     failures = several(fraction=0.5, after_s=0.0)
     for _ in range(9):
         failures.worked(task("calc"), "status -9")
-    assert failures.alarm.startswith("environment 'calc': of the latest 6 episodes 6 have the lowest reward")
+    assert failures.alarm.startswith("environment 'calc': of the latest 6 episodes, 6 have the lowest reward")
     assert failures.alarm.endswith("the last: status -9")
     for _ in range(4):
         failures.worked(task("calc"))
@@ -178,7 +178,7 @@ def test_a_service_that_is_away_for_a_while_ends_nothing():
     for _ in range(9):
         failures.failed(task("calc"), UNSCORED, "reward_error")
     assert failures.alarm.startswith(
-        "environment 'calc': of the latest 6 rollouts failed 6 by their reward, the"
+        "environment 'calc': of the latest 6 rollouts, 6 failed by their reward, the"
     )
     for _ in range(4):
         failures.worked(task("calc"))
@@ -191,12 +191,12 @@ def test_each_evaluation_is_judged_by_its_own_rollouts_and_two_in_a_row_end_the_
     )
     for _ in range(3):
         failures.failed(task(), UNSCORED, "reward_error")
-    assert failures.alarm.startswith("held-out prompts: of the latest 3 rollouts failed 3 by their reward")
+    assert failures.alarm.startswith("held-out prompts: of the latest 3 rollouts, 3 failed by their reward")
     time.sleep(0.03)
     failures.forget_judged()
     failures.failed(task(), UNSCORED, "reward_error")  # chance may fail one of a reward that works again
     failures.failed(task(), UNSCORED, "reward_error")
-    with pytest.raises(ConfigError, match="held-out prompts: of the latest 3 rollouts failed 3"):
+    with pytest.raises(ConfigError, match="held-out prompts: of the latest 3 rollouts, 3 failed"):
         failures.failed(task(), UNSCORED, "reward_error")
     failures.forget_judged()
     for _ in range(3):
@@ -210,7 +210,7 @@ def test_evaluations_of_few_prompts_are_judged_together():
     for _ in range(2):
         failures.failed(task(), UNSCORED, "reward_error")
     failures.forget_judged()
-    with pytest.raises(ConfigError, match="of the latest 3 rollouts failed 3"):
+    with pytest.raises(ConfigError, match="of the latest 3 rollouts, 3 failed"):
         failures.failed(task(), UNSCORED, "reward_error")
 
 
@@ -245,7 +245,7 @@ def test_screens_show_a_long_failure_in_short():
     )
     for _ in range(3):
         failures.failed(task("calc"), long, "environment_error")
-    told = "environment 'calc': of the latest 3 rollouts failed 3 by their environment, the last: Epi"
+    told = "environment 'calc': of the latest 3 rollouts, 3 failed by their environment, the last: Epi"
     assert failures.alarm.startswith(told)
     assert failures.alarm.endswith("line line KeyError: 'board'")
     assert len(failures.alarm) < 450

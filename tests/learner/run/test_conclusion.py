@@ -64,11 +64,11 @@ async def test_a_learner_whose_actors_ended_for_good_saves_what_it_has_and_says_
         run.hold(after_step=3)  # no multiple of those after which a checkpoint is due
         learner = asyncio.create_task(run.train())
         await until(lambda: 3 in run.steps(), seconds=60)
-        ended = {"source": "actor-1", "time_s": 1.0, "ended": "of the latest 64 rollouts failed 64"}
+        ended = {"source": "actor-1", "time_s": 1.0, "ended": "of the latest 64 rollouts, 64 failed"}
         run.storage.dispatcher.absent_actors.write(ended)
         with pytest.raises(ExceptionGroup) as raised:
             await learner
-        assert raised.group_contains(NoActorsError, match="actor-1: of the latest 64 rollouts failed 64")
+        assert raised.group_contains(NoActorsError, match="actor-1: of the latest 64 rollouts, 64 failed")
         assert json.loads((tmp_path / "progress.json").read_text())["step"] == 3
         before = run.steps()
         run.release()

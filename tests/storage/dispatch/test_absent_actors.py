@@ -29,7 +29,7 @@ class Minutes:
     def counts(self, actor: str, time_s: float) -> None:
         self.absent.write({"source": actor, "time_s": time_s, "engine/busy_s": 1.0})
 
-    def ends(self, actor: str, time_s: float, reason: str = "of the latest 64 rollouts failed 64") -> None:
+    def ends(self, actor: str, time_s: float, reason: str = "of the latest 64 rollouts, 64 failed") -> None:
         self.absent.write({"source": actor, "time_s": time_s, "engine/busy_s": 1.0, "ended": reason})
 
 
@@ -100,7 +100,7 @@ def test_a_learner_waits_five_minutes_for_another_actor_than_those_that_ended(ti
         time.absent.hear(status(wait))
         time.look(8)
         assert (time.absent.failure == "") == waits_on
-    assert "actor-1: of the latest 64 rollouts failed 64\nactor-2: another reason" in time.absent.failure
+    assert "actor-1: of the latest 64 rollouts, 64 failed\nactor-2: another reason" in time.absent.failure
     time.counts("actor-3", 3.0)
     assert time.absent.failure == ""
 
