@@ -192,7 +192,7 @@ class RunMonitor:
         return silence if silence > allowed_s else 0.0
 
     def has_ended(self, process: HeardProcess) -> bool:
-        """Return whether a process ended in order: its launch says so, or it fell silent in a finished run."""
+        """Return whether a process ended in order: its launch says so, or its run is done."""
         return process.status.pid in self.ended_pids or (self.stage == "done" and self.silent_s(process) > 0)
 
     def shown(self) -> list[HeardProcess]:

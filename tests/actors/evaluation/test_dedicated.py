@@ -256,7 +256,7 @@ async def test_held_out_prompts_whose_reward_always_fails_are_named_and_end_the_
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(running, TIMEOUT_S)
     [error] = leaves(raised.value)
-    told = "held-out prompts: of the latest 12 rollouts, 12 failed by their reward: .*: the labels of held-out"
+    told = "held-out prompts: of the latest 12 rollouts, 12 failed by their reward: .*: the labels of held"
     assert isinstance(error, ConfigError)
     assert re.match(told, str(error))
     while ENDED not in (values := (await asyncio.wait_for(ended.get(), TIMEOUT_S)).values):
