@@ -48,14 +48,14 @@ class TrajectoryFilter:
 
     def matches(self, t: Trajectory) -> bool:
         """Return whether the trajectory is wanted, apart from what its group and its text decide."""
-        metadata = t.metadata
+        metadata, is_known = t.metadata, not t.reward_due
         return (
             (self.version is None or self.version in t.policy_versions)
             and self.end in (None, t.end)
             and self.source in (None, metadata.get(SOURCE))
             and (self.task is None or self.task in (str(metadata.get(key)) for key in TASK_KEYS))
-            and (self.least_reward is None or t.reward >= self.least_reward)
-            and (self.most_reward is None or t.reward <= self.most_reward)
+            and (self.least_reward is None or (is_known and t.reward >= self.least_reward))
+            and (self.most_reward is None or (is_known and t.reward <= self.most_reward))
         )
 
 

@@ -71,6 +71,13 @@ async def test_the_newest_come_first_and_filters_choose(stored: RunDirectory):
     assert len(await names(stored, version=4)) == 2 * GROUPS_A_STEP * SAMPLES  # sampled one turn of each
 
 
+def test_a_reward_that_is_due_is_neither_large_nor_small():
+    due = two_turns(0, 0, 1, reward_due=True)
+    assert TrajectoryFilter().matches(due)
+    assert not TrajectoryFilter(least_reward=0.0).matches(due)
+    assert not TrajectoryFilter(most_reward=0.0).matches(due)
+
+
 async def test_text_is_found_in_prompts_and_answers_whatever_its_case(tmp_path: Path):
     run = make_run(tmp_path, "texts", steps=3)
     other = two_turns(99, 0, 3, group_size=1)
