@@ -124,8 +124,9 @@ def _show(table: "RenderableType") -> None:
     """Print a table as wide as the terminal, and wide enough for a file."""
     from rich.console import Console
 
-    shown = Console()
-    (shown if shown.is_terminal else Console(width=TABLE_WIDTH)).print(table, highlight=False)
+    width = None if Console().is_terminal else TABLE_WIDTH
+    # notes, settings and errors may have brackets and colons, which mean nothing
+    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
 
 
 @runs.command(

@@ -24,7 +24,7 @@ def noted_ending(run: RunDirectory, stop: asyncio.Event) -> Iterator[None]:
     except BaseException as error:
         cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         state = "stopped" if cancelled or stop.is_set() else "failed"
-        _note(run, state, "" if cancelled else _text(error))
+        _note(run, state, "" if cancelled else error_text(error))
         raise
     _note(run, "stopped" if stop.is_set() else "ended")
 
@@ -34,7 +34,8 @@ def _note(run: RunDirectory, state: str, problem: str = "") -> None:
         write_json(run.ending, {"state": state, "problem": problem})
 
 
-def _text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Return what a note of the error says."""
     first = next(leaves(error)) if isinstance(error, BaseExceptionGroup) else error
     text = str(first) if isinstance(first, SluiceError) else f"{type(first).__name__}: {first}"
     return text[:LONGEST]

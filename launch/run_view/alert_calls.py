@@ -16,6 +16,7 @@ import structlog
 
 from bus.errors import ConfigError
 from bus.waiting import set_within
+from launch.process.run_ending import error_text
 from launch.process.runtime import SUPERVISOR
 from launch.run_view.monitor import RunMonitor
 from launch.run_view.run_files import RunFiles
@@ -99,13 +100,15 @@ class AlertCalls:
 
     @asynccontextmanager
     async def failure_told(self, run: RunDirectory) -> AsyncIterator[None]:
-        """Tell when what is inside ends by an error that the run's directory notes as its failure."""
+        """Tell when what is inside ends by an error that the run's directory notes as its failure, or has no
+        room to note."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             files = RunFiles(run.path, lenient=True)
-            if files.ending.state == "failed":
-                await self.tell("failed", files.ending.problem, files.trained_steps or 0)
+            if files.ending.state != "stopped":
+                reason = files.ending.problem or error_text(error)
+                await self.tell("failed", reason, files.trained_steps or 0)
             raise
 
     async def tell_if_orphaned(self, run: RunDirectory) -> None:

@@ -187,8 +187,12 @@ class RunDirectory:
             raise ConfigError(
                 f"a note has at most {LONGEST_NOTE} characters, this one {len(text)}: shorten it"
             )
-        if text.strip():
-            write_file(self._path / NOTE, f"{text.strip()}\n".encode())
+        # it is shown in terminals, and what an argument or JSON may hold need not be UTF-8
+        shown = "".join(
+            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text.strip()
+        )
+        if shown:
+            write_file(self._path / NOTE, f"{shown}\n".encode())
         else:
             (self._path / NOTE).unlink(missing_ok=True)
 

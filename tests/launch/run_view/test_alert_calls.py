@@ -58,6 +58,11 @@ async def test_a_failure_is_told_to_the_command_with_its_error_and_an_order_to_s
         with pytest.raises(ConfigError, match="no such reward"):
             await fail(stop)
     [event] = told(tmp_path / "told")
+    run.write_json(run.ending, {"state": "lost"})  # as at a start, without room for how it ended
+    with pytest.raises(OSError, match="no room"):
+        async with calls.failure_told(run):
+            raise OSError("no room")
+    assert told(tmp_path / "told")[1]["reason"] == "OSError: no room"
     assert event.pop("time").endswith("+00:00")
     assert event == {"run": "mine", "state": "failed", "reason": "no such reward", "step": 7}
 

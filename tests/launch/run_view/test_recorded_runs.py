@@ -250,6 +250,9 @@ def test_a_note_is_in_lists_until_it_is_empty(tmp_path: Path, printed):
     assert "the good one" in printed("list")
     assert "the good one" in printed("show", "--run", "mine")
     assert recorded_runs([path])[0].note == "the good one"
+    printed("note", "not [/b], [red] or :smile:, \x1b[31m \udcff", "--run", "mine")
+    for words in (("list",), ("show", "--run", "mine")):
+        assert "not [/b], [red] or :smile:, \ufffd[31m \ufffd" in printed(*words)
     printed("note", "", "--run", "mine")
     assert recorded_runs([path])[0].note == ""
     assert "a note has at most 2000 characters" in printed("note", "x" * 2001, "--run", "mine", status=2)
