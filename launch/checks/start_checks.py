@@ -31,7 +31,9 @@ from launch.model_files.model_directory import (
 )
 from launch.model_files.vision_checks import refuse_unfit_vision
 from launch.process.record_trust import unsigned_remark
+from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.recorded_runs import going_on
+from launch.run_view.source_run import refuse_other_origin
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, of_policy
 from storage.built_in_tasks.generators import load_demonstrations
@@ -156,6 +158,8 @@ async def rehearse_local(
     if (complete := finished(config, run)) is not None:
         return complete
     run.refuse_unwritable()
+    refuse_other_origin(config, run)
+    AlertCalls(config)  # refuses a program that is not here
     remark = _refuse_live(config)
     for one in _of_each_policy(config):
         refuse_bad_plugins(one.learner)
@@ -189,6 +193,7 @@ def _of_policy(config: RunConfig, sentence: str) -> str:
 async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
     """Check what `launch storage` checks first, as `rehearse_local` does."""
     RunDirectory(config.directory, config.run).refuse_unwritable()
+    AlertCalls(config)
     refuse_missing(config.metrics)
     for one in _of_each_policy(config):
         refuse_full_context(one)

@@ -31,10 +31,10 @@ from launch.run_view.monitor import RunMonitor, RunSettings, watch
 from launch.run_view.recorded_runs import going_on
 from launch.run_view.run_files import RunFiles, changed_settings
 from launch.run_view.served_page import page_of
+from launch.run_view.source_run import refuse_other_origin
 from launch.screens.conclusion import conclude
 from launch.screens.summary import Summary, print_summary
 from launch.screens.terminal_view import TerminalView
-from launch.services.first_weights import refuse_other_origin
 from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.atomic_files import read_json, try_lock
 from storage.disk.file_errors import lack_of_room

@@ -8,6 +8,7 @@ from launch.model_files.hub_revision import pinned
 from launch.model_files.model_directory import model_of_run
 from launch.run_view.recorded_runs import find_run
 from launch.run_view.run_files import Origin, RunFiles, recorded_config
+from launch.settings.run_config import RunConfig
 from learner.model_directories.checkpoint_manifest import read_manifest
 from storage.disk import checkpoints
 from storage.disk.run_directory import RunDirectory
@@ -52,3 +53,26 @@ def source_model(directory: Path, origin: Origin) -> Path:
     """Return the directory with the tokenizer of the model of a run that another begins with."""
     source = RunDirectory(directory, origin.run)
     return model_of_run(recorded_config(source), source)
+
+
+def refuse_other_origin(config: RunConfig, run: RunDirectory) -> None:
+    """Raise `ConfigError` for a run that has begun with other weights than those of `model.from_run`."""
+    if not run.exists:
+        return
+    files, asked = RunFiles(run.path), config.model.from_run
+    begun = files.origin
+    if begun is not None and asked is None:
+        raise ConfigError(
+            f"run {run.name!r} has begun with the weights of {begun}: give --from {begun.run} again, or "
+            "choose another --run"
+        )
+    if begun is not None and asked not in (begun.run, f"{begun.run}@{begun.step}"):
+        raise ConfigError(
+            f"run {run.name!r} has begun with the weights of {begun}, not of {asked}: choose another --run "
+            "for those"
+        )
+    if begun is None and asked is not None and ((run.path / "model").exists() or files.saved_steps):
+        raise ConfigError(
+            f"run {run.name!r} has begun with other weights than those of {asked}: choose another --run for "
+            "those, or leave --from out"
+        )

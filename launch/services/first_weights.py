@@ -4,11 +4,10 @@ from pathlib import Path
 
 import structlog
 
-from bus.errors import ConfigError
 from launch.model_files.hub_revision import pin
 from launch.model_files.model_directory import model_directory
 from launch.run_view.run_files import RunFiles
-from launch.run_view.source_run import chosen_checkpoint, source_model
+from launch.run_view.source_run import chosen_checkpoint, refuse_other_origin, source_model
 from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import one_at_a_time
 from storage.disk.run_directory import RunDirectory
@@ -26,29 +25,6 @@ def first_model(config: RunConfig, run: RunDirectory) -> Path:
         return _of_other_run(config, run)
     path = config.model.path
     return run.path / "model" if path is None else model_directory(pin(path, run))
-
-
-def refuse_other_origin(config: RunConfig, run: RunDirectory) -> None:
-    """Raise `ConfigError` for a run that has begun with other weights than those of `model.from_run`."""
-    if not run.exists:
-        return
-    files, asked = RunFiles(run.path), config.model.from_run
-    begun = files.origin
-    if begun is not None and asked is None:
-        raise ConfigError(
-            f"run {run.name!r} has begun with the weights of {begun}: give --from {begun.run} again, or "
-            "choose another --run"
-        )
-    if begun is not None and asked not in (begun.run, f"{begun.run}@{begun.step}"):
-        raise ConfigError(
-            f"run {run.name!r} has begun with the weights of {begun}, not of {asked}: choose another --run "
-            "for those"
-        )
-    if begun is None and asked is not None and ((run.path / "model").exists() or files.saved_steps):
-        raise ConfigError(
-            f"run {run.name!r} has begun with other weights than those of {asked}: choose another --run for "
-            "those, or leave --from out"
-        )
 
 
 def _of_other_run(config: RunConfig, run: RunDirectory) -> Path:

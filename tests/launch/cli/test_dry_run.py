@@ -138,6 +138,17 @@ async def test_another_users_run_may_be_going_on(tmp_path: Path, monkeypatch: py
     assert "whose processes cannot be seen: it may be going on already" in said
 
 
+async def test_a_run_that_began_with_other_weights_and_an_alert_without_a_program_are_refused(tmp_path: Path):
+    (tmp_path / "runs/mine/model").mkdir(parents=True)
+    begun = resolve(small(tmp_path, run="mine", model={"from_run": "sft"}))
+    with pytest.raises(ConfigError, match="has begun with other weights than those of sft"):
+        await rehearse_local(begun, STOP, own_bus=True)
+    alerts = resolve(small(tmp_path, monitoring={"alert_command": "curll -d @-"}))
+    for rehearsed in (rehearse_local(alerts, STOP, own_bus=True), rehearse_storage(alerts, STOP)):
+        with pytest.raises(ConfigError, match="there is no program 'curll' on this host"):
+            await rehearsed
+
+
 async def test_a_run_that_goes_on_is_named(tmp_path: Path):
     config = resolve(small(tmp_path, run="mine"))
     lock = tmp_path / "runs/mine/lock"
