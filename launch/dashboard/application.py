@@ -37,7 +37,7 @@ from launch.dashboard.status_watch import StatusWatch
 from launch.dashboard.timeline import timeline
 from launch.dashboard.trajectories import one_group, one_trajectory, trajectory_list
 from launch.run_view.run_files import RunFiles
-from launch.trajectories.search import TrajectoryFilter
+from launch.trajectories.search import LARGEST_NUMBER, TrajectoryFilter
 from storage.disk.run_directory import RunDirectory
 
 WEB = Path(__file__).with_name("web")
@@ -45,8 +45,6 @@ LOOK_S = 0.5
 """Time between two looks for news of a run that somebody watches."""
 LONGEST_WINDOW_S = 3600
 """Longest time that the timeline shows."""
-LARGEST_NUMBER = 2**53
-"""Largest step, version or lease that can be asked for: a larger number is none of a page's."""
 QUIET_S = 15.0
 """Silence after which a line is sent: a connection that broke is noticed by it."""
 SMALLEST_COMPRESSED_BYTES = 1024

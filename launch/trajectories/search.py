@@ -17,11 +17,13 @@ from launch.trajectories.token_texts import Decode
 
 AT_ONCE = 4
 """Groups that are read at a time."""
+LARGEST_NUMBER = 2**53
+"""Largest step, version or lease that may be asked for: a browser knows whole numbers up to there."""
 
 
 @dataclass(frozen=True)
 class TrajectoryFilter:
-    """Which trajectories are wanted; None wants any."""
+    """Which trajectories are wanted; None wants any. Raises `ConfigError` for what can choose nothing."""
 
     step: int | None = None
     """Step that trained on the trajectory."""
@@ -43,6 +45,9 @@ class TrajectoryFilter:
     """Lease below which to search, for the next page."""
 
     def __post_init__(self) -> None:
+        for name in ("step", "version", "lease", "below"):
+            if not 0 <= (number := getattr(self, name) or 0) <= LARGEST_NUMBER:
+                raise ConfigError(f"{name}={number}: it is a whole number from 0 to {LARGEST_NUMBER}")
         if self.end is not None and self.end not in get_args(End):
             raise ConfigError(f"no trajectory ends as {self.end!r}: it is one of {', '.join(get_args(End))}")
 

@@ -197,6 +197,9 @@ async def test_a_finished_run_is_read_in_its_directory_with_all_that_is_known(
     assert capsys.readouterr() == ("", "launch: none of 12 groups has such a trajectory\n")
     with pytest.raises(ConfigError, match="no trajectory ends as 'stop': it is one of completed, length, "):
         TrajectoryFilter(end="stop")
+    for wanted in ({"step": -1}, {"version": 2**80}, {"lease": -1}, {"below": 2**80}):
+        with pytest.raises(ConfigError, match="it is a whole number from 0 to"):
+            TrajectoryFilter(**wanted)
     last, t = shown[1], two_turns(7, 1, 4)
     drift = logprobs_of(t) - t.behaviour_logprobs[t.loss_mask]
     assert (last["label"], last["advantage"], last["steps"]) == ("label 2", 0.5, {"4": 1.0})
