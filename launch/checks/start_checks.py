@@ -220,10 +220,10 @@ async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.E
             refuse_large(prompts.training, prompts.source, largest_message=largest)
     generated = config.data.prompts is None and not config.data.sources
     source = f"task {config.data.task}" if generated else prompts.source
-    return (
-        f"run {config.run!r} may start: {len(prompts.training)} prompts of {source}, "
-        f"{len(prompts.heldout)} held-out, {bus}"
-    )
+    material = f"{len(prompts.training)} prompts of {source}"
+    if not config.learner.steps and config.warmup.demonstrations is not None:
+        material = f"{config.warmup.steps} supervised steps on {config.warmup.demonstrations}"
+    return f"run {config.run!r} may start: {material}, {len(prompts.heldout)} held-out, {bus}"
 
 
 def _refuse_live(config: RunConfig) -> str:
