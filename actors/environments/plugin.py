@@ -202,6 +202,7 @@ def _checked_settings(config: PluginEnvironmentConfig, declared: type | None) ->
             f"actors.environment.settings.{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
             for problem in error.errors()
         ]
+        problems.append(f"Settings of {config.environment!r} are: {', '.join(declared.model_fields)}")
         raise ConfigError("\n".join(problems)) from error
 
 

@@ -92,4 +92,7 @@ def _settings(config: PluginToolConfig, declared: type | None) -> list[BaseModel
         return [declared.model_validate(config.settings)]
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        raise ConfigError(f"tool {config.tool!r}, settings: {'; '.join(problems)}") from error
+        there = ", ".join(declared.model_fields)
+        raise ConfigError(
+            f"tool {config.tool!r}, settings: {'; '.join(problems)}; there are: {there}"
+        ) from error

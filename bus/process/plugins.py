@@ -90,6 +90,12 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         hint = _same_name_hint(module_name)
+        if (
+            not hint
+            and isinstance(error, ModuleNotFoundError)
+            and error.name == module_name.partition(".")[0]
+        ):
+            hint = f": start in the directory that holds {error.name!r}, or install it"
         raise ConfigError(f"{kind} {name!r}: importing {module_name!r} failed: {error!r}{hint}") from error
     function = getattr(module, attribute, None)
     if not callable(function):

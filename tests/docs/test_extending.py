@@ -159,6 +159,12 @@ async def test_the_environment_asks_again():
     assert sum(len(trajectory.turns) for trajectory in episode.trajectories) == 2
 
 
+def test_a_misspelt_setting_of_the_environment_is_refused_with_those_that_there_are():
+    config = settings_of("my_retries").actors.environment.model_copy(update={"settings": {"trys": 2}})
+    with pytest.raises(ConfigError, match=r"(?s)settings\.trys: .*Settings of 'my_retries:Retries' are: tri"):
+        build_environment(config)
+
+
 async def test_the_game_is_won_by_whoever_reaches_nothing():
     environment = build_environment(settings_of("my_game").actors.environment)
     said = iter(("1", "2", "2", "2"))

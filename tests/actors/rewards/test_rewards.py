@@ -94,7 +94,7 @@ async def test_a_reward_of_ones_own_is_imported_from_the_working_directory():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("my_missing:reward", "importing 'my_missing' failed"),
+        ("my_missing:reward", "start in the directory that holds 'my_missing', or install it"),
         ("my_broken:reward", "importing 'my_broken' failed: ZeroDivisionError"),
         ("my_rewards:shortnes", "does not exist: did you mean 'shortness'"),
         ("my_rewards:NUMBER", "is not callable"),
