@@ -82,7 +82,7 @@ class Session:
         """Run code until the sandbox ends."""
         while True:
             connection, _ = self._listening.accept()
-            with connection, suppress(KeyboardInterrupt):  # it came as the code that it was meant for ended
+            with connection, suppress(KeyboardInterrupt, ConnectionError):  # interrupted late, or left
                 self._serve(connection)
 
     def _interrupt(self, *_: object) -> None:
@@ -93,6 +93,8 @@ class Session:
 
     def _serve(self, connection: socket.socket) -> None:
         _, given, _, _ = socket.recv_fds(connection, 1, 2)
+        if len(given) < 2:  # the run that connected was ended before it sent them
+            return
         code = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode(errors="replace")
         for place, descriptor in zip((1, 2), given, strict=True):
             os.dup2(descriptor, place)

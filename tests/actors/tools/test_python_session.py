@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -55,3 +56,10 @@ def test_code_that_is_stopped_when_nobody_reads_its_output_leaves_the_session(ru
         stopped.kill()
     ran = run("kept")
     assert (ran.stdout, ran.stderr) == ("1\n", "")
+
+
+def test_a_run_that_is_ended_before_it_sends_anything_leaves_the_session(run, tmp_path):
+    run("kept = 1")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.connect(str(tmp_path / "session"))
+    assert run("kept").stdout == "1\n"
