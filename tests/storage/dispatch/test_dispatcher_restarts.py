@@ -9,7 +9,7 @@ from bus.codec import encode
 from bus.connection.roles import hold_role
 from bus.errors import BusError, FencedError, LostDataError, StorageError
 from bus.messages import Prompt
-from bus.requests import Issued, IssuedRequest, Unsettled, UnsettledRequest, Waiting
+from bus.requests import IssuedRequest, Unsettled, UnsettledRequest, Waiting
 from bus.streams.consume import Inbox
 from bus.streams.publish import Publisher
 from bus.topology import ensure
@@ -352,15 +352,14 @@ async def test_a_shard_hears_of_issued_leases_only_when_a_crash_cannot_undo_them
     async with serving(bus, tmp_path) as storage:
         await learner.publish(0)
         await has(bus, "TASKS", 4)
-        issued = []
+        look_at_policy = storage.dispatcher.look_at_policy
 
-        async def look_at_policy():
-            if not issued:  # by a version that this very request has the dispatcher hear of
-                issued.extend(storage.ledger.issue(3, 0))
+        async def hears_of_a_version():  # this very request does, and nothing else that would flush
+            monkeypatch.setattr(storage.dispatcher, "look_at_policy", look_at_policy)
+            storage.ledger.issue(3, 0)
 
-        monkeypatch.setattr(storage.dispatcher, "look_at_policy", look_at_policy)
-        subject = bus.subject("rpc", "issued")
-        known = await bus.request(subject, IssuedRequest(shard=0), Issued, timeout_s=5.0)
+        monkeypatch.setattr(storage.dispatcher, "look_at_policy", hears_of_a_version)
+        [known] = await storage.dispatcher._on_issued(IssuedRequest(shard=0))  # without a turn of the loop
         left = on_disk(tmp_path / "ledger.sqlite", tmp_path / "crashed.sqlite")
         with closing(Ledger.open(left)) as crashed:
             assert crashed.next_id == known.next_id == 7
