@@ -33,9 +33,15 @@ def configure_logging(level: str = "info", form: LogFormat = "text", process: st
         # looked up at each event: a live view puts its own in place of stderr
         logger_factory=lambda *_: structlog.PrintLogger(cast(TextIO, UnbrokenStream(sys.stderr))),
     )
+    logging.getLogger("asyncio").addFilter(_is_of_use)
     if form == "json":
         _log_libraries_alike(process)
         sys.excepthook = _log_crash
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Return whether asyncio's line is one for a user: the end of each connection with TLS writes another."""
+    return "eof_received()" not in record.getMessage()
 
 
 class UnbrokenStream:

@@ -26,6 +26,7 @@ log.debug("unseen")
 log.info("weights_swapped", policy_version=7, where=Path("a"), text="two\\nlines")
 logging.getLogger("library").warning("slow %s", "disk")
 logging.getLogger("library").info("unseen")
+logging.getLogger("asyncio").warning("returning true from eof_received() has no effect when using ssl")
 warnings.warn("old")
 raise KeyError("nobody expected this")
 """
