@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isfinite, nan
+from pathlib import Path
 
 from bus.evaluation_messages import EvaluationResult
 from bus.messages import Metrics
-from storage.metrics.records import Record, evaluation_record, integer, metrics_record, number
+from storage.metrics.records import Record, evaluation_record, integer, metrics_record, number, read_records
 
 SOURCE_REWARD = "source_reward/"
 """What the names begin with of the mean reward of each source that a step trained on."""
@@ -110,6 +111,11 @@ def is_warmup(record: Record) -> bool:
 def is_evaluation(record: Record) -> bool:
     """Tell whether a line is of an evaluation."""
     return record.get("kind") == "evaluation"
+
+
+def supervised_steps(metrics_path: Path) -> dict[int, Record]:
+    """Return the rows of the supervised stage by step; of one that was trained again, the last."""
+    return {integer(row, "step"): row for row in read_records(metrics_path) if is_warmup(row)}
 
 
 def step_of(record: Record) -> Step:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.run_view.history import History, Step, is_warmup
+from launch.run_view.history import History, Step, supervised_steps
 from storage.disk.atomic_files import write_file
-from storage.metrics.records import Record, integer, number, read_records
+from storage.metrics.records import Record, number, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def draw_curves(
     FigureCanvasAgg(figure)
     first, second, last = figure.subplots(3, 1, sharex=True, height_ratios=(5, 3, 3))
     figure.suptitle(f"{title}: learning curves" if title else "Learning curves", fontsize=15)
-    supervised = _supervised(metrics_path) if not (history.steps or history.evaluations) else {}
+    supervised = supervised_steps(metrics_path) if not (history.steps or history.evaluations) else {}
     if supervised:
         _draw_figures(first, supervised, LOSSES, "Loss on demonstrations", "mean loss")
         _draw_figures(
@@ -78,11 +78,6 @@ def draw_curves(
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     write_file(png_path, picture.getvalue())
-
-
-def _supervised(metrics_path: Path) -> dict[int, Record]:
-    """Return the rows of the supervised stage by step; of one that was trained again, the last."""
-    return {integer(row, "step"): row for row in read_records(metrics_path) if is_warmup(row)}
 
 
 def _draw_figures(

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.codec import Json
-from launch.run_view.history import Evaluation, remarks
+from launch.run_view.history import Evaluation, remarks, supervised_steps
 from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.run_view.status_texts import best_text
 from launch.run_view.units import UNKNOWN, count, duration, fraction, size
@@ -18,6 +18,13 @@ from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer, number
 
 Summary = dict[str, Json]
+SUPERVISED = {
+    "train/loss": "Loss of the last step",
+    "heldout/loss_nats": "Held-out loss",
+    "rewards/accuracies": "Preference accuracy of the last step",
+    "heldout/rewards/accuracies": "Held-out preference accuracy",
+}
+"""What is said of steps on demonstrations or pairs alone."""
 
 
 def summarise(
@@ -45,6 +52,7 @@ def summarise(
         "wall_s": wall_s,
         "warmup_wall_s": progress.get("warmup_s"),
         "rl_wall_s": progress.get("rl_s"),
+        "supervised": _supervised(run) if monitor.settings.steps == 0 else None,
         "steps": _latest(monitor, progress, "step"),
         "policy_version": _latest(monitor, progress, "policy_version"),
         "target_accuracy": monitor.settings.target_accuracy,
@@ -63,6 +71,13 @@ def summarise(
         "metrics": _existing(run.metrics),
         "curves": _existing(run.curves),
     }
+
+
+def _supervised(run: RunDirectory) -> Summary:
+    """Return how far a run on demonstrations alone is, with its latest losses and preferences."""
+    rows = supervised_steps(run.metrics)
+    latest = {name: value for row in rows.values() for name, value in row.items() if name in SUPERVISED}
+    return {"steps": max(rows, default=0), **latest}
 
 
 def write_summary(run: RunDirectory, summary: Summary) -> None:
@@ -191,7 +206,8 @@ def print_summary(console: Console, summary: Summary) -> None:
     )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for section in (_result_rows, _rollout_rows, _file_rows):
+    rolls_out = summary.get("supervised") is None
+    for section in (_result_rows, *([_rollout_rows] if rolls_out else []), _file_rows):
         for label, text in section(summary):
             table.add_row(Text(label), Text(text))
         table.add_section()
@@ -199,6 +215,14 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:
+    if isinstance(found := summary.get("supervised"), dict):
+        figures = [(label, _known(found, name)) for name, label in SUPERVISED.items()]
+        return [
+            ("Supervised steps", str(integer(found, "steps"))),
+            *((label, f"{value:.4g}") for label, value in figures if value is not None),
+            *((f"ALARM of {name}", str(alarm)) for name, alarm in _alarms(summary).items()),
+            ("Time", f"{duration(_known(summary, 'wall_s'))} this launch"),
+        ]
     wall, warmup, rl = (duration(_known(summary, key)) for key in ("wall_s", "warmup_wall_s", "rl_wall_s"))
     steps, version = integer(summary, "steps"), integer(summary, "policy_version")
     return [

@@ -98,6 +98,8 @@ def _stage(monitor: RunMonitor) -> str:
     stage = STAGES.get(monitor.stage, monitor.stage)
     if monitor.stage == "warmup":
         return f"{stage}, step {integer(learner, 'warmup_step')} of {settings.warmup_steps}"
+    if settings.steps == 0 and monitor.stage == "done":
+        return stage
     if monitor.stage in ("rl", "done"):
         version = integer(learner, "policy_version")
         return f"{stage}, step {integer(learner, 'step')} of {settings.steps}, policy v{version}"

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.screens import curves
 from launch.screens.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, _draw_reward, draw_curves
 from launch.screens.summary import _accounted, print_summary, summarise, write_summary
+from launch.screens.terminal_view import status_line
 from launch.settings.run_config import resolve
 from storage.disk.run_directory import RunDirectory
-from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
+from storage.metrics.records import Record, append_records, evaluation_record, metrics_record, read_records
 from tests.launch.dashboard.run_on_disk import make_supervised_run
 from tests.launch.messages import FACTS, MIB, actor, evaluation, learner, metrics, storage
 
@@ -243,6 +245,25 @@ def test_data_sets_and_the_best_checkpoint_are_in_the_summary_and_its_table(run:
     assert (
         summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=1.0)["best_checkpoint"] is None
     )
+
+
+def test_a_run_on_pairs_alone_is_summarised_by_its_steps_and_losses(tmp_path: Path):
+    run = make_supervised_run(tmp_path, "dpo")
+    monitor = RunMonitor(replace(FACTS, steps=0))
+    monitor.on_status(learner(stage="done"))
+    summary = summarise(monitor, run=run, progress={**PROGRESS, "step": 0}, checkpoint=None, wall_s=1.0)
+    rows = [row for row in read_records(run.metrics) if row.get("train/stage") == "warmup"]
+    held_out = [row["heldout/loss_nats"] for row in rows if "heldout/loss_nats" in row]
+    assert summary["supervised"]["steps"] == len(rows) == 20
+    assert summary["supervised"]["train/loss"] == rows[-1]["train/loss"]
+    assert summary["supervised"]["heldout/loss_nats"] == held_out[-1]
+    console = Console(file=StringIO(), width=100)
+    print_summary(console, summary)
+    shown = console.file.getvalue()
+    assert "Supervised steps" in shown
+    assert f"{held_out[-1]:.4g}" in shown
+    assert "reinforcement learning" not in shown
+    assert "step" not in status_line(monitor).split("|")[0]
 
 
 @pytest.mark.first(2, others=pytest.mark.slow)
