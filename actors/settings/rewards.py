@@ -207,9 +207,9 @@ class RewardConfig(UnfinishedConfig):
     unless the right answer takes longer too."""
 
     sample_call: bool = True
-    """Whether a start calls each reward once with a sample answer, the label where a prompt has one, for each
-    source of prompts. A reward of your own is then loaded in a process that ends with the call. The answer's
-    `task_id` is `sample call`."""
+    """Whether a start calls each reward with a sample answer, the label where a prompt has one, for each
+    source of prompts. A reward of your own is then loaded in a process that ends with the calls, and called
+    with the text of no answer as well. The answers' `task_id` is `sample call`."""
 
     reward_threads: int = Field(16, ge=1)
     """Threads in which a plain (not async) reward of your own is called; 1 for one that only one thread may

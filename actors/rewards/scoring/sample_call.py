@@ -9,12 +9,13 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
 
 from actors.episodes.task import Answer
-from actors.rewards.base import RewardError
+from actors.rewards.base import InvalidRewardError, RewardError
 from actors.rewards.endpoint import TransientError
 from actors.rewards.scoring.scorers import GroupScorer, Scorer
 from actors.settings.rewards import RewardConfig
@@ -25,6 +26,8 @@ LOADING_S = 300.0
 """Longest time in which the process has to load the reward's module, beside the time of a call."""
 LARGE = "reward_model"
 """Built-in reward that loads so much that it is tried in another process."""
+OTHER_TEXT = "This is a sentence, and no answer."
+"""Text with which a reward of the user's own is called too: many return nothing for a wrong answer."""
 ATTEMPTS = 2
 """Requests to a server, which may be started after the run."""
 CHILD = "import sys; sys.path[:] = sys.argv[1:]; from actors.rewards.scoring.sample_call import main; main()"
@@ -70,6 +73,8 @@ async def failure(call: SampleCall) -> str:
     scorer = Scorer.from_config(call.name, config)
     try:
         await scorer.scored(call.answer)
+        if ":" in call.name:
+            await _refuse_no_reward(scorer, replace(call.answer, text=OTHER_TEXT))
         if (of_group := GroupScorer.from_config(config)) is not None:
             await of_group.scored([replace(call.answer, reward=reward) for reward in (0.0, 1.0)])
     except TransientError as error:
@@ -79,6 +84,15 @@ async def failure(call: SampleCall) -> str:
     finally:
         await scorer.close()
     return ""
+
+
+async def _refuse_no_reward(scorer: Scorer, answer: Answer) -> None:
+    """Raise InvalidRewardError if what the reward returns is none; it may raise for such a text."""
+    found: object = None
+    with suppress(RewardError):
+        found = await scorer.tried(answer)
+    if isinstance(found, InvalidRewardError):
+        raise InvalidRewardError(f"for the text {answer.text!r}, {found}")
 
 
 def _with_traceback(error: BaseException) -> str:
@@ -92,7 +106,7 @@ async def _told_by_another_process(call: SampleCall) -> str:
         sys.executable, "-c", CHILD, *sys.path,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    calls = 2 if call.config.group_reward is not None else 1
+    calls = 3 if call.config.group_reward is not None else 2
     limit_s = LOADING_S + calls * call.config.reward_timeout_s
     try:
         async with asyncio.timeout(limit_s):

@@ -84,9 +84,9 @@ class Scorer:
         others = [control_of(answer), *([] if self._newest is None else [self._newest])]
         found: Scored | Late | RewardError | Failure
         if lowest is None:
-            found = await self._tried(answer)
+            found = await self.tried(answer)
         else:  # it is tried again, since its server may have been away the first time
-            found = await judged(self._tried, answer, controls=others)
+            found = await judged(self.tried, answer, controls=others)
         if isinstance(found, RewardError):
             raise found
         if isinstance(found, Failure):
@@ -99,7 +99,7 @@ class Scorer:
                 self._newest = answer
         return found
 
-    async def _tried(self, answer: Answer) -> Scored | Late | RewardError:
+    async def tried(self, answer: Answer) -> Scored | Late | RewardError:
         """Return the reward, or how the function failed; raises as `_or_failure` does."""
         outcome = await self._calls.call(answer)
         where = f"reward {self._name} on task {answer.task_id}"

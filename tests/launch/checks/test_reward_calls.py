@@ -1,10 +1,11 @@
-"""A start calls each reward once for each source of prompts: one that never works is found at once."""
+"""A start calls each reward for each source of prompts: one that never works is found at once."""
 
 import asyncio
 import json
 
 import pytest
 
+from actors.rewards.scoring.sample_call import OTHER_TEXT
 from bus.errors import ConfigError
 from launch.checks.start_checks import rehearse_local
 from launch.settings.run_config import resolve
@@ -19,6 +20,13 @@ def raises(answer):
 
 def no_number(answer):
     return "good"
+
+def nothing_for_wrong_answers(answer):
+    if answer.text == answer.label:
+        return 1.0
+
+def raises_for_others(answer):
+    return float(int(answer.text) == 2)
 
 def wrong_signature(answer, reference):
     return 1.0
@@ -69,6 +77,7 @@ async def dry_run(config):
             r"(?s)p\.jsonl, prompt 0: the reward 'my_rewards:raises' .*in raises\n.*KeyE",
         ),
         ({"reward": "my_rewards:no_number"}, "returned 'good': a reward is a finite number"),
+        ({"reward": "my_rewards:nothing_for_wrong_answers"}, "for the text 'This is a sent.*returned None"),
         ({"reward": "my_rewards:wrong_signature"}, "(?s)TypeError.*missing 1 required positional argument"),
         ({"reward": "my_rewards:slow", "reward_timeout_s": 0.2}, r"no result within 0\.2 s"),
         ({"reward": "my_rewards:ends"}, "its process ended with status 7"),
@@ -82,10 +91,11 @@ async def test_a_reward_that_never_works_is_found_with_its_traceback(mine, envir
 
 
 @pytest.mark.slow
-async def test_a_reward_that_works_is_called_once_and_may_print(mine, tmp_path):
+async def test_a_reward_that_works_is_called_twice_and_may_print(mine, tmp_path):
     assert "may start" in await dry_run(mine(reward="my_rewards:fine"))
-    assert (tmp_path / "called").read_text() == "2\n"
+    assert (tmp_path / "called").read_text() == f"2\n{OTHER_TEXT}\n"
     assert "may start" in await dry_run(mine(reward="my_rewards:raises", sample_call=False))
+    assert "may start" in await dry_run(mine(reward="my_rewards:raises_for_others"))
 
 
 @pytest.mark.slow
@@ -105,7 +115,7 @@ async def test_each_source_has_its_reward_called(mine, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"prompt 2: the reward 'my_rewards:no_number'"):
         await dry_run(config)
-    assert (tmp_path / "called").read_text() == "2\n"
+    assert (tmp_path / "called").read_text() == f"2\n{OTHER_TEXT}\n"
 
 
 async def test_a_label_that_a_built_in_reward_cannot_read_is_refused(mine, tmp_path):
