@@ -65,8 +65,10 @@ def scoring(path: Path, device: str) -> Callable[[Answer], float]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
-        model, loaded = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            path, output_loading_info=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"reward_model.path={path} cannot be read by transformers: {error}") from error
     if model.num_labels != 1 or loaded["missing_keys"]:

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import closing
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.codec import encode
 from bus.connection.roles import hold_role
@@ -337,7 +338,7 @@ async def test_disk_that_refuses_stops_the_dispatcher(bus, learner, tmp_path):
     with opened(bus, tmp_path) as storage:
         task = asyncio.create_task(storage.run(asyncio.Event(), reissue=False))
         await learner.ask(1)
-        with refusing_disk():
+        with capture_logs(), refusing_disk():  # what is logged may go to a file too
             storage.ledger.issue(1, policy_version=0)
             with pytest.raises(BusError, match="ledger cannot be written"):
                 await learner.commit(0)
