@@ -52,6 +52,8 @@ def refuse_full_context(config: RunConfig) -> None:
     """Raise `ConfigError` for answers that leave no room for a prompt in the model's context.
 
     A model on another host is not seen from here: storage checks it, when the learner has published it."""
+    if config.learner.steps == 0:  # a run on demonstrations alone samples nothing
+        return
     limit, context = config.sampling.max_new_tokens, config.model.scratch.context
     name = "model.scratch.context is"
     if config.model.path is not None:

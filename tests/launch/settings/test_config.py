@@ -525,6 +525,8 @@ def test_answers_that_fill_the_context_are_refused_before_anything_starts(tmp_pa
     (model / "config.json").write_text('{"max_position_embeddings": 4096}')
     of_model, scratch = {"model": {"path": str(model)}}, {"model": {"scratch": {"context": 64}}}
     refuse_full_context(resolve({"sampling": {"max_new_tokens": 4095}}, of_model))
+    supervised = {"learner": {"steps": 0}, "warmup": {"steps": 5, "demonstrations": "d.jsonl"}}
+    refuse_full_context(resolve({"sampling": {"max_new_tokens": 4096}, **supervised}, of_model))
     with pytest.raises(ConfigError, match=r"=4096 leaves no room for a prompt.* of 4096: lower it"):
         refuse_full_context(resolve({"sampling": {"max_new_tokens": 4096}}, of_model))
     with pytest.raises(ConfigError, match=r"=64 leaves no room .*model.scratch.context is 64: lower it"):
