@@ -31,7 +31,7 @@ test: install
 	$(BIN)/pytest $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 3))
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 2)) $(call files_of,slow)
+	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 2)) $(call files_of,slow)
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly $(call files_of,nightly)

@@ -110,7 +110,7 @@ async def test_a_directory_is_tried_with_the_settings_of_a_run(tmp_path):
     assert "Answers end with <|im_end|> (257: chat template), <|endoftext|> (258: tokenizer)." in whole
     shown = r"=== prompt 2 of 2\n--- context, \d+ tokens\n<\|im_start\|>user\n1\+1=<\|im_end\|>"
     assert re.search(shown, whole)
-    assert whole.count("--- reward 0, label") == 2
+    assert len(re.findall("--- reward [01], label", whole)) == 2  # a random answer may be right
     assert not (tmp_path / "runs").exists()
 
 
