@@ -231,6 +231,10 @@ class Located(Message, tag="located"):
 # --- the dispatcher and its shards ask each other ---
 
 
+NOTHING_AFTER = 1 << 40
+"""A shard that is asked for its groups from this one on answers with none, and how many there are."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRequest(Message, tag="stored_request"):
     """Asks a shard which groups it completed, from the `after`-th on."""

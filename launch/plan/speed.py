@@ -7,11 +7,9 @@ from transformers import PretrainedConfig
 from launch.plan.memory import Model
 from launch.plan.sizes import is_mixture, kv_bytes, size
 from learner.config.learner import LearnerConfig
-from learner.data.balancing import forward_flops
+from learner.data.balancing import FORWARD_AND_BACKWARD, forward_flops
 from learner.metrics.gpus import Gpu
 
-TRAINED = 3.0
-"""A step has so many times the FLOPs of its forward pass: the backward pass takes twice that."""
 LARGE = 2_000_000_000
 """Parameters from which the figures of an 8B stand for a dense model, and below which those of a 0.6B."""
 MFU = {
@@ -60,7 +58,7 @@ def mfu(model: Model, learner: LearnerConfig, ranks: int, micro_batches: int) ->
 
 def step_flops(hf_config: PretrainedConfig, sequences: int, tokens: int) -> float:
     """Return the FLOPs of a step on sequences of so many tokens, forward and backward, without recompute."""
-    return TRAINED * forward_flops(hf_config, tokens) * sequences
+    return FORWARD_AND_BACKWARD * forward_flops(hf_config, tokens) * sequences
 
 
 def decode_tokens_per_s(model: Model, gpu: Gpu, gpus: int, requests: float, context: int) -> float:

@@ -14,7 +14,7 @@ from nats.js.errors import NotFoundError
 from bus.connection import Bus
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError
 from bus.messages import PolicyManifest, RoleHolder, RunRecord, Status
-from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from bus.requests import NOTHING_AFTER, StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
 from bus.streams.stream_reader import StreamPosition, StreamReader
 from launch.run_view.monitor import RunMonitor, RunSettings, take_events
 from launch.run_view.run_files import Waiting
@@ -30,8 +30,6 @@ LISTEN_S = 1.3
 """Time to listen; each process sends its status twice a second, and renews its role every second."""
 RECENT_EVENTS = 48
 """Newest events that are searched for the learner's metrics."""
-NOTHING_AFTER = 1 << 40
-"""A shard that is asked for its groups from this one on answers with none, and so at once."""
 T = TypeVar("T")
 
 

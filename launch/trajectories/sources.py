@@ -14,7 +14,7 @@ import structlog
 from bus.connection import Bus
 from bus.errors import ConfigError, UnreadableGroupsError
 from bus.messages import PolicyManifest, RunRecord
-from bus.requests import ReadRequest, StoredGroups, StoredRequest
+from bus.requests import NOTHING_AFTER, ReadRequest, StoredGroups, StoredRequest
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch
 from launch.model_files.model_directory import model_of_run
@@ -34,8 +34,6 @@ STATE_S = 1.0
 ANSWER_TIMEOUT_S = 10.0
 NEWEST = 2048
 """Groups of each shard that are asked for over the bus: the latest complete ones."""
-NOTHING_AFTER = 1 << 40
-"""A shard that is asked for its groups from this one on answers with none, and how many there are."""
 
 
 class Groups(Protocol):

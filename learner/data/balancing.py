@@ -34,8 +34,13 @@ def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
+FORWARD_AND_BACKWARD = 3.0
+"""FLOPs of an update in units of those of its forward passes: the backward pass takes twice that."""
+
+
 def forward_flops(config: PretrainedConfig, length: int, images: Iterable[int] = ()) -> float:
-    """Return the FLOPs of one forward pass over a sequence; training takes three times that.
+    """Return the FLOPs of one forward pass over a sequence; an update takes
+    `FORWARD_AND_BACKWARD` times that.
 
     It counts matrix products (two operations a multiply-add) and causal attention, and understands grouped
     queries, latent attention and mixtures of experts by the names that Hugging Face configurations use.

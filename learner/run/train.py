@@ -18,6 +18,7 @@ from bus.security.permissions import COUNTERS
 from bus.waiting import ended_before, ended_soon_after
 from learner.backends.contract.backend import StepResult
 from learner.config.process_settings import LearnerSettings, shared_kernels
+from learner.data.balancing import FORWARD_AND_BACKWARD
 from learner.data.batches import StepBatch
 from learner.metrics import trained_advantages, trained_logprobs
 from learner.metrics.learning_alarm import LearningAlarm
@@ -45,8 +46,6 @@ from storage.account.records import TRAINED, AccountRecord, AccountWriter, Kind
 from storage.client.reader import ReplayReader
 from storage.weights.blob_stores import BlobStore
 
-FORWARD_AND_BACKWARD = 3.0
-"""FLOPs of an update in units of those of its forward passes: the backward pass takes twice that."""
 LAST_WORDS_S = 5.0
 """A learner that stops waits no longer for storage to answer."""
 

@@ -12,12 +12,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen3VLConfig
 
-from benchmarks.learner_workloads import TRAINED, Workload
+from benchmarks.learner_workloads import Workload
 from benchmarks.model_shapes import SHAPES
 from bus.codec import Json
 from bus.images import shown_tokens
 from learner.config.model import ScratchVision
-from learner.data.balancing import forward_flops
+from learner.data.balancing import FORWARD_AND_BACKWARD, forward_flops
 from learner.data.packing import MicroBatch, Sample
 from learner.initial.scratch_vision import MERGE, image_processor
 from storage.images.reader import ImageReader
@@ -71,7 +71,7 @@ class ImageWorkload(Workload):
         """Return the FLOPs of one step, forward and backward without recomputation, the tower's included."""
         image = self.samples()[0].images[0]
         of_sequence = forward_flops(self.model, self.sequence, [image.rows * image.columns])
-        return TRAINED * of_sequence * (self.tokens // self.sequence)
+        return FORWARD_AND_BACKWARD * of_sequence * (self.tokens // self.sequence)
 
 
 def qwen3_vl_600m() -> ImageWorkload:

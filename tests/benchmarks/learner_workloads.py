@@ -16,11 +16,9 @@ from transformers import (
 )
 
 from benchmarks.model_shapes import SHAPES
-from learner.data.balancing import forward_flops
+from learner.data.balancing import FORWARD_AND_BACKWARD, forward_flops
 from learner.data.packing import MicroBatch, Sample, pack
 
-TRAINED = 3.0
-"""A step takes so many times the FLOPs of its forward pass."""
 ModelConfig: TypeAlias = Qwen3Config | Qwen3MoeConfig | DeepseekV3Config
 
 
@@ -75,7 +73,9 @@ class Workload:
 
     def flops(self) -> float:
         """Return the FLOPs of one step, forward and backward without recomputation."""
-        return TRAINED * forward_flops(self.model, self.sequence) * (self.tokens // self.sequence)
+        return (
+            FORWARD_AND_BACKWARD * forward_flops(self.model, self.sequence) * (self.tokens // self.sequence)
+        )
 
 
 def weights(config: ModelConfig) -> float:
