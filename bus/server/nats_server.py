@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import itertools
 import random
 import shutil
 import signal
@@ -36,6 +37,8 @@ WRITE_S = 15
 FIRST_PORT = 10_000
 """Lowest port that is chosen for a server."""
 TRIED_PORTS = 100
+_draws = itertools.count(random.SystemRandom().randrange(1 << 16))
+"""Where the next search for a free port begins: each process begins elsewhere, and goes on from there."""
 HTTP_HOST = "127.0.0.1"
 """Address at which a server tells its own numbers, to whoever asks: so not beyond this host."""
 LOG_BYTES = 64 << 20
@@ -213,17 +216,24 @@ def nats_binary() -> str:
 def free_port(host: str) -> int:
     """Return a port that nobody uses now, and that no outgoing connection gets by itself.
 
-    A server that starts again on its port would find one of the ephemeral range taken."""
-    lowest, highest = _ephemeral_ports()
-    below, above = range(FIRST_PORT, lowest), range(highest + 1, 1 << 16)
-    choices = max(below, above, key=len)
-    for port in random.SystemRandom().sample(choices, min(len(choices), TRIED_PORTS)):
+    A server that starts again on its port would find one of the ephemeral range taken. A process gets each
+    port once, so that two servers that are configured before either listens differ.
+    """
+    ports = _ports_for_servers()
+    for _ in range(min(len(ports), TRIED_PORTS)):
         with socket.socket() as probe, suppress(OSError):
+            port = ports[next(_draws) % len(ports)]
             probe.bind((host, port))
             return port
     with socket.socket() as probe:  # this host leaves no others
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _ports_for_servers() -> range:
+    """Return the larger part of the ports that lie outside the ephemeral range."""
+    lowest, highest = _ephemeral_ports()
+    return max(range(FIRST_PORT, lowest), range(highest + 1, 1 << 16), key=len)
 
 
 def _ephemeral_ports() -> tuple[int, int]:

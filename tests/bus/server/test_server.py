@@ -141,6 +141,14 @@ def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
         assert nats_server.free_port("127.0.0.1") != port
 
 
+def test_servers_that_are_configured_before_either_listens_have_ports_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(nats_server, "_ephemeral_ports", lambda: (nats_server.FIRST_PORT + 50, 65535))
+    ports = [nats_server.free_port("127.0.0.1") for _ in range(20)]
+    assert len(set(ports)) == 20
+
+
 @pytest.mark.nats
 async def test_a_client_that_gives_no_signs_of_life_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
