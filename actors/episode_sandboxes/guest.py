@@ -49,7 +49,6 @@ OVER = signal.SIGUSR1
 """Tells who waits for a command that the sandbox has passed its limit of memory."""
 CANNOT_START = 127
 MOST_DESCRIPTORS = 1 << 16
-LIKELIEST_TO_BE_KILLED = "1000"
 
 
 class CommandDescriptors(NamedTuple):
@@ -121,7 +120,7 @@ def _hold(actor: socket.socket, settings: GuestSettings, host: Host) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         own_namespaces(host, kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC)
-        host.write("oom_score_adj", LIKELIEST_TO_BE_KILLED)
+        host.write("oom_score_adj", kernel.LIKELIEST_TO_BE_KILLED)
         kernel.die_with_parent()
     except OSError as error:
         actor.send(json.dumps({"refused": str(error)}).encode())

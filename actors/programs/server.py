@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from actors.programs.confinement import enter
@@ -62,6 +63,7 @@ def _attend(given: ProgramDescriptors) -> int:
         request = ProgramRequest.from_json(os.pread(given.request, size, 0))
         os.close(given.request)
         try:
+            Path("/proc/self/oom_score_adj").write_text(kernel.LIKELIEST_TO_BE_KILLED)
             kernel.adopt_orphans()
             listening = enter(request) if request.namespaces else None
             outcome = _run(request, given, report, listening)

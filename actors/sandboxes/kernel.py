@@ -16,6 +16,9 @@ CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWPID: Final = 0x20000000
 CLONE_NEWNET: Final = 0x40000000
 
+LIKELIEST_TO_BE_KILLED: Final = "1000"
+"""Score by which the kernel picks what to kill when memory is short: a program goes before the actor."""
+
 MS_RDONLY: Final = 0x1
 MS_NOSUID: Final = 0x2
 MS_NODEV: Final = 0x4

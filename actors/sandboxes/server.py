@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.sandboxes.jail import Host, enter, private_namespaces, python_directories
+from actors.sandboxes.kernel import LIKELIEST_TO_BE_KILLED
 from actors.sandboxes.limits import Limits
 from actors.sandboxes.program import become_program, run_code
 
@@ -32,8 +33,6 @@ MOST_DESCRIPTORS = 1 << 16
 FLAGS = 5
 """Place of a process's flags among the numbers that follow its state in `stat`."""
 PF_EXITING = 0x4
-LIKELIEST_TO_BE_KILLED = "1000"
-"""Score by which the kernel picks what to kill when memory is short: a program goes before the actor."""
 
 
 class Descriptors(NamedTuple):

@@ -19,6 +19,7 @@ from nats.protocol.parser import PERMISSIONS_ERR
 
 from bus.config import BusConfig, without_credentials
 from bus.errors import BusAwayError, ConfigError
+from bus.library_errors import LOGIN_REFUSED, tells
 from bus.security.credentials import BUS_NAME, Credentials
 from bus.security.permissions import inbox_prefix
 from bus.security.stream_access import StreamAccess
@@ -199,7 +200,7 @@ async def connected(
             log.warning("bus_error", error=reason)
         if starting and _is_refused(error):
             raise ConfigError(reason)  # waiting does not mend wrong credentials
-        if starting and (mistake := await _tls_mistake(client, reason, credentials)):
+        if starting and (mistake := await _tls_mistake(client, error, credentials)):
             complaint = mistake
             raise ConfigError(mistake)
 
@@ -291,20 +292,18 @@ def _unusable(config: BusConfig, reason: str, *, tried_s: float) -> str:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether the server refuses our credentials.
-
-    While nats-py connects it raises no type for that, but the sentence of the server."""
-    return isinstance(error, nats.errors.AuthorizationError) or "authorization" in str(error).lower()
+    """Return whether the server refuses our credentials."""
+    return isinstance(error, nats.errors.AuthorizationError) or tells(error, LOGIN_REFUSED)
 
 
-async def _tls_mistake(client: Client, reason: str, credentials: Credentials | None) -> str:
+async def _tls_mistake(client: Client, error: Exception, credentials: Credentials | None) -> str:
     """Return what is wrong where server and client do not agree on TLS, which waiting does not mend."""
     if credentials is not None:
-        if "WRONG_VERSION_NUMBER" in reason:
-            return "it speaks no TLS, and credentials are for a bus that does"
-        if "CERTIFICATE_VERIFY_FAILED" in reason:
+        if isinstance(error, ssl.SSLCertVerificationError):
             return "its certificate is not of the authority in the credentials: it is another bus"
-    elif "INFO" in reason and await _begins_with_tls(client):  # a bus without keys speaks first
+        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+            return "it speaks no TLS, and credentials are for a bus that does"
+    elif type(error) is nats.errors.Error and await _begins_with_tls(client):  # it has not spoken first
         return "a bus with keys needs --creds"
     return ""
 

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from bus.codec import Json
 from bus.errors import UnreadableGroupsError, WorldError
+from bus.library_errors import RANK_LOST, tells
 from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups
@@ -335,7 +336,6 @@ async def translated(work: Awaitable[T]) -> T:
     try:
         return await work
     except RuntimeError as error:
-        # Gloo raises a plain RuntimeError, which only the path of its source in the text tells from others.
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
+        if isinstance(error, dist.DistError) or tells(error, RANK_LOST):
             raise WorldError(f"rank {dist.get_rank()} of the learner lost another: {error}") from error
         raise

@@ -2,13 +2,13 @@
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from bus.errors import ConfigError, DiskFullError, SluiceError, StorageError
+from bus.library_errors import FILE_NOT_WRITTEN, system_errors, tells
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {
@@ -19,10 +19,6 @@ _REMEDIES = {
     errno.EFBIG: "may not grow further: raise the limit of files' sizes (ulimit -f)",
     errno.EROFS: "lies on a disk that is read-only: mount it for writing, or name another directory",
 }
-_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
-"""How errors of libraries in Rust, and texts of Python's own, give the number of the system's error."""
-_UNTOLD = "inline_container.cc"
-"""What torch names when it writes a file by itself and cannot; it does not say why."""
 LEAST_FREE_BYTES = 32 << 20
 """Free bytes below which a disk counts as full: ledger, segments and logs may need as many at any moment."""
 
@@ -68,12 +64,11 @@ def _told_otherwise(error: BaseException, path: Path) -> int | None:
     found: BaseException | None = error
     while found is not None:
         numbers = [found.errno] if isinstance(found, OSError) else []
-        numbers += [int(one or other) for one, other in _IN_TEXT.findall(str(found))]
-        for number in numbers:
+        for number in (*numbers, *system_errors(found)):
             if number in (*_FULL, errno.EFBIG):
                 return number
         found = found.__cause__ or found.__context__
-    return errno.ENOSPC if _UNTOLD in str(error) and lack_of_room(_existing(path)) else None
+    return errno.ENOSPC if tells(error, FILE_NOT_WRITTEN) and lack_of_room(_existing(path)) else None
 
 
 def _existing(path: Path) -> Path:

@@ -110,6 +110,19 @@ async def test_host_without_namespaces_is_told_once_or_refused(monkeypatch, caps
         ProgramRunner(IsolationConfig(required=True))
 
 
+@pytest.mark.parametrize("allows_namespaces", [True, False])
+async def test_where_memory_is_short_the_kernel_ends_a_program_before_its_actor(
+    monkeypatch, allows_namespaces
+):
+    if not allows_namespaces:
+        monkeypatch.setattr(actor_side, "_tried", lambda *_: "it does not")
+    runner = ProgramRunner(IsolationConfig())
+    script = "cat /proc/self/oom_score_adj; echo -500 > /proc/self/oom_score_adj"
+    end = await ran(runner, f"{script} || cat /proc/self/oom_score_adj")
+    assert [line for line in end.output.splitlines() if line.isdecimal()] == ["1000", "1000"]
+    await runner.close()
+
+
 async def test_process_that_starts_programs_is_started_again_when_somebody_kills_it():
     runner = ProgramRunner(IsolationConfig())
     runner._server.process.kill()

@@ -28,6 +28,7 @@ from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.client.tensor_files import on_host, pickled
 from actors.engines.sglang.in_server.sluice_changes import APPLY
 from bus.errors import EngineError, RequestRefusedError
+from bus.library_errors import tells
 from bus.waiting import bounded, left_s
 from bus.weight_requests import OfferedBucket
 
@@ -147,8 +148,7 @@ class SglangClient:
                 body, request, timeout_s=timeout_s, routing=routing, streamed=streamed
             )
         except RequestRefusedError as error:
-            # SGLang says which adapter it lacks in a sentence alone, with the status of any bad request.
-            if adapter and adapter in str(error):
+            if adapter and tells(error, adapter):
                 raise AdapterMissingError(str(error)) from error
             raise
         return generation
