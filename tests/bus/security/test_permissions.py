@@ -83,16 +83,18 @@ async def forbidden(bus: Bus, doing: Callable[[], Awaitable[object]]) -> bool:
 
 
 FORBIDDEN_SUBJECTS = {
-    "storage": ("access.a", "relay.a", "weights.policy.1.snapshot.0", "notice.policy"),
-    "learner": ("trajectories.0", "tasks.rollout.1", "outcomes.rewards.0", "files.heldout.x.0", "rpc.data",
-                "notice.pace"),
+    "storage": ("access.a", "relay.a", "weights.policy.1.snapshot.0", "notice.policy", "outcomes.rewards.0",
+                "trajectories.0", "broadcast.begin", "broadcast.end", "notice.snapshot"),
+    "learner": ("trajectories.0", "tasks.rollout.1", "outcomes.rewards.0", "outcomes.rejected",
+                "files.heldout.x.0", "rpc.data", "notice.pace", "broadcast.begin", "broadcast.end", "dead.x"),
     "actor": ("weights.policy.1.snapshot.0", "notice.policy", "files.model.x.0", "tasks.rollout.1",
               "outcomes.rewards.0", "rpc.batch", "rpc.committed", "rpc.data", "rpc.engines.other",
               "notice.pace"),
     "judge": ("weights.policy.1.snapshot.0", "trajectories.0", "outcomes.rejected", "tasks.rollout.1",
-              "events.metrics", "rpc.lease", "notice.policy", "notice.pace", "dead.x", "access.a", "relay.a"),
+              "events.metrics", "rpc.lease", "notice.policy", "notice.pace", "dead.x", "access.a", "relay.a",
+              "broadcast.begin"),
     "watcher": ("access.a", "relay.a", "trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease",
-                "weights.x", "dead.x", "notice.pace"),
+                "weights.x", "dead.x", "notice.pace", "tasks.rollout.1", "broadcast.begin"),
 }  # fmt: skip
 
 
