@@ -23,7 +23,6 @@ from actors.settings.actors import ActorsConfig
 from actors.weights.first_policy import actor_name
 from actors.weights.follow import PolicyFollower
 from actors.weights.probe import ProbeCheck
-from bus.actor_counters import MEANS
 from bus.codec import Json
 from bus.connection import Bus
 from bus.connection.status import Activity, report_status
@@ -134,8 +133,7 @@ class Actor:
         means = self._worker.episode_metrics.metrics
         return self._report.step, {
             **means,
-            MEANS: [*sorted(means)],
-            **self._report.counters(),
+            **self._report.counters(further_means=sorted(means)),
             **self._worker.ends.metrics,
             **self._worker.failures.metrics,
             **(self._worker.room.admission.metrics if self._worker.room.admission else {}),

@@ -12,7 +12,7 @@ RECENT_INFRA_FAILED = "rollout/recent_infra_failed_episodes"
 INFRA_FAILED_FRACTION = "rollout/infra_failed_fraction"
 """Names of an actor's counters; over several actors the third is the second by the first, and no sum."""
 MEANS = "rollout/means"
-"""Name under which an actor lists those of its numbers that are means over its recent episodes."""
+"""Name under which an actor lists those of its numbers that are means, of which no sum says anything."""
 FAILED_BY: Mapping[str, str] = {
     "reward_error": "reward",
     "environment_error": "environment",

@@ -205,6 +205,35 @@ class TellsKvTokens(Protocol):
         """Return how full it is; None while that is not known."""
 
 
+class WorkCounts(NamedTuple):
+    """Tokens of the requests that an engine has answered since its start, as far as it says of them."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of the prompts whose keys and values it had already."""
+    drafted_tokens: int = 0
+    """Tokens of answers that were sampled with drafts (speculative decoding)."""
+    draft_passes: int = 0
+    """Passes of the model that verified the drafts of these answers."""
+
+    def plus(self, other: "WorkCounts") -> "WorkCounts":
+        """Return the sums of both."""
+        return WorkCounts(*map(sum, zip(self, other, strict=True)))
+
+    def since(self, before: "WorkCounts") -> "WorkCounts":
+        """Return what came after `before`."""
+        return WorkCounts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+@runtime_checkable
+class CountsWork(Protocol):
+    """An engine that knows what it found in its cache, and what became of drafts."""
+
+    @property
+    def work_counts(self) -> WorkCounts:
+        """Return the sums since its start."""
+
+
 @runtime_checkable
 class TellsContext(Protocol):
     """An engine that knows how long its contexts may be."""

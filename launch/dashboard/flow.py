@@ -6,6 +6,7 @@ from typing import Literal
 from bus.codec import Json
 from bus.messages import Status
 from launch.run_view.run_status import RunState
+from launch.run_view.status_texts import engine_texts
 from launch.run_view.units import UNKNOWN, count, duration
 from launch.run_view.waiting_reasons import full_streams, waiting_actors
 from launch.screens.status_report import report
@@ -83,6 +84,7 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
             (str(len(actors)), "actor" if len(actors) == 1 else "actors"),
             (count(running), "requests run in engines"),
             (count(queued), "requests queue for a slot"),
+            *engine_texts([one.values for one in actors]),
         ],
         out=_per_s(found, "generated_tokens_per_minute", "tokens/s sampled"),
     )

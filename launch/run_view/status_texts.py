@@ -2,12 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 
 from bus.actor_counters import failed_by, failed_fraction
 from bus.codec import Json
 from bus.messages import Status
 from launch.run_view.units import UNKNOWN, count, duration, fraction, share
 from storage.metrics.records import integer, number
+
+ENGINE_FIGURES = {
+    "kv_used_fraction": "of the KV cache used",
+    "prefix_hit_fraction": "of prompt tokens cached",
+    "accepted_tokens_per_pass": "tokens accepted a pass",
+}
+"""Label of what an actor's engines tell of their caches and drafts, by its name in the status."""
 
 
 def best_text(best: Json) -> str:
@@ -99,6 +107,21 @@ def engines_of(values: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return what an actor's status tells of each of its engines, by name."""
     found = values.get("engines")
     return {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
+
+
+def engine_texts(actors: Sequence[Mapping[str, Json]]) -> list[tuple[str, str]]:
+    """Return what engines tell of their caches and drafts, as means over actors: value and label of each.
+
+    Args:
+        actors: the values of each actor's status.
+    """
+    found = []
+    for name, label in ENGINE_FIGURES.items():
+        told = [value for one in actors if isfinite(value := number(one, name))]
+        if told:
+            mean = sum(told) / len(told)
+            found.append((f"{mean:.0%}" if name.endswith("_fraction") else f"{mean:.2f}", label))
+    return found
 
 
 def _engines(actors: Sequence[Status]) -> str:

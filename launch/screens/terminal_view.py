@@ -14,7 +14,14 @@ from bus.codec import Json
 from bus.waiting import set_within
 from launch.run_view.history import Evaluation, Step
 from launch.run_view.monitor import HeardProcess, RunMonitor
-from launch.run_view.status_texts import best_text, ends_text, engines_of, holders_text, policy_text
+from launch.run_view.status_texts import (
+    best_text,
+    ends_text,
+    engine_texts,
+    engines_of,
+    holders_text,
+    policy_text,
+)
 from launch.run_view.units import UNKNOWN, count, duration, fraction, size
 from storage.metrics.records import integer, number
 
@@ -282,6 +289,7 @@ def _activity(process: HeardProcess, silence_s: float) -> str:
     rate, version = count(number(values, "generated_tokens_per_s")), integer(values, "policy_version")
     failed = f", {integer(values, 'failed')} failed" if integer(values, "failed") else ""
     load = f"{running} running, {waiting} queued{failed}, {rate} tok/s"
+    load += "".join(f", {value} {label}" for value, label in engine_texts([values]))
     return f"{status.text}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
 
 

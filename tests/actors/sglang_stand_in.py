@@ -73,6 +73,8 @@ class StandIn:
         self._runner: web.AppRunner | None = None
         self.role = "null"
         """`prefill` or `decode` for half of a pair."""
+        self.work: dict[str, int] = {}
+        """What it says of the work on each answer."""
         self.retractions = 0
         """Times that a request was put aside for want of memory."""
         self.asked: list[dict[str, Any]] = []
@@ -238,6 +240,7 @@ class StandIn:
     def _generated(self, count: int, end: str = "length") -> dict[str, object]:
         count = 1 if self.role == "prefill" else count
         meta = {
+            **self.work,
             "num_retractions": self.retractions,
             "finish_reason": {"type": end, "length": count},
             "output_token_logprobs": [[-1.0, TOKEN, None]] * count,

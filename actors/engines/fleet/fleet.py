@@ -6,7 +6,7 @@ import secrets
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,7 @@ import structlog
 import xxhash
 
 from actors.engines.announced_version import Published
-from actors.engines.base import Generation, GenerationRequest, KvTokens
+from actors.engines.base import Generation, GenerationRequest, KvTokens, WorkCounts
 from actors.engines.fleet.cache_use import total_of
 from actors.engines.fleet.engine_state import ScoredTokens
 from actors.engines.fleet.host_weights import HostWeights
@@ -101,6 +101,7 @@ class Fleet:
         self._update_slot = asyncio.Condition()
         self._end: EngineError | None = None
         self._tokens_of_the_left = 0
+        self._work_of_the_left = WorkCounts()
         self._busy_s_of_the_left = self._request_s_of_the_left = 0.0
         for name, build in builds.items():
             self._add(name, build)
@@ -130,6 +131,12 @@ class Fleet:
     def tokens_generated(self) -> int:
         """Return the number of tokens sampled since the start, also by engines that are gone."""
         return self._tokens_of_the_left + sum(member.tokens_generated for member in self._members.values())
+
+    @property
+    def work_counts(self) -> WorkCounts:
+        """Return what engines counted of their answers since the start, also those that are gone."""
+        members = (member.work_counts for member in self._members.values())
+        return reduce(WorkCounts.plus, members, self._work_of_the_left)
 
     @property
     def busy_s(self) -> float:
@@ -311,6 +318,7 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         del self._members[member.name], self._tasks[member.name]
         self._tokens_of_the_left += member.tokens_generated
+        self._work_of_the_left = self._work_of_the_left.plus(member.work_counts)
         self._busy_s_of_the_left += member.occupancy.busy_s
         self._request_s_of_the_left += member.occupancy.request_s
         self._affinity.forget(member.name)

@@ -10,12 +10,14 @@ import structlog
 
 from actors.engines.base import (
     NOTHING,
+    CountsWork,
     Engine,
     Generation,
     GenerationRequest,
     HealthChecked,
     SharesDevice,
     TellsContext,
+    WorkCounts,
 )
 from actors.engines.fleet.cache_use import CacheUse
 from actors.engines.fleet.engine_state import EngineState, ScoredTokens
@@ -78,6 +80,7 @@ class Member:
         self._leaving = False
         self._restart_limit = RestartLimit(config)
         self._tokens_before = 0
+        self._work_before = WorkCounts()
 
     @property
     def policy_version(self) -> int:
@@ -123,6 +126,12 @@ class Member:
     def tokens_generated(self) -> int:
         """Return the number of tokens that all its engines have generated."""
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
+
+    @property
+    def work_counts(self) -> WorkCounts:
+        """Return the sums over all its engines, of those that count."""
+        engine = self._life.engine if self._life else None
+        return self._work_before.plus(engine.work_counts if isinstance(engine, CountsWork) else WorkCounts())
 
     @property
     def has_ended(self) -> bool:
@@ -449,7 +458,7 @@ class Member:
         if self._asked:  # closing ended them, with what it knew of their tokens
             await set_within(self._idle, self._config.drain_timeout_s)
         life.gone.set()
-        self._tokens_before += life.engine.tokens_generated
+        self._tokens_before, self._work_before = self.tokens_generated, self.work_counts
         self._life = None
 
     async def _may_go_on(self) -> bool:

@@ -17,6 +17,7 @@ from actors.engines.base import (
     GenerationRequest,
     InterruptedGenerationError,
     KvTokens,
+    WorkCounts,
 )
 from actors.engines.expert_routing import Routing
 from actors.engines.served_adapters import ServedAdapters
@@ -155,6 +156,11 @@ class SglangEngine:
     def kv_tokens(self) -> KvTokens | None:
         """Return how full the server's cache is; None where it does not say."""
         return self._loads_of_cache.tokens
+
+    @property
+    def work_counts(self) -> WorkCounts:
+        """Return what the server says of its answers, to all policies."""
+        return WorkCounts() if self._client is None else self._client.work_counts
 
     @property
     def url(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 import torch
 
-from actors.engines.base import Generation, GenerationRequest, KvTokens
+from actors.engines.base import Generation, GenerationRequest, KvTokens, WorkCounts
 from actors.engines.served_adapters import ServedAdapters
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.served_policy import ServedPolicy
@@ -60,6 +60,11 @@ class GuestEngine:
     def longest_context(self) -> int | None:
         """Return the most tokens of a prompt and its answer together, as its host knows them."""
         return self._host.longest_context
+
+    @property
+    def work_counts(self) -> WorkCounts:
+        """Return what the server says of its answers, to all policies."""
+        return self._host.work_counts
 
     @property
     def kv_tokens(self) -> KvTokens | None:

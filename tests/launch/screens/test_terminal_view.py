@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console, Group
 from rich.text import Text
 
+from launch.dashboard.flow import flow
 from launch.run_view.monitor import HeardProcess, RunMonitor
+from launch.run_view.run_status import RunState
 from launch.run_view.units import count, duration, fraction, size
 from launch.screens import terminal_view as view
 from launch.screens.terminal_view import MAX_LINES, News, TerminalView, screen, status_line
@@ -133,6 +135,18 @@ def test_screen_shows_each_of_several_engines_and_one_that_was_restarted():
     assert "300 MiB; engine-0 3 running, 1 queued, v7; engine-1 waiting, restarted 2 times\n" in lines
     assert "300 MiB; engine-0 3 running, 1 queued, v7, restarted 1 times\n" in lines
     assert lines.endswith("v21, 300 MiB"), "a lone engine is its actor"
+
+
+def test_screen_and_page_show_what_engines_tell_of_their_caches_and_drafts():
+    monitor, _ = make_monitor(actors=0)
+    told = {"kv_used_fraction": 0.43, "prefix_hit_fraction": 0.71, "accepted_tokens_per_pass": 2.345}
+    monitor.on_status(actor(0, **told))
+    figures = "43% of the KV cache used, 71% of prompt tokens cached, 2.35 tokens accepted a pass"
+    assert f"4321 tok/s, {figures}, v21" in "\n".join(shown(monitor, 200))
+    monitor.on_status(actor(1, kv_used_fraction=0.13))
+    page = flow(RunState(monitor, 0.0))[1]["figures"]
+    assert ["28%", "of the KV cache used"] in page
+    assert ["2.35", "tokens accepted a pass"] in page, "of those that tell it"
 
 
 def test_processes_of_a_finished_run_have_ended():

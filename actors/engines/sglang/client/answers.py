@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest, WorkCounts
 from actors.engines.expert_routing import Routing
 from actors.engines.sglang.client.kept_tokens import LOGPROBS, SETS, Sets, kept_sets, read_kept
 from bus.errors import EngineError, RequestRefusedError
@@ -66,6 +66,17 @@ def ended(
         finish_reason=reason,
         routed_experts=_routed(meta, len(tokens), request, routing),
         kept=kept_sets(sets, request),
+    )
+
+
+def work_of(meta: Mapping[str, Any]) -> WorkCounts:
+    """Return what a server says of the work on one answer; servers without drafts name no passes."""
+    passes = int(meta.get("spec_verify_ct") or 0)
+    return WorkCounts(
+        prompt_tokens=int(meta.get("prompt_tokens") or 0),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        drafted_tokens=int(meta.get("completion_tokens") or 0) if passes else 0,
+        draft_passes=passes,
     )
 
 

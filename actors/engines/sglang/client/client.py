@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import torch
 
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest, WorkCounts
 from actors.engines.expert_routing import Routing
 from actors.engines.sglang.client.answers import (
     BAD_REQUEST,
@@ -21,6 +21,7 @@ from actors.engines.sglang.client.answers import (
     read_answer,
     read_events,
     read_prompt_logprobs,
+    work_of,
 )
 from actors.engines.sglang.client.request_bodies import probe_body, request_body
 from actors.engines.sglang.client.sent_images import as_json
@@ -79,6 +80,8 @@ class SglangClient:
         self._session = session
         self._generating = generating
         """Has the requests to generate."""
+        self.work_counts = WorkCounts()
+        """Sums over all answers."""
 
     @classmethod
     def connect(cls, url: str) -> Self:
@@ -160,9 +163,12 @@ class SglangClient:
         """Return what `body` makes of a request: as `generate`, and what the server says besides."""
         if streamed is None:
             answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
-            return read_answer(answer, request, routing), answer["meta_info"]
-        await self._stream("/generate", body, streamed, timeout_s)
-        return streamed.generation(routing), streamed.meta
+            generation, meta = read_answer(answer, request, routing), answer["meta_info"]
+        else:
+            await self._stream("/generate", body, streamed, timeout_s)
+            generation, meta = streamed.generation(routing), streamed.meta
+        self.work_counts = self.work_counts.plus(work_of(meta))
+        return generation, meta
 
     async def score(self, request: GenerationRequest, *, timeout_s: float, adapter: str = "") -> list[float]:
         """Return the nats of a prompt's tokens but the first and those of images; nothing is used that the

@@ -313,6 +313,27 @@ async def test_prefixes_cached_by_older_weights_are_not_used(engine):
     np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, long, generation), atol=1e-5)
 
 
+async def test_what_the_server_found_in_its_cache_and_how_full_that_is_are_known(engine):
+    before = engine.work_counts
+    prompt = [*range(3, 35)] * 2
+    for name in ("first", "again"):
+        await engine.generate(request(f"cached-{name}", prompt, new=4))
+    found = engine.work_counts.since(before)
+    assert (found.prompt_tokens, found.cached_tokens) == (128, 63), (
+        "all but the last token, which is computed"
+    )
+    assert (found.drafted_tokens, found.draft_passes) == (0, 0)
+    flight = started(engine, "held")
+
+    async def used():
+        return engine.kv_tokens is not None and engine.kv_tokens.used > len(PROMPT)
+
+    await until(used, "a reading of the cache with the request")
+    assert engine.kv_tokens.capacity == 65536
+    await engine.abort("held")
+    await flight
+
+
 async def test_given_tokens_have_the_log_probs_of_the_weights_loaded_last(engine):
     long = [*PROMPT * 4]
     await engine.score([long])  # no prefix that older weights have cached may serve the next ones
