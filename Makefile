@@ -15,9 +15,8 @@ SGLANG_GPU := actors/engines/sglang/gpu
 SGLANG_GPU_STAMP := $(SGLANG)/.installed-gpu
 # Tests start many processes. Where compiled modules are not kept, each of them compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-# In the order of tests/conftest.py, which puts the longest files first.
-IN_PARALLEL := --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-PROCESSORS := $$(getconf _NPROCESSORS_ONLN)
+# More workers than there are processors, since a test waits for its servers half of its time.
+workers = --workers $$(( $$(getconf _NPROCESSORS_ONLN) + $(1) < 8 ? $$(getconf _NPROCESSORS_ONLN) + $(1) : 8 ))
 # Files with tests of a marker, so that others need not be collected. tests/conftest.py sees that files name it.
 files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 
@@ -26,18 +25,17 @@ files_of = $$(grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 demo: install
 	$(BIN)/launch local --preset sort
 
-# More workers than there are processors, since a test waits for its servers half of its time.
 test: install
-	$(BIN)/pytest $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 3))
+	$(BIN)/pytest $(call workers,3)
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 2)) $(call files_of,slow)
+	$(BIN)/pytest -m "slow and not nightly and not gpu and not multi_gpu" $(call workers,2) $(call files_of,slow)
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly $(call files_of,nightly)
 
 test-sglang: install sglang
-	$(BIN)/pytest -m "sglang and not nightly" --numprocesses 2 --dist loadfile $(call files_of,sglang)
+	$(BIN)/pytest -m "sglang and not nightly" --workers 2 $(call files_of,sglang)
 
 # Faults that the tests must catch, about half an hour: `make mutants ONLY=WORD` tries those with the word in their names.
 mutants: install

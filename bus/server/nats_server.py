@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import itertools
 import random
 import shutil
 import signal
@@ -37,8 +36,8 @@ WRITE_S = 15
 FIRST_PORT = 10_000
 """Lowest port that is chosen for a server."""
 TRIED_PORTS = 100
-_draws = itertools.count(random.SystemRandom().randrange(1 << 16))
-"""Where the next search for a free port begins: each process begins elsewhere, and goes on from there."""
+_given_ports = set[int]()
+"""Ports that `free_port` returned: whoever asked may not listen yet."""
 HTTP_HOST = "127.0.0.1"
 """Address at which a server tells its own numbers, to whoever asks: so not beyond this host."""
 LOG_BYTES = 64 << 20
@@ -220,11 +219,12 @@ def free_port(host: str) -> int:
     port once, so that two servers that are configured before either listens differ.
     """
     ports = _ports_for_servers()
-    for _ in range(min(len(ports), TRIED_PORTS)):
+    for port in random.SystemRandom().sample(ports, min(len(ports), TRIED_PORTS)):
         with socket.socket() as probe, suppress(OSError):
-            port = ports[next(_draws) % len(ports)]
             probe.bind((host, port))
-            return port
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
     with socket.socket() as probe:  # this host leaves no others
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

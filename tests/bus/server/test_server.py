@@ -133,7 +133,8 @@ def test_free_port_can_be_listened_on_and_is_given_to_no_outgoing_connection():
 
 
 def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
-    port = nats_server.free_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     monkeypatch.setattr(nats_server, "FIRST_PORT", port)
     monkeypatch.setattr(nats_server, "_ephemeral_ports", lambda: (port + 1, 65535))
     assert nats_server.free_port("127.0.0.1") == port
