@@ -105,10 +105,6 @@ def _check_reward_model(config: "RunConfig", loss: str) -> None:
         raise ConfigError(f"{loss} with learner.backend={learner.backend}: set learner.backend=fsdp")
     if learner.steps:
         raise ConfigError(f"{loss} with learner.steps={learner.steps}: it is no policy; set learner.steps=0")
-    if learner.lora.exists:
-        raise ConfigError(
-            f"{loss} with learner.lora.rank={learner.lora.rank}: its head is trained whole; set the rank to 0"
-        )
 
 
 def _refuse_unloadable(lora: LoraConfig) -> None:

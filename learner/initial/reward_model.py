@@ -7,11 +7,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
+from learner.backends.shared.score_head import HEAD
 from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, SomeWeights, Spec, State
 from storage.chats.stop_tokens import answer_end
 
-HEAD = "score.weight"
-"""Name of the scalar head in model files."""
 OUTPUT = "lm_head.weight"
 
 

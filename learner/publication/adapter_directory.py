@@ -67,7 +67,7 @@ def _config(adapters: TrainedAdapters, model: str) -> dict[str, JsonValue]:
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # peft declares whole numbers
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **_form(adapters),
         "base_model_name_or_path": model,
         "r": lora.rank,
         "lora_alpha": alpha,
@@ -79,6 +79,13 @@ def _config(adapters: TrainedAdapters, model: str) -> dict[str, JsonValue]:
         "inference_mode": True,
         **_targets(adapters),
     }
+
+
+def _form(adapters: TrainedAdapters) -> dict[str, JsonValue]:
+    """Return what kind of model they belong to, and what of it lies whole beside them."""
+    if not adapters.whole:
+        return {"task_type": "CAUSAL_LM"}
+    return {"task_type": "SEQ_CLS", "modules_to_save": [n.removesuffix(WEIGHT) for n in adapters.whole]}
 
 
 def _targets(adapters: TrainedAdapters) -> dict[str, JsonValue]:

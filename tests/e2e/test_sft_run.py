@@ -89,7 +89,9 @@ def trained_on_pairs(directory: Path, *settings: str) -> Path:
         if sorted(f"{n}") != list(f"{n}")
     ]
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batches = ("--warmup.batch-size", "16", "--warmup.steps", "20", "--warmup.optimizer.lr", "1e-3")
+    batches = ["--warmup.batch-size", "16", "--warmup.steps", "20"]
+    if "--warmup.optimizer.lr" not in settings:
+        batches += ["--warmup.optimizer.lr", "1e-3"]
     files = ("--pairs", "pairs.jsonl", "--warmup.heldout", "pairs.jsonl")
     launcher = Command(directory, "local", *files, *batches, *settings)
     try:
@@ -108,8 +110,9 @@ def test_a_run_on_pairs_learns_which_of_two_answers_is_preferred(tmp_path: Path)
     assert last["heldout/loss_nats"] < 0.65
 
 
-def test_a_reward_model_is_exported_as_transformers_reads_it(tmp_path: Path):
-    run = trained_on_pairs(tmp_path, "--warmup.loss.type", "reward_model")
+@pytest.mark.parametrize("settings", [(), ("--learner.lora.rank", "8", "--warmup.optimizer.lr", "1e-2")])
+def test_a_reward_model_is_exported_as_transformers_reads_it(tmp_path: Path, settings: tuple[str, ...]):
+    run = trained_on_pairs(tmp_path, "--warmup.loss.type", "reward_model", *settings)
     last = steps_of(run)[20]
     model = AutoModelForSequenceClassification.from_pretrained(run / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "export")

@@ -100,6 +100,8 @@ class TrainedAdapters:
     streamed: Callable[[], Iterator[tuple[str, Tensor]]]
     """Yields A and B of each, and lengths of rows where these are trained, by peft's names in float32 on rank
     0, each good until the next. Every rank calls it and exhausts the iterator."""
+    whole: Sequence[str] = ()
+    """Names of weights that are trained whole beside them, and streamed too: the head of a reward model."""
 
     def described(self, weights: BlobRef) -> AdaptedBase:
         """Return what is announced of them; `weights` is where the frozen ones were published."""

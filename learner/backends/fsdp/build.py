@@ -20,6 +20,7 @@ from learner.backends.fsdp.attention import PACKED
 from learner.backends.fsdp.recurrent_layers import begin_anew
 from learner.backends.shared.packed_attention import PACK_DEPENDENT_ROPES
 from learner.backends.shared.rope_scaling import rope_types
+from learner.backends.shared.score_head import is_reward_model
 from storage.model_files.families import families_with, family_named
 
 UNBUILDABLE = (
@@ -65,11 +66,6 @@ def _kind(hf_config: PretrainedConfig) -> Any:
     if is_reward_model(hf_config):
         return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if is_vision_model(hf_config) else AutoModelForCausalLM
-
-
-def is_reward_model(hf_config: PretrainedConfig) -> bool:
-    """Tell whether the model has a scalar head in place of its output layer."""
-    return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())
 
 
 def is_vision_model(hf_config: PretrainedConfig) -> bool:

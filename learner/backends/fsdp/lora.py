@@ -26,6 +26,7 @@ from learner.backends.shared.lora import (
     squared_norms,
     targeted,
 )
+from learner.backends.shared.score_head import HEAD
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import State
 from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
@@ -62,15 +63,17 @@ class Adapted:
 def add_adapters(
     hf_model: PreTrainedModel, names: FileNames, config: LoraConfig, dtype: torch.dtype
 ) -> list[Adapted]:
-    """Freeze all weights of a model, and give its linear layers float32 adapters; return what has one.
+    """Freeze all weights of a model but the head of a reward model, and give its linear layers float32
+    adapters; return what has one.
 
     Nobody updates the frozen weights, so they lie in memory as `dtype`, in which the model computes. They
     mean nothing yet. Raises `ConfigError` for targets that are not there, and for a layer that files know by
     another name.
     """
-    hf_model.requires_grad_(False)
-    for parameter in hf_model.parameters():
-        parameter.data = torch.empty_like(parameter, dtype=dtype)
+    for name, parameter in hf_model.named_parameters():
+        if name != HEAD:
+            parameter.requires_grad_(False)
+            parameter.data = torch.empty_like(parameter, dtype=dtype)
     layers, stacks = dict(_linear_layers(hf_model)), list(expert_stacks(hf_model, names))
     of_experts = [name for stack in stacks for several in stack.projections.values() for name in several]
     chosen = targeted(config, list(layers), of_experts)
@@ -189,7 +192,7 @@ class ModelAdapters:
         self._norms = BaseNorms(base, dtype)
         self._adapters: list[LayerAdapter] = []
         self.tensors: dict[str, Tensor] = {}
-        """What is trained of all layers, A and B by peft's names."""
+        """What is trained, A and B of all layers and the head of a reward model, by peft's names."""
         for each in adapted:
             a, b = (tensors.pop(f"{each.parameters}{letter}{each.end}") for letter in "AB")
             change = tensors.pop(f"{each.layers[0]}.{CHANGE}", None)
@@ -197,6 +200,9 @@ class ModelAdapters:
             self.tensors |= zip(adapter_names(each.name), (a, b), strict=True)
             if change is not None:
                 self.tensors[f"{PREFIX}{each.name}.{CHANGE}"] = change
+        self._head = tensors.get(HEAD)
+        if self._head is not None:
+            self.tensors[PREFIX + HEAD] = self._head
         self._of_weight: dict[str, list[LayerAdapter]] = {}
         for adapter in self._adapters:
             self._of_weight.setdefault(adapter.of.weight, []).append(adapter)
@@ -232,8 +238,8 @@ class ModelAdapters:
         return whole_weight
 
     def exported(self, dtype: torch.dtype) -> Exported:
-        """Return the adapters to publish alone, as the `dtype` in which they are computed with; the lengths
-        of rows are float32."""
+        """Return what is trained, to publish it alone, as the `dtype` in which it is computed with; the
+        lengths of rows are float32."""
         here: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         exact: dict[str, torch.dtype] = {}
@@ -246,6 +252,8 @@ class ModelAdapters:
             if adapter.change is not None:
                 name = magnitude_name(adapter.of.weight)
                 shapes[name], exact[name] = tuple(adapter.change.shape), torch.float32
+        if self._head is not None:
+            shapes[PREFIX + HEAD], exact[PREFIX + HEAD] = tuple(self._head.shape), dtype
         return Exported(shapes, here, partial(self._streamed, dtype, without=here), exact)
 
     def _streamed(self, dtype: torch.dtype, *, without: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -260,12 +268,17 @@ class ModelAdapters:
                 found, weight = whole(adapter.change, dtype), adapter.of.weight
                 if dist.get_rank() == 0:
                     yield magnitude_name(weight), self._norms.magnitude(weight, found)
+        if self._head is not None:
+            found = whole(self._head, dtype)
+            if dist.get_rank() == 0:
+                yield PREFIX + HEAD, found
 
     def described(self, exact: Mapping[str, torch.dtype]) -> TrainedAdapters:
         """Return what others than this backend need of them; `exact` weights have dtypes of their own."""
         streamed = partial(self._streamed, torch.float32)
         layers = [layer for adapter in self._adapters for layer in adapter.of.layers]
-        return TrainedAdapters(self.config, self._base, exact, layers, streamed)
+        whole = () if self._head is None else (HEAD,)
+        return TrainedAdapters(self.config, self._base, exact, layers, streamed, whole)
 
     def saved(self) -> dict[str, JsonValue]:
         """Return what must be the same where a checkpoint of them is loaded."""

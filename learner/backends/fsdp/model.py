@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from bus.errors import ConfigError
 from bus.images import PlacedImage
 from learner.backends.fsdp.attention import PackedSequences
-from learner.backends.fsdp.build import LogitChange, attention_of, is_reward_model, refusal
+from learner.backends.fsdp.build import LogitChange, attention_of, refusal
 from learner.backends.fsdp.fused_modules import FusedModules, are_wanted
 from learner.backends.fsdp.router_replay import RouterReplay
 from learner.backends.fsdp.sglang_model import SglangArithmetic
@@ -33,6 +33,7 @@ from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
 from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.backends.shared.rope_scaling import refuse_scaled, unscaled_tokens
+from learner.backends.shared.score_head import is_reward_model
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device
 from storage.exact_arithmetic.exact_model import make_exact

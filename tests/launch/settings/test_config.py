@@ -551,7 +551,6 @@ def test_answers_that_fill_the_context_are_refused_before_anything_starts(tmp_pa
         ),
         ({}, {"backend": "megatron"}, "with learner.backend=megatron: set learner.backend=fsdp"),
         ({}, {"steps": 3}, "with learner.steps=3: it is no policy; set learner.steps=0"),
-        ({}, {"lora": {"rank": 4}}, "with learner.lora.rank=4: its head is trained whole"),
         ({"loss": {"type": "dpo", "form": "ipo", "label_smoothing": 0.1}}, {}, "has no effect with form=ipo"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -25,12 +25,14 @@ from learner.config.warmup import WarmupConfig
 from learner.initial.initial import Initial, prepare
 from learner.model_directories.model_directory import load_tokenizer
 from learner.progress.progress import Progress
+from learner.publication.adapter_directory import write_adapter
 from learner.run.restore import restore_backend
 from learner.step.warmup import heldout_figures, warm_up_step
 from storage.chats.stop_tokens import answer_end
 from storage.disk.checkpoints import latest
 from tests.actors.rewards.answers import answer
 from tests.learner.division import divide_world
+from tests.learner.lora_reference import adapt
 from tests.learner.run.test_restored_stage import settings_of
 
 PAIRS = [(f"{n}+{n}=", str(2 * n), str(3 * n + 1)) for n in range(1, 9)]
@@ -179,21 +181,22 @@ def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend, p
         assert found == [pytest.approx(step, abs=2e-5) for step in alone]
 
 
-@pytest.mark.parametrize("pads_with_end", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "rank", "pads_with_end"), [("fsdp", 0, False), ("fsdp", 0, True), ("fsdp", 4, False)]
+)
 def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(
-    tmp_path: Path, pads_with_end: bool
+    tmp_path: Path, backend: str, rank: int, pads_with_end: bool
 ):
-    settings = settings_of_pairs(tmp_path, RewardModelLoss(), backend="fsdp")
+    settings = settings_of_pairs(tmp_path, RewardModelLoss(), backend=backend, lora={"rank": rank})
     if pads_with_end:  # then the score is that of the token before
         config = prepare(settings, settings.warmup.demonstrations).hf_config
         config.pad_token_id = answer_end(load_tokenizer(tmp_path / "model"))
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(tmp_path / "model")
     initial, trained = begun(settings)
-    begin = written(trained, tmp_path, "begin")
-    plain = AutoModelForSequenceClassification.from_pretrained(begin, dtype=torch.float32).train()
-    plain.get_input_embeddings().padding_idx = None
-    adam = torch.optim.AdamW(plain.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.95), weight_decay=0)
+    plain = read_with_adapters(written(trained, tmp_path, "begin")).train()
+    of_plain = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    adam = torch.optim.AdamW(of_plain, lr=OPTIMIZER["lr"], betas=(0.9, 0.95), weight_decay=0)
     for step in range(3):
         if step == 2:
             save_checkpoint(trained, settings.checkpoints, 2, {}, keep=1)
@@ -202,14 +205,18 @@ def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(
         loss = -torch.log(sigmoid(chosen - rejected)).mean()
         adam.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(of_plain, 1.0)
         adam.step()
-        assert result.loss == pytest.approx(loss.item(), abs=2e-5)
-        assert result.pairs["rewards/chosen"] == pytest.approx(chosen.mean().item(), abs=2e-5)
+        assert result.loss == pytest.approx(loss.item(), abs=1e-5)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        assert result.pairs["rewards/chosen"] == pytest.approx(chosen.mean().item(), abs=1e-5)
         assert result.pairs["rewards/accuracies"] == (chosen > rejected).double().mean()
     held = heldout_figures(trained, settings.warmup, BATCH, initial.heldout_demonstrations)
-    chosen, rejected = scores(plain, initial.demonstrations.all(share=0, shares=1)).view(-1, 2).unbind(1)
-    assert held["rewards/margins"] == pytest.approx((chosen - rejected).mean().item(), abs=5e-5)
+    end = written(trained, tmp_path, "end")
+    exported = AutoModelForSequenceClassification.from_pretrained(end)
+    for one in (plain, exported, read_with_adapters(end)):
+        chosen, rejected = scores(one, initial.demonstrations.all(share=0, shares=1)).view(-1, 2).unbind(1)
+        assert held["rewards/margins"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
     _, resumed = begun(settings, latest(settings.checkpoints))
     assert warm_up_step(resumed, settings, initial.demonstrations, 2) == result
 
@@ -219,7 +226,27 @@ def written(backend: Backend, directory: Path, name: str) -> Path:
     backend.hf_config.save_pretrained(path)
     load_tokenizer(directory / "model").save_pretrained(path)
     save_file(backend.export(), path / "model.safetensors", metadata={"format": "pt"})
+    if (adapters := backend.adapters) is not None:
+        alone = {name: tensor.clone() for name, tensor in adapters.streamed()}
+        write_adapter(path / "adapter", adapters, alone, str(path))
+        save_file({name: adapters.base[name] for name in adapters.base}, path / "base.safetensors")
     return path
+
+
+def read_with_adapters(path: Path) -> PreTrainedModel:
+    """Read what was written, to train it: the whole model, or frozen weights with adapters and a head."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # else the row of the padding token is not trained
+    if not (path / "adapter").is_dir():
+        return model
+    model.load_state_dict(load_file(path / "base.safetensors"), strict=False)
+    config = json.loads((path / "adapter/adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    tensors = load_file(path / "adapter/adapter_model.safetensors")
+    head = tensors.pop("base_model.model.score.weight")
+    adapt(model, tensors, config["lora_alpha"] / config["r"])
+    model.score.weight = torch.nn.Parameter(head)
+    return model
 
 
 def test_the_reward_of_a_model_is_the_score_that_it_was_trained_to_give(tmp_path: Path):
