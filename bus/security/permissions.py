@@ -67,10 +67,7 @@ def _storage(t: Topology) -> Permissions:
             *_subjects(t, "tasks.>", "files.>", "dead.>", "outcomes.rejected", "events.>", "rpc.>"),
             *_subjects(t, "notice.stored", "notice.pace", "status.storage", "status.shards"),
         ),
-        subscribe=(
-            *_subjects(t, "rpc.>", "notice.>"),
-            *_subjects(t, "status.actor", "status.learner", "status.shards", "status.storage"),
-        ),
+        subscribe=(*_subjects(t, "rpc.>", "notice.>", "status.*"),),
     )
 
 

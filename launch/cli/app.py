@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -14,7 +15,8 @@ from pydantic import PlainValidator, ValidationError
 
 from bus.config import LOG_FORMAT_VARIABLE, URL_VARIABLE
 from bus.errors import ConfigError
-from bus.security.credentials import VARIABLE
+from bus.security.credentials import VARIABLE, load_credentials
+from bus.security.permissions import ROLES
 from launch.cli.settings_help import show_summary
 from launch.process.log_settings import LogFormat, LogLevel, configure_logging
 from launch.settings.environment_variables import (
@@ -260,6 +262,21 @@ def with_bus_of_run(layer: dict[str, Any]) -> dict[str, Any]:
     return merge(layer, {"bus": {**found, **named}})
 
 
+READERS = ("watcher", "operator", "storage")
+"""Roles that hear and ask all that a screen shows."""
+
+
+def with_role_of(config: RunConfig, roles: Sequence[str]) -> RunConfig:
+    """Return the same settings. Raises `ConfigError` for credentials of a role that is none of these: what
+    it may not hear would look as if nobody said it."""
+    if (creds := config.bus.creds) is not None and (role := load_credentials(creds).role) not in roles:
+        raise ConfigError(
+            f"{creds} has the credentials of role {role!r}, which may not do all that this command does: "
+            f"name those of {' or '.join(roles)} with --creds"
+        )
+    return config
+
+
 @dataclass(frozen=True, kw_only=True)
 class LiveRun:
     """A run that goes on, as the flags of a command name it and its bus."""
@@ -271,12 +288,13 @@ class LiveRun:
         RunsDirectory, Parameter(help="Directory of all runs, where the run's config.json may name its bus.")
     ] = Path("runs")
 
-    def config(self) -> RunConfig:
-        """Return the settings that say where the run is. Raises `ConfigError` as `with_bus_of_run` does."""
+    def config(self, *roles: str) -> RunConfig:
+        """Return the settings that say where the run is, with credentials of one of these roles if any is
+        named. Raises `ConfigError` as `with_bus_of_run` and `with_role_of` do."""
         named = {"run": self.run_name, "directory": self.directory, **short_forms(self.bus, self.creds)}
-        return validate(with_bus_of_run(named))
+        return with_role_of(validate(with_bus_of_run(named)), roles or ROLES)
 
-    def live_config(self) -> RunConfig:
+    def live_config(self, *roles: str) -> RunConfig:
         """Return them for a command that asks the run's processes. Raises `ConfigError` if these ended."""
         from launch.run_view.recorded_runs import recorded_runs
 
@@ -288,7 +306,7 @@ class LiveRun:
                     f"run {self.run_name!r} in {self.directory} does not go on (it is {run.state}), so no "
                     f"process of it can be asked: `launch runs show --run {self.run_name}` says how it was"
                 )
-        return self.config()
+        return self.config(*roles)
 
 
 OfLiveRun = Annotated[LiveRun, Parameter(name="*")]

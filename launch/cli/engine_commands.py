@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from bus.errors import ConfigError
-from launch.cli.app import LiveRun, OfLiveRun, app
+from launch.cli.app import READERS, LiveRun, OfLiveRun, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.run_config import RunConfig
@@ -26,7 +26,7 @@ def list_command(
     from launch.operations.engines import list_engines
 
     configure_logging("warning")
-    found = run(partial(list_engines, live_run.live_config()))
+    found = run(partial(list_engines, live_run.live_config(*READERS)))
     print(json.dumps(found, indent=2, sort_keys=True))  # noqa: T201 - the user's terminal
 
 
@@ -51,7 +51,7 @@ def join_command(
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is no URL of a server: write it as http://host:port")
-    _change("join", url, live_run.live_config(), actor)
+    _change("join", url, live_run.live_config("operator"), actor)
 
 
 @engines.command(name="leave", usage="Usage: launch engines leave ENGINE --run RUN [--actor NAME]")
@@ -71,7 +71,7 @@ def leave_command(
     actor
         Name of the actor, where several have an engine of that name.
     """
-    _change("leave", engine, live_run.live_config(), actor)
+    _change("leave", engine, live_run.live_config("operator"), actor)
 
 
 def _change(action: Literal["join", "leave"], engine: str, where: RunConfig, actor: str | None) -> None:

@@ -9,7 +9,16 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import AsJson, AsJsonObject, BusUrl, CredsFile, RunName, RunsDirectory, app
+from launch.cli.app import (
+    AsJson,
+    AsJsonObject,
+    BusUrl,
+    CredsFile,
+    RunName,
+    RunsDirectory,
+    app,
+    with_role_of,
+)
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 from launch.settings.run_config import validate
@@ -155,7 +164,7 @@ def remove_command(
 
     configure_logging("error")
     named = short_forms(bus, creds)
-    where = validate({"run": run_name, "directory": directory}, named)
+    where = with_role_of(validate({"run": run_name, "directory": directory}, named), ["operator"])
     found = run(partial(remove_run, where, bool(named), yes))
     print(found)  # noqa: T201 - the user's terminal
     print("removed" if yes else "nothing was removed: give --yes to remove it")  # noqa: T201

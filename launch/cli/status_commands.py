@@ -4,7 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from launch.cli.app import AsJson, LiveRun, OfLiveRun, app
+from launch.cli.app import READERS, AsJson, LiveRun, OfLiveRun, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 
@@ -29,7 +29,7 @@ def status(
     from launch.screens.status_report import report, screen
 
     configure_logging("error")
-    where = live_run.live_config()
+    where = live_run.live_config(*READERS)
     found = report(run(partial(look_at_run, where)))
     print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
     raise SystemExit(0 if found["healthy"] else 1)

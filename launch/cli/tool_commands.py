@@ -160,7 +160,7 @@ def data(
     from launch.operations.prompt_updates import add_data
 
     configure_logging("warning")
-    where = live_run.live_config()
+    where = live_run.live_config("operator")
     accepted = run(partial(add_data, where, prompts, keep_old))
     if accepted is not None:
         print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
@@ -186,7 +186,7 @@ def reward_command(
     from launch.operations.give_rewards import give_rewards
 
     configure_logging("warning")
-    given = run(partial(give_rewards, live_run.live_config(), file))
+    given = run(partial(give_rewards, live_run.live_config("judge", "operator"), file))
     account = {"taken": given.taken, "refused": len(given.refused)}
     summary = f"{given.taken} rewards given, {len(given.refused)} lines refused"
     print(json.dumps(account) if as_json else summary, flush=True)  # noqa: T201 - the user's terminal

@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import AsJson, LiveRun, OfLiveRun, app
+from launch.cli.app import READERS, AsJson, LiveRun, OfLiveRun, app
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
 
@@ -105,5 +105,5 @@ def _source(live_run: LiveRun) -> "TrajectorySource":
     directory = RunDirectory(live_run.directory, live_run.run_name)
     if has_stores(directory):
         return StoredTrajectories(directory)
-    where = live_run.config()
+    where = live_run.config(*READERS, "learner")
     return BusTrajectories(lambda: where, connect_s=where.bus.connect_timeout_s)

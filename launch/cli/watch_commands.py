@@ -12,6 +12,7 @@ from cyclopts.validators import Number
 
 from bus.errors import ConfigError
 from launch.cli.app import (
+    READERS,
     Certificate,
     CertificateKey,
     CredsFile,
@@ -22,6 +23,7 @@ from launch.cli.app import (
     ShowToken,
     app,
     with_bus_of_run,
+    with_role_of,
 )
 from launch.process.log_settings import configure_logging
 from launch.process.runtime import run
@@ -55,7 +57,7 @@ def watch_command(
 
     configure_logging("warning")
     where = with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)})
-    run(partial(watch_run, validate(where)))
+    run(partial(watch_run, with_role_of(validate(where), READERS)))
 
 
 def located(name: str, *, directory: Path, given: Mapping[str, Any], named: str | None) -> RunConfig:
@@ -65,12 +67,13 @@ def located(name: str, *, directory: Path, given: Mapping[str, Any], named: str 
     config.json names none. Raises `ConfigError` for a bus whose password that file does not have."""
     run = {"run": name, "directory": directory}
     if name == named:
-        return validate(with_bus_of_run({**run, **given}))
+        return with_role_of(validate(with_bus_of_run({**run, **given})), READERS)
     try:
         own = with_bus_of_run(run)
     except ConfigError as error:
         raise ConfigError(f"{error}, and --run {name}") from error
-    return validate(own if own.get("bus") or named is not None else {**run, **given})
+    where = validate(own if own.get("bus") or named is not None else {**run, **given})
+    return with_role_of(where, READERS)
 
 
 @app.command(name="dashboard", usage="Usage: launch dashboard [--run RUN] [--directory DIR] [OPTIONS]")

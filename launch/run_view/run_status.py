@@ -104,7 +104,8 @@ class RunState:
 async def look_at_run(where: RunConfig, stop: asyncio.Event) -> RunState:
     """Return the state of a run. Takes three seconds at most, whoever is away.
 
-    Raises `BusAwayError` when the bus is, and `ConfigError` when it has no such run."""
+    Raises `BusAwayError` when the bus is, and `ConfigError` when it has no such run, or lets these
+    credentials not hear everything: what they may not hear is not absent."""
     impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": FIRST_S})
     async with Bus.connect(impatient, where.run, name="status", stop=stop) as bus:
         state = await _Questions(bus, where).ask()
@@ -148,6 +149,8 @@ class _Questions:
             state.holders = {role: holder for role, (holder, _) in after.items()}
             state.renewed = {role for role, found in after.items() if found != before.get(role)}
         await heard.unsubscribe()
+        if bus.client.refusal:
+            raise ConfigError(f"{bus.client.refusal}: name the credentials of a watcher with --creds")
         return state
 
     def _names(self) -> Iterable[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from launch.cli.app import LiveRun, with_bus_of_run
+from bus.server.secure_directory import SecureDirectory
+from launch.cli.app import READERS, LiveRun, with_bus_of_run
 from launch.cli.watch_commands import located
 from launch.settings.run_config import RunConfig, validate
 from launch.settings.short_forms import short_forms
@@ -52,6 +53,21 @@ def test_a_run_that_has_ended_with_its_bus_is_not_asked(tmp_path: Path, monkeypa
         assert live.live_config().bus.url == "nats://127.0.0.1:4567"
     monkeypatch.setenv("SLUICE_BUS", "nats://b:1")
     assert live.live_config().bus.url == "nats://b:1"
+
+
+def test_credentials_of_a_role_that_may_not_hear_are_refused_with_those_that_may(tmp_path: Path):
+    secure = SecureDirectory(tmp_path / "keys")
+    secure.make(["mine"], "nats://127.0.0.1:4222")
+    files = secure.files("mine")
+
+    def live(role: str) -> LiveRun:
+        return LiveRun(run_name="mine", directory=tmp_path, creds=files.creds(role))
+
+    assert live("storage").live_config(*READERS).bus.creds == files.creds("storage")
+    with pytest.raises(ConfigError, match=r"actor.creds .*'actor'.*those of watcher or operator or storage"):
+        live("actor").live_config(*READERS)
+    with pytest.raises(ConfigError, match="role 'judge'"):
+        located("mine", directory=tmp_path, given=short_forms(None, files.creds("judge")), named="mine")
 
 
 def test_the_dashboard_asks_each_run_on_its_own_bus(tmp_path: Path):

@@ -6,11 +6,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from nats.js.api import ConsumerConfig, ConsumerInfo
 
 from bus.codec import Json, Message, encode
+from bus.config import BusConfig
 from bus.connection.bus import Bus
 from bus.connection.roles import hold_role
 from bus.connection.status import Activity, report_status
@@ -23,6 +25,7 @@ from launch.run_view.run_status import RunState, look_at_run
 from launch.run_view.waiting_reasons import problems, waits
 from launch.screens.status_report import WIDTH, report, screen
 from launch.settings.run_config import RunConfig, validate
+from tests.bus.security.secured import by_role, make_streams, secured_bus
 from tests.launch.messages import actor, learner, state_of, storage
 
 pytestmark = pytest.mark.nats
@@ -146,6 +149,25 @@ def test_a_time_out_is_told_as_one_beside_what_the_bus_knows():
 async def test_unknown_run_is_the_users_mistake(bus: Bus, where: RunConfig):
     with pytest.raises(ConfigError, match="this bus has no run 'another'"):
         await look_at_run(where.model_copy(update={"run": "another"}), asyncio.Event())
+
+
+async def test_what_a_key_may_not_hear_is_never_told_as_absent(tmp_path: Path):
+    async with secured_bus(tmp_path, "test") as (secure, server):
+        connect = by_role(secure, "test")
+        await make_streams(connect)
+        async with connect("storage", "test") as keeper, connect("learner", "test") as teacher:
+            await answer(keeper)
+            async with speaking(keeper, storage()), speaking(teacher, learner()):
+
+                async def look(role: str) -> RunState:
+                    key = BusConfig(url=server.url, creds=secure.files("test").creds(role))
+                    return await look_at_run(RunConfig(run="test", bus=key), asyncio.Event())
+
+                for role in ("storage", "watcher"):
+                    state = await look(role)
+                    assert {one.role for one in state.statuses.values()} == {"storage", "learner"}, role
+                with pytest.raises(ConfigError, match=r"permissions violation .*credentials of a watcher"):
+                    await look("learner")
 
 
 async def test_bus_that_is_away_is_an_error_of_its_own_within_the_limit(server: NatsServer, where: RunConfig):
