@@ -33,6 +33,7 @@ DOING: Mapping[Wait, str] = {
     "": "generating",
     "device": "waiting while the learner has the device",
     "engine": "waiting for an engine that serves",
+    "environments": "waiting for environments",
     "leases": "waiting for leases",
     "rewards": "waiting for rewards",
     "warmup": "waiting for the warm-up to end",
@@ -156,8 +157,7 @@ class Actor:
             "opponents": dict(self._opponents.versions),
             **({"policies": progress} if progress else {}),
             "alarm": "; ".join(filter(None, [self._follower.refusal, *self._probe.alarms.values(), *alarms])),
-            **self._worker.counts,
-            **self._worker.ends.status,
+            **self._worker.status,
             **environment_report(self._environment),
         }
         return Activity(doing, values, wait=wait)
@@ -170,7 +170,9 @@ class Actor:
             return "device"
         if not engine.serves:
             return "engine"
-        return "" if engine.running else idle_wait(self._environment)
+        if engine.running or engine.waiting:
+            return ""
+        return idle_wait(self._environment, self._worker.rollouts_running)
 
 
 def environment_report(environment: Environment) -> dict[str, Json]:
@@ -181,7 +183,9 @@ def environment_report(environment: Environment) -> dict[str, Json]:
     }
 
 
-def idle_wait(environment: Environment) -> Wait:
-    """Return what an actor waits for whose engines have no request."""
+def idle_wait(environment: Environment, rollouts: int) -> Wait:
+    """Return what an actor with so many rollouts under way waits for whose engines have no request."""
     times = environment.reward_times if isinstance(environment, CallsRewards) else ()
-    return "rewards" if any(one.running for one in times) else "leases"
+    if any(one.running for one in times):
+        return "rewards"
+    return "environments" if rollouts else "leases"

@@ -21,6 +21,7 @@ Wait = Literal[
     "batch",
     "device",
     "engine",
+    "environments",
     "evaluation",
     "groups",
     "leases",

@@ -30,6 +30,7 @@ from actors.rollouts.participation import Participation
 from actors.settings.groups import InterruptionConfig, RetriesConfig
 from actors.weights.follow import PolicyFollower
 from bus.actor_counters import SampledCounts
+from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import EngineLostError, HandBackError, SluiceError
 from bus.messages import Lease
@@ -115,6 +116,12 @@ class Worker:
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
         self._stop = asyncio.Event()
+        self.rollouts_running = 0
+
+    @property
+    def status(self) -> dict[str, Json]:
+        """Return numbers for screens."""
+        return {**self.counts, **self.ends.status, "rollouts_running": self.rollouts_running}
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
         """Work until `stop`, then finish what was begun and soon ends, and hand back the rest."""
@@ -339,6 +346,7 @@ class Worker:
         task = self._task(lease, sample)
         while True:
             self._policy.turns.begin(task.task_id, group.left.pop(sample, ()))
+            self.rollouts_running += 1
             try:
                 episode = await self._environment.run(task, self._policy.fresh(task.task_id))
             except (EngineLostError, HandBackError, MemoryError):
@@ -349,6 +357,8 @@ class Worker:
                     raise
                 self._tell_of_failure(task, error)
                 return _failed(error)
+            finally:
+                self.rollouts_running -= 1
             episode = episode.with_frozen(frozen)
             if episode.end not in TRUSTED_ENDS:
                 self.failures.failed(task, EpisodeError(f"it ended as {episode.end}"), episode.end)

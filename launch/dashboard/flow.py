@@ -6,7 +6,7 @@ from typing import Literal
 from bus.codec import Json
 from bus.messages import Status
 from launch.run_view.run_status import RunState
-from launch.run_view.status_texts import engine_texts
+from launch.run_view.status_texts import engine_texts, holders_text
 from launch.run_view.units import UNKNOWN, count, duration
 from launch.run_view.waiting_reasons import full_streams, waiting_actors
 from launch.screens.status_report import report
@@ -75,7 +75,7 @@ def _actors(state: RunState, found: Mapping[str, Json]) -> Json:
         condition = "silent"
     if any(one.values.get("alarm") for one in actors):
         condition = "trouble"
-    doing = waiting or ("generating" if running else "no request runs in an engine")
+    doing = waiting or ("generating" if running else holders_text(actors))
     return _place(
         "Actors and engines",
         condition,

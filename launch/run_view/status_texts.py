@@ -1,7 +1,7 @@
 """What the statuses of processes say, in the words that all screens share."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 
 from bus.actor_counters import failed_by, failed_fraction
@@ -16,6 +16,7 @@ ENGINE_FIGURES = {
     "accepted_tokens_per_pass": "tokens accepted a pass",
 }
 """Label of what an actor's engines tell of their caches and drafts, by its name in the status."""
+NOTHING_HELD = "no actor runs a rollout: leases wait to be taken, or results to be stored"
 
 
 def best_text(best: Json) -> str:
@@ -90,17 +91,29 @@ def holders_text(actors: Sequence[Status]) -> str:
         return ""
     requests = sum(integer(one.values, "running") + integer(one.values, "waiting") for one in actors)
     rewards = sum(integer(one.values, "rewards_running") for one in actors)
-    found = [(rewards, _rewards(actors, rewards)), (requests, _engines(actors))]
-    held = [text for size, text in sorted(found, reverse=True) if size]
-    if held:
-        return "; ".join(held)
+    others = sum(integer(one.values, "rollouts_running") for one in actors) - requests - rewards
+    rollouts = "rollout is" if others == 1 else "rollouts are"
+    found = [
+        (rewards, _rewards(actors, rewards)),
+        (requests, _engines(actors)),
+        (others, f"{others} {rollouts} in environments"),
+    ]
+    held = [text for size, text in sorted(found, reverse=True) if size > 0]
+    return "; ".join([*held, *_not_serving(actors)]) or NOTHING_HELD
+
+
+def _not_serving(actors: Sequence[Status]) -> Iterator[str]:
+    """Yield why no engine serves, and which actors have none yet."""
     engines = (engine for one in actors for engine in engines_of(one.values).values())
     states = Counter(str(engine.get("state")) for engine in engines)
     if states and not states["serving"]:
-        return f"no engine serves: {', '.join(f'{number} {state}' for state, number in states.items())}"
-    if all("rewards_running" in one.values for one in actors):
-        return "no engine has a request and no reward runs: environments hold them, or they are being stored"
-    return "no engine has a request, so environments or rewards hold them"
+        yield f"no engine serves: {_listed(states)}"
+    if without := Counter(one.doing for one in actors if one.wait in ("engine", "policy") and not one.values):
+        yield f"actors without an engine: {_listed(without)}"
+
+
+def _listed(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {what}" for what, number in numbers.items())
 
 
 def engines_of(values: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
@@ -130,9 +143,10 @@ def _engines(actors: Sequence[Status]) -> str:
     rates = [number(one.values, "generated_tokens_per_s") for one in actors]
     rate = sum(one for one in rates if one == one)
     more = f" and {queued} more queue" if queued else ""
-    each = f" ({_rate(rate / running)} each)" if running else ""
+    if not running:
+        return f"{queued} {'request waits' if queued == 1 else 'requests wait'} for an engine"
     run = "request" if running == 1 else "requests"
-    return f"engines run {running} {run}{more}, at {_rate(rate)} tokens/s{each}"
+    return f"engines run {running} {run}{more}, at {_rate(rate)} tokens/s ({_rate(rate / running)} each)"
 
 
 def _rewards(actors: Sequence[Status], running: int) -> str:

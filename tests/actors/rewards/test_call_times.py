@@ -39,12 +39,13 @@ async def test_an_actor_tells_of_a_reward_that_is_under_way_and_waits_for_it():
 
     scorer = Scorer("slow", timeout_s=20, reward=slow)
     environment = EnvironmentChoice({"": SingleTurn(scorer)})
-    assert idle_wait(environment) == "leases"
+    assert idle_wait(environment, 0) == "leases"
+    assert idle_wait(environment, 1) == "environments"
     scoring = asyncio.create_task(scorer.score(answer("x")))
     await began.wait()
     assert environment_report(environment)["rewards_running"] == 1
-    assert idle_wait(environment) == "rewards"
+    assert idle_wait(environment, 1) == "rewards"
     go_on.set()
     assert await scoring == 1.0
     assert environment_report(environment)["rewards_running"] == 0
-    assert idle_wait(environment) == "leases"
+    assert idle_wait(environment, 0) == "leases"

@@ -226,27 +226,36 @@ def test_what_has_most_rollouts_is_named_first():
     )
 
 
-def test_groups_that_neither_an_engine_nor_a_reward_has_are_held_by_environments():
+def held(*actors: Status) -> str:
+    """What the status says of whom the learner of `LACKS` waits for."""
+    told, *_ = waits(state(LACKS, storage(), *actors))
+    return told.partition("64 groups are out; ")[2]
+
+
+def test_rollouts_that_neither_an_engine_nor_a_reward_has_are_in_environments():
     idle = {"running": 0, "waiting": 0}
-    assert waits(state(LACKS, storage(), actor(**idle))) == [
-        f"{WAITS}no actor is rolling out, 64 groups are out; no engine has a request, so environments or "
-        "rewards hold them"
-    ]
-    assert waits(state(LACKS, storage(), actor(rewards_running=0, **idle)))[0].endswith(
-        "; no engine has a request and no reward runs: environments hold them, or they are being stored"
+    assert held(actor(rollouts_running=64, **idle)) == "64 rollouts are in environments"
+    both = held(actor(rollouts_running=64, **idle), actor(1, running=1, waiting=0, rollouts_running=1))
+    assert both.startswith("64 rollouts are in environments; engines run 1 request, at ")
+    assert held(actor(running=8, waiting=2, rollouts_running=10)).startswith(
+        "engines run 8 requests and 2 more"
+    )
+    assert held(actor(rollouts_running=0, **idle)) == (
+        "no actor runs a rollout: leases wait to be taken, or results to be stored"
     )
 
 
 def test_groups_wait_for_engines_while_none_of_them_serves():
-    def engines(*states):
-        return {"running": 0, "waiting": 0, "engines": {str(n): {"state": s} for n, s in enumerate(states)}}
+    def engines(*states, waiting=0):
+        each = {str(n): {"state": s} for n, s in enumerate(states)}
+        return actor(running=0, waiting=waiting, rollouts_running=waiting, engines=each)
 
-    starting = state(LACKS, storage(), actor(**engines("starting", "waiting", "starting")))
-    assert waits(starting)[0].endswith("; no engine serves: 2 starting, 1 waiting")
-    assert (
-        "environments or rewards hold them"
-        in waits(state(LACKS, storage(), actor(**engines("starting", "serving"))))[0]
-    )
+    assert held(engines("starting", "waiting", "starting")) == "no engine serves: 2 starting, 1 waiting"
+    queued = held(engines("starting", waiting=8))
+    assert queued == "8 requests wait for an engine; no engine serves: 1 starting"
+    assert held(engines("starting", "serving")).startswith("no actor runs a rollout")
+    starting = replace(actor(doing="starting its engine", wait="engine"), values={})
+    assert held(starting) == "actors without an engine: 1 starting its engine"
 
 
 def test_learner_that_waits_for_one_late_group_is_told_with_storages_reason():
