@@ -13,7 +13,7 @@ from bus.errors import ConfigError
 from bus.security.credentials import VARIABLE, load_credentials
 from launch.settings.run_config import RunConfig, config_file, flags, preset
 from launch.settings.sources import DEFAULT, Source, merged
-from learner.config.loss import DPOLoss, RewardModelLoss
+from learner.config.loss import DPOLoss
 from learner.config.warmup import WarmupConfig
 
 
@@ -96,16 +96,13 @@ def supervised_sources(sft: Path | None, pairs: Path | None, others: Mapping[str
         "batch_size": min(batch_size, rows),
         "optimizer": optimizer,
     }
-    learner: dict[str, Any] = {"steps": 0}
     loss = others["warmup"]["loss"]["type"] if pairs else None
     if loss == WarmupConfig().loss.type:
         loss = DPOLoss().type
         warmup["loss"] = {"type": loss}
     if loss == DPOLoss().type:
         optimizer["lr"] = 1e-6
-    elif loss == RewardModelLoss().type:
-        learner["backend"] = "fsdp"  # which alone trains a scalar head
-    return [Source("--sft" if sft else "--pairs", {"warmup": warmup, "learner": learner})]
+    return [Source("--sft" if sft else "--pairs", {"warmup": warmup, "learner": {"steps": 0}})]
 
 
 def _bus_sources(bus: str | None, creds: Path | None) -> list[Source]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
-from learner.backends.shared.score_head import HEAD
+from learner.backends.shared.score_head import SCORE_HEAD
 from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, SomeWeights, Spec, State
 from storage.chats.stop_tokens import answer_end
 
@@ -39,11 +39,11 @@ def as_reward_model(
 
 class _Head(LazyWeights):
     def __init__(self, weight: Tensor) -> None:
-        super().__init__([HEAD])
+        super().__init__([SCORE_HEAD])
         self._weight = weight
 
     def __getitem__(self, name: str) -> Tensor:
-        return {HEAD: self._weight}[name]
+        return {SCORE_HEAD: self._weight}[name]
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype."""

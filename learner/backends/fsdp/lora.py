@@ -26,7 +26,7 @@ from learner.backends.shared.lora import (
     squared_norms,
     targeted,
 )
-from learner.backends.shared.score_head import HEAD
+from learner.backends.shared.score_head import SCORE_HEAD
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import State
 from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
@@ -71,7 +71,7 @@ def add_adapters(
     another name.
     """
     for name, parameter in hf_model.named_parameters():
-        if name != HEAD:
+        if name != SCORE_HEAD:
             parameter.requires_grad_(False)
             parameter.data = torch.empty_like(parameter, dtype=dtype)
     layers, stacks = dict(_linear_layers(hf_model)), list(expert_stacks(hf_model, names))
@@ -200,9 +200,9 @@ class ModelAdapters:
             self.tensors |= zip(adapter_names(each.name), (a, b), strict=True)
             if change is not None:
                 self.tensors[f"{PREFIX}{each.name}.{CHANGE}"] = change
-        self._head = tensors.get(HEAD)
+        self._head = tensors.get(SCORE_HEAD)
         if self._head is not None:
-            self.tensors[PREFIX + HEAD] = self._head
+            self.tensors[PREFIX + SCORE_HEAD] = self._head
         self._of_weight: dict[str, list[LayerAdapter]] = {}
         for adapter in self._adapters:
             self._of_weight.setdefault(adapter.of.weight, []).append(adapter)
@@ -253,7 +253,7 @@ class ModelAdapters:
                 name = magnitude_name(adapter.of.weight)
                 shapes[name], exact[name] = tuple(adapter.change.shape), torch.float32
         if self._head is not None:
-            shapes[PREFIX + HEAD], exact[PREFIX + HEAD] = tuple(self._head.shape), dtype
+            shapes[PREFIX + SCORE_HEAD], exact[PREFIX + SCORE_HEAD] = tuple(self._head.shape), dtype
         return Exported(shapes, here, partial(self._streamed, dtype, without=here), exact)
 
     def _streamed(self, dtype: torch.dtype, *, without: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -271,13 +271,13 @@ class ModelAdapters:
         if self._head is not None:
             found = whole(self._head, dtype)
             if dist.get_rank() == 0:
-                yield PREFIX + HEAD, found
+                yield PREFIX + SCORE_HEAD, found
 
     def described(self, exact: Mapping[str, torch.dtype]) -> TrainedAdapters:
         """Return what others than this backend need of them; `exact` weights have dtypes of their own."""
         streamed = partial(self._streamed, torch.float32)
         layers = [layer for adapter in self._adapters for layer in adapter.of.layers]
-        whole = () if self._head is None else (HEAD,)
+        whole = () if self._head is None else (SCORE_HEAD,)
         return TrainedAdapters(self.config, self._base, exact, layers, streamed, whole)
 
     def saved(self) -> dict[str, JsonValue]:

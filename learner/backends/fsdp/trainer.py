@@ -35,7 +35,7 @@ from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.sglang_kernels.kernels import SglangKernels
 from learner.backends.shared.given_experts import replay_figures
 from learner.backends.shared.lora import refuse_other_adapters
-from learner.backends.shared.score_head import HEAD
+from learner.backends.shared.score_head import SCORE_HEAD
 from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide
@@ -103,7 +103,7 @@ class FsdpTrainer:
         self._tensors = lasting_tensors(hf_model)
         self._adapters: ModelAdapters | None = None
         if lora.exists:
-            base = SomeWeights(state, self._names.files.keys() - {HEAD})
+            base = SomeWeights(state, self._names.files.keys() - {SCORE_HEAD})
             self._adapters = ModelAdapters(lora, adapted, base, self._tensors, dtype)
         load_weights(self._tensors, self._names, state)
         refuse_other_results(self.model, hf_config.get_text_config().vocab_size, dtype)

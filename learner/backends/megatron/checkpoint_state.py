@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
 from learner.backends.megatron.checkpoint_writer import StagedWrites, install_in_process_writer, stage
-from learner.backends.megatron.conversion.base import HEAD, is_adapter
+from learner.backends.megatron.conversion.base import HEAD, is_trained_with_adapters
 from learner.backends.megatron.core.megatron_core import (
     CheckpointingException,
     MegatronModule,
@@ -214,7 +214,7 @@ def _sharded_model(
     chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(model).items()}
     if _has_adapters(model):
         chunks = {
-            name: {key: entry for key, entry in chunk.items() if is_adapter(key)}
+            name: {key: entry for key, entry in chunk.items() if is_trained_with_adapters(key)}
             for name, chunk in chunks.items()
         }
     with torch.no_grad():

@@ -21,6 +21,7 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     """Return all hyperparameters that decide which weights fit, as they read back from JSON."""
     shape = vars(shape_of(hf_config)).copy()
     experts, latent, delta = (shape.pop(name) for name in ("experts", "latent", "delta"))
+    output = {"scores": True} if shape.pop("scores") else {}
     routing = {} if experts is None else {"experts": _of_experts(experts)}
     attention: dict[str, JsonValue] = {} if latent is None else {"latent": vars(latent)}
     if delta is not None:
@@ -32,7 +33,7 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     arithmetic = {name: getattr(hf_config, name) for name in ARITHMETIC if hasattr(hf_config, name)}
     return {
         "model_type": hf_config.model_type,
-        **rope_settings(hf_config), **shape, **routing, **attention, **sight, **arithmetic,
+        **rope_settings(hf_config), **shape, **routing, **attention, **sight, **arithmetic, **output,
     }  # fmt: skip
 
 

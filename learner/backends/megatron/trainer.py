@@ -23,7 +23,7 @@ from learner.backends.megatron.checkpoint_state import (
     training_state,
 )
 from learner.backends.megatron.checkpoint_writer import StagedWrites
-from learner.backends.megatron.conversion.base import is_adapter
+from learner.backends.megatron.conversion.base import is_trained_with_adapters
 from learner.backends.megatron.core.ddp import data_parallel, release_gradients
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
@@ -34,6 +34,7 @@ from learner.backends.megatron.model.exact import make_exact
 from learner.backends.megatron.model.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.router_replay import ChosenExperts, given_experts
+from learner.backends.megatron.model.value_model import ScoreModel
 from learner.backends.megatron.next_token_head import TrainedHead, head_rules, with_following_tokens
 from learner.backends.megatron.optimizer.lent_weights import lent_weights
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
@@ -48,6 +49,7 @@ from learner.backends.quantised.rounding import Rounding
 from learner.backends.quantised.weights import RoundedWeights
 from learner.backends.shared.given_experts import replay_figures
 from learner.backends.shared.rope_scaling import refuse_scaled, unscaled_tokens
+from learner.backends.shared.score_head import is_reward_model
 from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
@@ -91,7 +93,8 @@ class Trainer:
         self.hf_config = hf_config
         self.dtype = dtype
         self.parallel = parallel
-        self.chunks: list[PolicyModel] = build_chunks(hf_config, dtype=dtype, parallel=parallel)
+        kind = ScoreModel if is_reward_model(hf_config) else PolicyModel
+        self.chunks: list[PolicyModel] = build_chunks(hf_config, dtype=dtype, parallel=parallel, kind=kind)
         if exact:
             [whole] = self.chunks  # the configuration refuses parts of a model
             make_exact(whole)
@@ -275,7 +278,9 @@ class Trainer:
         chunks = [dict(chunk.named_parameters()) for chunk in self.chunks]
         if self.lora is None:
             return chunks
-        return [{name: each for name, each in chunk.items() if is_adapter(name)} for chunk in chunks]
+        return [
+            {name: each for name, each in chunk.items() if is_trained_with_adapters(name)} for chunk in chunks
+        ]
 
     def _load(self, hf_config: PretrainedConfig, state: State) -> None:
         if self.lora is None:

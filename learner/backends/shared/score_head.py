@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-HEAD = "score.weight"
+SCORE_HEAD = "score.weight"
 """Name of the head in model files, and in models of transformers."""
 
 

@@ -549,7 +549,6 @@ def test_answers_that_fill_the_context_are_refused_before_anything_starts(tmp_pa
             {"backend": "megatron", "mtp": {"weight": 0.1}},
             "the head would learn answers that are not preferred",
         ),
-        ({}, {"backend": "megatron"}, "with learner.backend=megatron: set learner.backend=fsdp"),
         ({}, {"steps": 3}, "with learner.steps=3: it is no policy; set learner.steps=0"),
         ({"loss": {"type": "dpo", "form": "ipo", "label_smoothing": 0.1}}, {}, "has no effect with form=ipo"),
     ],

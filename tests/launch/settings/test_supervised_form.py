@@ -28,16 +28,15 @@ def test_it_is_once_over_in_the_batches_that_are_asked_for(tmp_path: Path, rows,
 
 
 @pytest.mark.parametrize(
-    ("given", "loss", "lr", "backend"),
-    [("sft", {"type": "dpo"}, 1e-6, None), ("dpo", None, 1e-6, None), ("reward_model", None, 2e-5, "fsdp")],
+    ("given", "loss", "lr"),
+    [("sft", {"type": "dpo"}, 1e-6), ("dpo", None, 1e-6), ("reward_model", None, 2e-5)],
 )
-def test_pairs_are_for_dpo_unless_another_loss_over_pairs_is_given(tmp_path: Path, given, loss, lr, backend):
+def test_pairs_are_for_dpo_unless_another_loss_over_pairs_is_given(tmp_path: Path, given, loss, lr):
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     [source] = supervised_sources(None, file, {"warmup": {"loss": {"type": given}}})
-    warmup, learner = source.layer["warmup"], source.layer["learner"]
-    found = warmup.get("loss"), warmup["optimizer"]["lr"], learner.get("backend")
-    assert found == (loss, lr, backend)
+    warmup = source.layer["warmup"]
+    assert (warmup.get("loss"), warmup["optimizer"]["lr"]) == (loss, lr)
     with pytest.raises(
         ConfigError, match=r"--sft .*pairs.jsonl with --pairs .*: a run trains on one of them"
     ):

@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,14 +51,14 @@ def model() -> Path:
     return found.directory / "model"
 
 
-def settings_of_kind(directory: Path, model: Path, kind: str) -> LearnerSettings:
+def settings_of_kind(directory: Path, model: Path, kind: str, backend: str) -> LearnerSettings:
     rows = PAIRS if kind != "sft" else [{"prompt": p["prompt"], "response": p["chosen"]} for p in PAIRS]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     warmup = WarmupConfig.model_validate({
         "steps": STEPS, "batch_size": SIZE, "loss": {"type": kind},
         "demonstrations": directory / "rows.jsonl", "optimizer": {"lr": RATES[kind], "warmup_steps": 0},
     })  # fmt: skip
-    found = settings_of(directory, backend="fsdp", batch=BatchConfig(tokens_per_micro_batch=512))
+    found = settings_of(directory, backend=backend, batch=BatchConfig(tokens_per_micro_batch=512))
     own = ModelConfig(path=str(model), dtype="float32")
     return replace(found, warmup=warmup, model=own, model_directory=model)
 
@@ -75,21 +77,40 @@ def rows_of(model: Path, kind: str, samples: list[Sample]) -> list[dict[str, str
     ]
 
 
+@pytest.fixture(scope="module")
+def of_trl(
+    python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[float]]:
+    """Return a function from a kind to TRL's losses, which computes them once."""
+
+    @cache
+    def losses(kind: str) -> list[float]:
+        directory = tmp_path_factory.mktemp(kind)
+        own = settings_of_kind(directory, model, kind, "fsdp")
+        initial = prepare(own, own.warmup.demonstrations)
+        samples = [sample for step in range(STEPS) for sample in initial.demonstrations.step(step, SIZE)]
+        asked, out = directory / "asked.json", directory / "losses.json"
+        begun = begin_of(directory, model, initial) if kind == "reward_model" else model
+        given = {"kind": kind, "model": str(begun), "batch_size": SIZE, "lr": RATES[kind], "out": str(out)}
+        asked.write_text(json.dumps(given | {"rows": rows_of(model, kind, samples)}))
+        command = [python, Path(__file__).with_name("trl_losses.py"), asked]
+        subprocess.run(command, check=True, timeout=1800, cwd=directory, env={**os.environ, "PYTHONPATH": ""})
+        found: list[float] = json.loads(out.read_text())
+        return found
+
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 @pytest.mark.parametrize("kind", RATES)
-def test_the_losses_of_20_steps_are_those_of_trl(tmp_path: Path, python: Path, model: Path, kind: str):
-    own = settings_of_kind(tmp_path, model, kind)
+def test_the_losses_of_20_steps_are_those_of_trl(
+    tmp_path: Path, of_trl: Callable[[str], list[float]], model: Path, kind: str, backend: str
+):
+    own = settings_of_kind(tmp_path, model, kind, backend)
     initial = prepare(own, own.warmup.demonstrations)
-    samples = [sample for step in range(STEPS) for sample in initial.demonstrations.step(step, SIZE)]
-    asked, out = tmp_path / "asked.json", tmp_path / "losses.json"
-    begun = begin_of(tmp_path, model, initial) if kind == "reward_model" else model
-    given = {"kind": kind, "model": str(begun), "batch_size": SIZE, "lr": RATES[kind], "out": str(out)}
-    asked.write_text(json.dumps(given | {"rows": rows_of(model, kind, samples)}))
-    command = [python, Path(__file__).with_name("trl_losses.py"), asked]
-    subprocess.run(command, check=True, timeout=1800, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
-    expected = json.loads(out.read_text())
     trained = restore_backend(own, initial, None, Progress(), own.learner.parallel)
     losses = [warm_up_step(trained, own, initial.demonstrations, step).loss for step in range(STEPS)]
-    assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+    assert losses == pytest.approx(of_trl(kind), rel=0, abs=1e-5)
 
 
 def begin_of(directory: Path, model: Path, initial: Initial) -> Path:

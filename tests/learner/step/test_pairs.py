@@ -149,9 +149,9 @@ def test_adapters_are_compared_with_the_model_without_them(tmp_path: Path, backe
 
 
 def two_steps(
-    directory: Path, loss: DPOLoss | RewardModelLoss, parallel: dict[str, int], backend: str
+    directory: Path, loss: DPOLoss | RewardModelLoss, parallel: dict[str, int], backend: str, rank: int
 ) -> list[tuple[float, ...]]:
-    settings = settings_of_pairs(directory, loss, backend=backend, parallel=parallel)
+    settings = settings_of_pairs(directory, loss, backend=backend, parallel=parallel, lora={"rank": rank})
     divide_world(settings.learner.parallel)
     initial, trained = begun(settings)
     found = []
@@ -164,25 +164,30 @@ def two_steps(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "parallel", "loss"),
+    ("backend", "parallel", "loss", "rank"),
     [
-        ("megatron", {}, DPOLoss(beta=BETA)),
-        ("megatron", {"context": 2}, DPOLoss(beta=BETA)),
-        ("megatron", {"tensor": 2}, DPOLoss(beta=BETA)),
-        ("megatron", {"pipeline": 2}, DPOLoss(beta=BETA)),
-        ("fsdp", {}, DPOLoss(beta=BETA)),
-        ("fsdp", {}, RewardModelLoss()),
+        ("megatron", {}, DPOLoss(beta=BETA), 0),
+        ("megatron", {"context": 2}, DPOLoss(beta=BETA), 0),
+        ("megatron", {"tensor": 2}, DPOLoss(beta=BETA), 0),
+        ("megatron", {"pipeline": 2}, DPOLoss(beta=BETA), 0),
+        ("fsdp", {}, DPOLoss(beta=BETA), 0),
+        ("fsdp", {}, RewardModelLoss(), 4),
+        ("megatron", {"context": 2}, RewardModelLoss(), 0),
+        ("megatron", {"tensor": 2, "sequence": True}, RewardModelLoss(), 4),
+        ("megatron", {"pipeline": 2}, RewardModelLoss(), 0),
     ],
-    ids=["data", "context", "tensor", "pipeline", "fsdp", "scores"],
+    ids=["data", "context", "tensor", "pipeline", "fsdp"]
+    + [f"scores by {name}" for name in ("fsdp", "context", "tensor", "pipeline")],
 )
-def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend, parallel, loss):
-    alone = two_steps(tmp_path, loss, {}, backend)
-    for found in worlds.run(2, two_steps, tmp_path, loss, parallel, backend):
+def test_two_ranks_train_on_pairs_as_one_does(worlds, tmp_path: Path, backend, parallel, loss, rank):
+    alone = two_steps(tmp_path, loss, {}, backend, rank)
+    for found in worlds.run(2, two_steps, tmp_path, loss, parallel, backend, rank):
         assert found == [pytest.approx(step, abs=2e-5) for step in alone]
 
 
 @pytest.mark.parametrize(
-    ("backend", "rank", "pads_with_end"), [("fsdp", 0, False), ("fsdp", 0, True), ("fsdp", 4, False)]
+    ("backend", "rank", "pads_with_end"),
+    [("fsdp", 0, True), ("fsdp", 4, False), ("megatron", 0, False), ("megatron", 4, False)],
 )
 def test_a_reward_model_is_trained_by_bradley_terry_and_is_read_by_transformers(
     tmp_path: Path, backend: str, rank: int, pads_with_end: bool

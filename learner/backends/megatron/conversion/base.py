@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.delta_sizes import DeltaSizes
 from learner.backends.megatron.conversion.head_names import HeadNames
+from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ class Shape:
     """Sizes of the layers that are delta nets; `None` where none is."""
     joint_norms: bool = False
     """Says that all queries of a token are normed together, and so are its keys."""
+    scores: bool = False
+    """Says that a scalar head stands in place of the output layer."""
 
     @property
     def delta_layers(self) -> tuple[bool, ...]:
@@ -120,6 +123,7 @@ class Shape:
             head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
             vocab=hf_config.vocab_size,
             tied=hf_config.tie_word_embeddings,
+            scores=is_reward_model(hf_config),
         )
 
 
@@ -199,6 +203,7 @@ would choose others."""
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SAME)
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), SAME)
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), SAME)
+SCORE = Rule(SCORE_HEAD, (SCORE_HEAD,), SAME)
 
 
 HEAD = "mtp.layers.0."
@@ -215,6 +220,11 @@ def as_it_came(name: str) -> Rule:
 def is_adapter(name: str) -> bool:
     """Tell whether a parameter of megatron-core's model is an adapter's, by its name."""
     return f"{ADAPTER}." in name
+
+
+def is_trained_with_adapters(name: str) -> bool:
+    """Tell whether a parameter is trained where weights are frozen under adapters."""
+    return is_adapter(name) or name == SCORE_HEAD
 
 
 def layer_rule(megatron: str, parts: Sequence[str], layout: Layout = SAME) -> Rule:
@@ -359,7 +369,9 @@ class Family:
         for layer in range(shape.layers):
             yield from self._layer(layer, shape)
         yield FINAL_NORM
-        if not shape.tied:
+        if shape.scores:
+            yield SCORE
+        elif not shape.tied:
             yield OUTPUT
 
     def head(self, shape: Shape) -> Iterator[Rule]:

@@ -44,9 +44,10 @@ from learner.backends.shared.lora import (
     saved_settings,
     targeted,
 )
+from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
 from learner.config.lora import LoraConfig
 from learner.model_directories.lazy_weights import SomeWeights, State
-from storage.model_files.adapter_names import WEIGHT, adapter_names, magnitude_name
+from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
 
 CUTS = {
     "linear_qkv": COLUMN, "linear_fc1": COLUMN, "linear_proj": ROW, "linear_fc2": ROW,
@@ -70,7 +71,8 @@ class ChunkAdapters:
     def __init__(
         self, chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, config: LoraConfig, base: State
     ) -> None:
-        """Freeze all weights, and add adapters; comes before the data-parallel wrapper.
+        """Freeze all weights but the head of a reward model, and add adapters; comes before the data-parallel
+        wrapper.
 
         Raises `ConfigError` for targets that are not there."""
         self.config = config
@@ -80,7 +82,9 @@ class ChunkAdapters:
         linear = [rule for rule in rules if LINEAR.search(rule.megatron) and rule.parts[0] not in places]
         names = dict.fromkeys(file_name(part, places) for rule in rules for part in rule.parts)
         self._beside = weights_beside(hf_config, base)
-        self._base = SomeWeights(base, [*names, *self._beside])
+        self._whole = [SCORE_HEAD] if is_reward_model(hf_config) else []
+        """Names of weights that are trained whole beside adapters."""
+        self._base = SomeWeights(base, [*names.keys() - self._whole, *self._beside])
         self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
         modules: tuple[list[str], list[str]] = [], []
         for each in linear:
@@ -92,7 +96,8 @@ class ChunkAdapters:
         }
         self._known_holders: Holders | None = None
         for chunk in chunks:
-            chunk.requires_grad_(False)
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(name == SCORE_HEAD)
             for name, parameter in list(chunk.named_parameters()):
                 if rule := self._adapted.get(global_name(chunk, name)):
                     self._add(chunk, name, parameter, rule)
@@ -149,6 +154,7 @@ class ChunkAdapters:
                         yield Rule(f"{inside}.lora_{letter}", (name,), SAME)
                     if self.config.weight_decomposed:
                         yield Rule(f"{inside}.{CHANGE}", (magnitude_name(module + WEIGHT),), SAME)
+        yield from (Rule(name, (PREFIX + name,), SAME) for name in self._whole)
 
     def _holders(self) -> Holders:
         self._known_holders = self._known_holders or find_holders(self._chunks)
@@ -164,8 +170,8 @@ class ChunkAdapters:
                 yield name, tensor.to(dtype)
 
     def exported(self, dtype: torch.dtype) -> Exported:
-        """Return the adapters to publish alone, as the `dtype` in which they are computed with; the lengths
-        of rows are float32."""
+        """Return what is trained, to publish it alone, as the `dtype` in which it is computed with; the
+        lengths of rows are float32."""
         shapes = exported_shapes(self._hf_config, self._holders(), rules=self._rules())
         lengths = {magnitude_name(module + WEIGHT) for module in self._targets}
         exact = {name: torch.float32 if name in lengths else dtype for name in shapes}
@@ -190,7 +196,7 @@ class ChunkAdapters:
             float32_weights(family_of(self._hf_config).rules(shape_of(self._hf_config)))
             | self._beside.dtypes()
         )
-        return TrainedAdapters(self.config, self._base, exact, [*self._targets], streamed)
+        return TrainedAdapters(self.config, self._base, exact, [*self._targets], streamed, self._whole)
 
     def saved(self) -> dict[str, JsonValue]:
         """Return what must be the same where a checkpoint of them is loaded."""

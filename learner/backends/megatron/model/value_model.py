@@ -1,6 +1,7 @@
-"""A critic's model: that of a policy with one output, the value, in place of the vocabulary's."""
+"""Models of a policy's form with one output in place of the vocabulary's: of a critic, and of rewards."""
 
 import copy
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ class ValueHead(torch.nn.Module):
         return F.linear(rows.float(), self.weight.float(), self.bias.float())[:, 0]
 
 
-class ValueModel(PolicyModel):
-    """A piece of a model whose output is the value before each trained label."""
+class ScalarModel(PolicyModel):
+    """A piece of a model with one output before each trained label."""
 
     def __init__(
         self,
@@ -51,19 +52,22 @@ class ValueModel(PolicyModel):
         super().__init__(config, layers, untied, stage)
         if self.post_process:
             del self.output_layer
-            self.value_head = ValueHead(config.hidden_size, config.params_dtype)
 
     def forward(
         self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0,
         head: HeadPass | None = None,
     ) -> tuple[Tensor, ...] | Tensor:  # fmt: skip
-        """Return the values, float32 [N]; a pipeline stage before the last returns hidden states instead.
+        """Return what `outputs` does; a pipeline stage before the last returns hidden states instead.
 
         There is no loss that could be computed with it, no token and no head for tokens."""
         hidden = self.hidden(batch)
         if not self.post_process:
             return hidden
-        return (self.value_head(self._of_every_token(hidden).index_select(0, batch.predicting)),)
+        return self.outputs(self._of_every_token(hidden).index_select(0, batch.predicting))
+
+    @abstractmethod
+    def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return float32 outputs, [N] each, of hidden states [N, H] behind the last layer."""
 
     def _of_every_token(self, hidden: Tensor) -> Tensor:
         """Return [T, H] on every tensor-parallel rank. Each computes the whole gradient of it, since each has
@@ -80,3 +84,42 @@ class ValueModel(PolicyModel):
         """Return the weights as megatron-core shards them; GPTModel's own method wants an output layer."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return state
+
+
+class ValueModel(ScalarModel):
+    """A piece of a critic's model."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        hf_config: PretrainedConfig,
+        stage: int | None,
+    ) -> None:
+        super().__init__(config, layers, hf_config, stage)
+        if self.post_process:
+            self.value_head = ValueHead(config.hidden_size, config.params_dtype)
+
+    def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the values."""
+        return (self.value_head(rows),)
+
+
+class ScoreModel(ScalarModel):
+    """A piece of a reward model, whose head has the name that it has in files."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        hf_config: PretrainedConfig,
+        stage: int | None,
+    ) -> None:
+        super().__init__(config, layers, hf_config, stage)
+        if self.post_process:
+            self.score = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+    def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the scores in place of log-probs, and entropies of 0."""
+        scores = self.score(rows).float()[:, 0]
+        return scores, torch.zeros_like(scores)

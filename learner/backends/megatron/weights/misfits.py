@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError, listed
 from learner.backends.megatron.conversion.base import OUTPUT
 from learner.backends.megatron.conversion.families import family_of
+from learner.backends.shared.score_head import is_reward_model
 from learner.model_directories.lazy_weights import LazyWeights
 
 
@@ -16,7 +17,8 @@ def refuse_misfits(source: Path, hf_config: PretrainedConfig, state: LazyWeights
     """Raise `ConfigError` for weights that are not those which transformers would save for this
     configuration."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        form = AutoModelForSequenceClassification if is_reward_model(hf_config) else AutoModelForCausalLM
+        model = form.from_config(hf_config)
     expected = {name: t.shape for name, t in revert_weight_conversion(model, model.state_dict()).items()}
     if hf_config.tie_word_embeddings:
         expected = {name: size for name, size in expected.items() if name not in OUTPUT.parts}
