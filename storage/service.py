@@ -181,6 +181,7 @@ async def _announce(owned: _Owned, settings: StorageSettings, prompts: Prompts) 
         await owned.heldout.put(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
     for name, found in prompts.sets.items():
         await owned.heldout.put(found, f"evaluation.sets {name!r}", name)
+    settings.run.write_json(settings.run.config, json.loads(settings.config_json))
     await owned.records.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
 
 

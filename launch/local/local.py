@@ -20,7 +20,7 @@ from bus.errors import SchemaError
 from bus.messages import RunRecord
 from bus.process.child_process import module_command
 from bus.server.nats_server import free_port
-from bus.waiting import RETRY_S, set_within
+from bus.waiting import set_within
 from launch.checks.resumption import finished, remarks, stage_of
 from launch.checks.start_checks import check_start, start_remarks
 from launch.local.supervisor import Part, Supervisor
@@ -28,15 +28,15 @@ from launch.process.ranks import SMALLER_LEARNER
 from launch.process.run_ending import noted_ending
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.monitor import RunMonitor, RunSettings, watch
-from launch.run_view.recorded_runs import going_on
 from launch.run_view.run_files import RunFiles, changed_settings
+from launch.run_view.run_lock import only_process
 from launch.run_view.served_page import page_of
 from launch.run_view.source_run import refuse_other_origin
 from launch.screens.conclusion import conclude
 from launch.screens.summary import Summary, print_summary
 from launch.screens.terminal_view import TerminalView
 from launch.settings.run_config import RunConfig, policy_config
-from storage.disk.atomic_files import read_json, try_lock
+from storage.disk.atomic_files import read_json
 from storage.disk.file_errors import lack_of_room
 from storage.disk.run_directory import RunDirectory
 
@@ -72,7 +72,8 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         console.print(remark, soft_wrap=True, markup=False)
     console.print(dashboard_hint(config), soft_wrap=True)
     patience_s = max(LEARNER_DRAIN_S, _actors_drain_s(config))
-    async with _only_launch(run, patience_s=patience_s) as lock, calls.failure_told(run):
+    # The parts inherit the lock, so it is free when all of them have ended, however this process did.
+    async with only_process(run.path / "lock", patience_s=patience_s) as lock, calls.failure_told(run):
         with noted_ending(run, stop):
             summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
     print_summary(console, summary)
@@ -92,27 +93,6 @@ def dashboard_hint(config: RunConfig) -> str:
     return f"To look at the run in a browser: launch dashboard {shlex.join(where)}"
 
 
-@asynccontextmanager
-async def _only_launch(run: RunDirectory, *, patience_s: float) -> AsyncIterator[int]:
-    """Hold the run's lock; yields its descriptor.
-
-    The parts inherit it, so the lock is free when all of them have ended, however this process did:
-    `patience_s` after it at the latest.
-    """
-    with (run.path / "lock").open("a+") as lock:
-        deadline = time.monotonic() + patience_s
-        while not try_lock(lock):
-            lock.seek(0)
-            holder = int(lock.read() or "0")
-            if psutil.pid_exists(holder) or time.monotonic() > deadline:
-                raise going_on(run.path, holder)
-            await asyncio.sleep(RETRY_S)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield lock.fileno()
-
-
 async def _supervise(
     config: RunConfig, run: RunDirectory, console: Console, stop: asyncio.Event, *, own_bus: bool, lock: int
 ) -> Summary:
@@ -121,7 +101,10 @@ async def _supervise(
         bus = config.bus.model_copy(update={"url": f"nats://{HOST}:{free_port(HOST)}"})
         config = config.model_copy(update={"bus": bus})
     changed = changed_settings(RunFiles(run.path, lenient=True).settings, config)
-    run.config.write_text(config.model_dump_json(indent=2))
+    settings = config.model_dump_json(indent=2)
+    run.asked_config.write_text(settings)
+    if own_bus or not run.config.exists():  # nobody else's storage or actor can refuse them
+        run.config.write_text(settings)
     run.write_provenance(changed)
     started = time.monotonic()
     monitor = RunMonitor(RunSettings.of_run(config))
@@ -249,7 +232,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
                 "storage",
                 *join[:4],
                 "--config",
-                str(run.config),
+                str(run.asked_config),
                 "--no-summary",
                 *_monitoring(config, "storage"),
             ),

@@ -1,7 +1,6 @@
 """The storage process of a run, and processes of replay shards on other hosts."""
 
 import asyncio
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,11 +15,14 @@ from launch.process.run_ending import noted_ending
 from launch.process.settings_revision import refuse_unapplied, revision_of
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.run_files import RunFiles, changed_settings, told_changes
+from launch.run_view.run_lock import only_process
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, policy_config
 from storage.disk.run_directory import RunDirectory
 
 log = structlog.get_logger()
+LOCK_S = 5.0
+"""Seconds in which what an earlier storage has started may end."""
 
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool = True) -> None:
@@ -38,6 +40,13 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
     refuse_nobody_rolls_out(config)
     directory = RunDirectory(config.directory, config.run)
     directory.refuse_unwritable()
+    async with only_process(directory.path / "storage.lock", patience_s=LOCK_S):
+        await _serve_alone(config, directory, stop, summary=summary)
+
+
+async def _serve_alone(
+    config: RunConfig, directory: RunDirectory, stop: asyncio.Event, *, summary: bool
+) -> None:
     changed = changed_settings(RunFiles(directory.path, lenient=True).settings, config)
     directory.write_provenance(changed)
     if changed:
@@ -81,7 +90,6 @@ async def _serve_from(
         connected(config, "storage", stop) as bus,
     ):
         await refuse_unapplied(bus, config)
-        directory.write_json(directory.config, json.loads(settings.config_json))
         async with concluding(bus, config, directory) if summary else nullcontext():
             bus.state.revision = revision_of(settings.config_json)
             await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)

@@ -99,8 +99,13 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
-        """Return the path of the resolved configuration, JSON."""
+        """Return the path of the settings that storage has announced, JSON."""
         return self.path / "config.json"
+
+    @property
+    def asked_config(self) -> Path:
+        """Return the path of the settings that `launch local` was last given, which storage may refuse."""
+        return self.path / "asked.json"
 
     @property
     def learner_config(self) -> Path:

@@ -104,9 +104,10 @@ def make_settings(
 
 
 async def announced(bus: Bus, settings: StorageSettings) -> None:
-    """Run storage until it has announced its run."""
+    """Run storage until it has announced its run, of which its directory has the settings then."""
     async with storage(bus, settings):
         await bus.wait_for("run", RunRecord, timeout_s=20, hint="storage starts")
+        assert json.loads(settings.run.config.read_text()) == json.loads(settings.config_json)
     await bus.delete("run")
 
 
@@ -135,6 +136,7 @@ async def test_nobody_joins_by_settings_of_an_earlier_launch(
     with pytest.raises(ConfigError, match="keeps its replay in 5 shards"):
         await run_storage(bus, settings, asyncio.Event())
     assert (await bus.get("run", RunRecord) is not None) == stays
+    assert not settings.run.config.exists()  # it says what was announced
 
 
 async def test_the_role_is_renewed_while_a_large_ledger_is_opened(bus: Bus, tmp_path: Path, monkeypatch):

@@ -1,6 +1,8 @@
 """What `launch storage`, `launch learner` and `launch actors` give to what they run, and refuse before."""
 
 import asyncio
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from bus.errors import ConfigError, leaves
 from bus.messages import RunRecord
 from bus.server.nats_server import NatsServer
 from launch.process.settings_revision import revision_of
+from launch.run_view.run_lock import only_process
 from launch.services.actors import serve_actors
 from launch.services.learner import serve_learner
 from launch.services.storage import serve_storage
 from launch.settings.run_config import RunConfig, validate
 from learner.config.process_settings import EngineContext
 from storage.account.records import ACTORS
+from storage.disk.run_directory import RunDirectory
 
 pytestmark = pytest.mark.nats
 SETTINGS: dict[str, Any] = {
@@ -84,8 +88,24 @@ async def test_storage_is_told_what_the_settings_say_and_leaves_them_in_the_run_
     assert own.model == tmp_path / "model"
     for used, settings, *_ in found:
         assert used.state.revision == revision_of(settings.config_json)
-        assert settings.run.config.exists()
         assert (settings.run.path / "provenance.json").exists()
+        assert json.loads(settings.config_json)["run"] == settings.run.name
+
+
+async def test_a_second_storage_of_a_directory_is_refused_before_it_writes_there(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Its settings, its start and its failure would be taken for those of the run, which goes on."""
+    found = capture(monkeypatch, storage.service, "run_storage")
+    run = RunDirectory(tmp_path, "test")
+    async with only_process(run.path / "storage.lock", patience_s=0):
+        with pytest.raises(ExceptionGroup) as raised:
+            await serve_storage(validate({"run": "test", "data": {"task": "sort"}, **where}), asyncio.Event())
+    [error] = leaves(raised.value)
+    assert isinstance(error, ConfigError)
+    assert f"already going on in {run.path}, process {os.getpid()}" in str(error)
+    assert [path.name for path in run.path.iterdir()] == ["storage.lock"]
+    assert not found
 
 
 @pytest.mark.parametrize(
