@@ -43,10 +43,18 @@ class SubAgents:
 
     def name_of(self, headers: Mapping[str, str]) -> str | None:
         """Return the name of the sub-agent that sends such headers; None for the agent itself."""
-        key = headers.get(CLAUDE_CODE_SUB_AGENT)
+        key = self._key(headers)
+        return self._names.get(key, f"{SUB_AGENT}-{len(self._names) + 1}") if key else None
+
+    def note(self, headers: Mapping[str, str]) -> None:
+        """Keep the name of who sends such headers, since its request is answered."""
+        if (key := self._key(headers)) and (name := self.name_of(headers)):
+            self._names[key] = name
+
+    def _key(self, headers: Mapping[str, str]) -> str | None:
         if CODEX_SUB_AGENT in headers:
-            key = headers.get(CODEX_THREAD, headers[CODEX_SUB_AGENT])
-        return self._names.setdefault(key, f"{SUB_AGENT}-{len(self._names) + 1}") if key else None
+            return headers.get(CODEX_THREAD, headers[CODEX_SUB_AGENT])
+        return headers.get(CLAUDE_CODE_SUB_AGENT)
 
 
 def kind_of(

@@ -226,7 +226,8 @@ class Gateway:
         app = web.Application(middlewares=[_in_shape], client_max_size=self._config.most_body_bytes)
         app.router.add_get("/health", self._health)
         for prefix in ("", "/s/{session}"):
-            for path in DIALECTS:
+            app.router.add_post(f"{prefix}/v1/responses", self._respond)
+            for path in ("/v1/chat/completions", "/v1/messages"):
                 app.router.add_post(prefix + path, self._complete)
             app.router.add_post(prefix + COUNT_TOKENS, self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -243,6 +244,17 @@ class Gateway:
         session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
         return await self._answered(request, session, dialect, raw, dialect.parse(raw))
 
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request of OpenAI's responses, which may go on from an answer of its session."""
+        session, raw = self.session_of(request), await self.body_of(request)
+        whole, items = session.responses.whole(raw)
+        ask = OPENAI_RESPONSES.parse(whole)
+
+        def keep(reply: Reply) -> None:
+            session.responses.keep(items, OPENAI_RESPONSES.body(ask, reply))
+
+        return await self._answered(request, session, OPENAI_RESPONSES, raw, ask, keep)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Do what a path of Google's names behind its model."""
         session, raw = self.session_of(request), await self.body_of(request)
@@ -253,14 +265,20 @@ class Gateway:
         return await self._answered(request, session, GOOGLE, raw, ask)
 
     async def _answered(
-        self, request: web.Request, session: Session, dialect: Dialect, raw: bytes, ask: Ask
-    ) -> web.StreamResponse:
+        self, request: web.Request, session: Session, dialect: Dialect, raw: bytes, ask: Ask,
+        keep: Callable[[Reply], None] = lambda _: None,
+    ) -> web.StreamResponse:  # fmt: skip
         key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
         attempt = Attempt.of(request.path, raw, key, counted)
-        answer = session.answer(ask, request.headers, attempt)
+
+        async def answered() -> Reply:
+            reply = await session.answer(ask, request.headers, attempt)
+            keep(reply)
+            return reply
+
         if ask.stream:
-            return await streamed(request, dialect, ask, answer, keep_alive_s=self._config.keep_alive_s)
-        reply = await answer
+            return await streamed(request, dialect, ask, answered(), keep_alive_s=self._config.keep_alive_s)
+        reply = await answered()
         return web.json_response(dialect.body(ask, reply), headers=_unmet_headers(reply))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:

@@ -15,6 +15,7 @@ from actors.engines.base import Sampling
 from actors.episodes.errors import EpisodeError
 from actors.episodes.policy_faults import LatestUses, is_of_host
 from actors.gateway.dialects.exchange import Ask, Finish, Reply
+from actors.gateway.dialects.openai_responses import KeptResponses
 from actors.gateway.dialects.refusal import RefusedError, TooLongError, invalid
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.request_kinds import RequestKind, SubAgents, kind_of
@@ -55,6 +56,7 @@ class Session:
         """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
         """The newest answer that the agent got itself, as the policy gave it; of choices the first."""
+        self.responses = KeptResponses()
         self.agents: set[str] = set()
         """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()
@@ -117,6 +119,7 @@ class Session:
         if exchange is None:
             self._refuse_if_over(ask.choices)
             self._refuse_unmeetable(ask)
+            self._sub_agents.note(headers)
             exchange = self._exchanges.begin(attempt, self._turn(ask, kind, attempt.digest), ask.choices)
         else:
             self.counts["retries"] += 1

@@ -1,5 +1,7 @@
-"""OpenAI's responses, without what its servers keep: a request brings the whole conversation."""
+"""OpenAI's responses. A request brings the whole conversation, or goes on from one that was answered."""
 
+import json
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Annotated, Literal
@@ -30,6 +32,9 @@ from actors.gateway.dialects.responses_tools import (
     flat_name,
 )
 from actors.policy.messages import ToolCall
+
+MOST_KEPT = 32
+"""Answers of a session that its requests may go on from."""
 
 
 class _Part(Part):
@@ -63,7 +68,6 @@ class _Request(Body):
     model: str = ""
     input: str | Annotated[list[_Item], Field(min_length=1)]
     instructions: str | None = None
-    previous_response_id: str | None = None
     conversation: JsonValue = None
     tools: list[DeclaredTool] | None = None
     tool_choice: JsonValue = None
@@ -75,11 +79,18 @@ class _Request(Body):
     top_logprobs: int | None = None
 
 
+class _Continued(Body):
+    """What tells whether a request goes on from another, and whether others may go on from it."""
+
+    input: str | list[JsonValue]
+    previous_response_id: str | None = None
+    store: bool | None = True
+
+
 def _parse(raw: bytes) -> Ask:
     request = parsed(_Request, raw)
-    for name in ("previous_response_id", "conversation"):
-        if getattr(request, name) is not None:
-            raise invalid(f"{name}: responses are not kept here, send the whole input")
+    if request.conversation is not None:
+        raise invalid("conversation: none is kept here, send previous_response_id or the whole input")
     items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
     system: list[ChatMessage] = []
     if request.instructions:
@@ -106,6 +117,37 @@ def _parse(raw: bytes) -> Ask:
             }
         ),
     )
+
+
+class KeptResponses:
+    """The conversations behind the latest answers of a session, for requests that go on from one of them."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[str, list[JsonValue]] = OrderedDict()
+
+    def whole(self, raw: bytes) -> tuple[bytes, list[JsonValue]]:
+        """Return a request with all that it goes on from in its input, and what `keep` takes of it.
+
+        Raises `RefusedError` for a response that is not kept."""
+        asked = parsed(_Continued, raw)
+        message: JsonValue = {"role": "user", "content": str(asked.input)}
+        items = [message] if isinstance(asked.input, str) else asked.input
+        earlier = asked.previous_response_id
+        if earlier is not None:
+            if earlier not in self._items:
+                reason = f"{earlier!r} is none of this session's latest {MOST_KEPT}: send the whole input"
+                raise RefusedError(404, "previous_response_not_found", f"previous_response_id: {reason}")
+            items = [*self._items[earlier], *items]
+            raw = json.dumps({**json.loads(raw), "input": items}).encode()
+        return raw, items if asked.store else []
+
+    def keep(self, items: list[JsonValue], body: Shown) -> None:
+        """Keep an answer behind the items that it answers; there are none where nothing is to be kept."""
+        if items:
+            assert isinstance(body["output"], list)
+            self._items[str(body["id"])] = [*items, *body["output"]]
+            if len(self._items) > MOST_KEPT:
+                self._items.popitem(last=False)
 
 
 def _messages(items: Sequence[_Item]) -> list[ChatMessage]:

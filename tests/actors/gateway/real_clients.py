@@ -35,6 +35,8 @@ def responses(client: openai.OpenAI) -> None:
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
     second = client.responses.create(model="m", input=[ASKED, *first.output, output], tools=tools)
     assert second.output_text == "42"
+    third = client.responses.create(model="m", input=[output], tools=tools, previous_response_id=first.id)
+    assert third.output_text == "42"
 
 
 def messages(client: anthropic.Anthropic) -> None:

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.actors.gateway.served import Served, encoded, served
+from actors.gateway.dialects import openai_responses
+from tests.actors.gateway.served import TOKENIZER, Served, encoded, served
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
@@ -76,6 +77,40 @@ async def test_responses_client_calls_a_tool_on_one_strand():
         _, second = await s.post("/v1/responses", {"input": items, "tools": tools})
         assert second["output"][0]["content"][0]["text"] == "42"
         assert_one_strand(s)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_gone_on_from_by_its_id_on_one_strand(stream):
+    tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
+    async with served(answering) as s:
+        path = "/v1/responses"
+        if stream:
+            body = json.dumps({"input": "40+2?", "tools": tools, "stream": True})
+            async with s.http.post(s.url + path, data=body) as events:
+                first = json.loads((await events.text()).split("data: ")[-1])["response"]
+        else:
+            _, first = await s.post(path, {"input": "40+2?", "tools": tools})
+        call = first["output"][-1]
+        new = [{"type": "function_call_output", "call_id": call["call_id"], "output": "42"}]
+        goes_on = {"input": new, "tools": tools, "previous_response_id": first["id"]}
+        _, second = await s.post(path, goes_on)
+        assert second["output"][0]["content"][0]["text"] == "42"
+        assert_one_strand(s)
+        _, third = await s.post(path, {"input": "and?", "previous_response_id": second["id"], "store": False})
+        assert "user and?" in TOKENIZER.decode(list(s.engine.requests[-1].token_ids))
+        for unknown in (third["id"], "resp_1"):  # what was not to be stored, and what never was
+            status, refusal = await s.post(path, {"input": "x", "previous_response_id": unknown})
+            assert (status, refusal["error"]["code"]) == (404, "previous_response_not_found")
+
+
+async def test_the_latest_answers_alone_are_kept(monkeypatch):
+    monkeypatch.setattr(openai_responses, "MOST_KEPT", 2)
+    async with served(lambda _: "yes") as s:
+        ids = [(await s.post("/v1/responses", {"input": f"{n}?"}))[1]["id"] for n in range(3)]
+        for earlier, status in ((ids[1], 200), (ids[2], 200), (ids[0], 404)):
+            assert (await s.post("/v1/responses", {"input": "?", "previous_response_id": earlier}))[
+                0
+            ] == status
 
 
 async def test_stop_text_ends_the_answer_before_it():

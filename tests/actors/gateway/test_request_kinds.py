@@ -84,6 +84,8 @@ async def test_a_header_that_cannot_be_heeded_is_refused(value):
 )
 async def test_sub_agents_are_told_apart_by_the_ids_that_coding_agents_send(path, own, first, second):
     async with served() as s:
+        refused = {"x_claude_code_agent_id": "c3"} if path == MESSAGES else {**first, "thread_id": "t3"}
+        assert (await s.post(path, BODIES[path], **refused, X_Sluice_Trained="maybe"))[0] == 400
         for headers in (own, first, second, first):
             assert (await s.post(path, BODIES[path], **headers))[0] == 200
         recorded = [part.agent for part in s.policy.trajectories(1.0)]
