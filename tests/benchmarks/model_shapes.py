@@ -10,6 +10,11 @@ SHAPES: Mapping[str, Mapping[str, Json]] = {
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 4096,
         "tie_word_embeddings": False, "dtype": "float32",
     },
+    "135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192,
+        "rope_theta": 1e5, "tie_word_embeddings": True, "dtype": "float32",
+    },
     "qwen3-0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,

@@ -5,7 +5,7 @@ Here the state is copied, a thread of the caller writes the copies, and the coll
 and `StagedShards.finalize`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from bus.errors import StorageError
 from learner.backends.fsdp.weights import local
 from learner.distributed.process_group import gathered
-from learner.host_memory.state_copies import CopyBuffers
+from learner.host_memory.state_copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import file_digest
 
 MODEL = "model."
@@ -50,18 +50,14 @@ def like(parameter: Tensor, mine: Tensor) -> Tensor:
 class _CopiesPlanner(DefaultSavePlanner):
     """Plans by the entries, and writes copies of what this rank has of them."""
 
-    def __init__(self, copies: Entries) -> None:
+    def __init__(self, names: Iterable[str], copies: StateCopies) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._numbers = {name: number for number, name in enumerate(names)}
         self._copies = copies
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return this rank's part of an entry."""
-        return self._copies[write_item.index.fqn]
-
-    def free(self) -> None:
-        """Forget the copies, which are written, and the tensors that they are of."""
-        self._copies = {}
-        self.state_dict = {}
+        return self._copies.take(self._numbers[write_item.index.fqn])
 
 
 @dataclass
@@ -73,12 +69,14 @@ class StagedShards:
     writer: FileSystemWriter
     metadata: Metadata
     directory: Path
+    copies: StateCopies
+    """What is written: `keep` must be called before it changes."""
     results: list[WriteResult]
 
     def write(self) -> dict[str, str]:
         """Write this rank's file, without any collective; return its digest by name."""
         self.results = self.writer.write_data(self.plan, self.planner).wait()
-        self.planner.free()
+        self.planner.state_dict = {}  # the tensors that are written may be freed
         files = {result.storage_data.relative_path for result in self.results}
         return {name: file_digest(self.directory / name) for name in sorted(files)}
 
@@ -90,9 +88,9 @@ class StagedShards:
 
 
 def stage(entries: Entries, directory: Path, buffers: CopyBuffers) -> StagedShards:
-    """Copy what this rank has of `entries`, to be written there. Every rank calls this."""
-    copies = buffers.copied([local(tensor) for tensor in entries.values()])
-    planner = _CopiesPlanner(dict(zip(entries, copies, strict=True)))
+    """Begin to copy what this rank has of `entries`, to be written there. Every rank calls this."""
+    copies = buffers.copies([local(tensor) for tensor in entries.values()])
+    planner = _CopiesPlanner(entries, copies)
     # Copying ahead would have the thread that writes wait for CUDA's device 0, whichever is this rank's.
     writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
     is_first = dist.get_rank() == 0
@@ -102,7 +100,7 @@ def stage(entries: Entries, directory: Path, buffers: CopyBuffers) -> StagedShar
     # Every rank makes the plan of all, which is the same on each: nothing has to be sent back.
     plans, metadata = planner.create_global_plan(plans)
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[dist.get_rank()])
-    return StagedShards(plan, planner, writer, metadata, directory, [])
+    return StagedShards(plan, planner, writer, metadata, directory, copies, [])
 
 
 def load(entries: Entries, directory: Path) -> None:

@@ -49,7 +49,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device, most_over_ranks
-from learner.host_memory.state_copies import CopyBuffers
+from learner.host_memory.state_copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import SomeWeights, State
 from storage.images.reader import ImageReader
@@ -108,7 +108,9 @@ class FsdpTrainer:
         load_weights(self._tensors, self._names, state)
         refuse_other_results(self.model, hf_config.get_text_config().vocab_size, dtype)
         self._rounded: RoundedWeights | None = None
-        self._copies = CopyBuffers()
+        self._checkpoint_buffers = CopyBuffers()
+        self._copies: StateCopies | None = None
+        """What a checkpoint copies, for which nothing may change yet."""
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
         self.frozen = FrozenPolicies(self._live, load=self._load)
@@ -207,7 +209,7 @@ class FsdpTrainer:
                 rows = torch.cat(parts) if top else torch.stack(parts)
                 every = torch.full((len(rows), len(batch.tokens)), torch.nan, device=rows.device)
                 found.append(every.index_copy_(1, batch.trained, rows).cpu())
-        self._settle()
+        self.model.forget_gathered()
         return found[: len(micro_batches)]
 
     def _shares(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
@@ -269,11 +271,14 @@ class FsdpTrainer:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for a copy to the host that still reads the weights, and forget what a pass left gathered:
-        the next pass gathers what has changed."""
+        """Wait for copies to the host that still read the state, and forget what a pass left gathered: the
+        next pass gathers what has changed."""
         if self._read is not None:
             torch.cuda.current_stream().wait_event(self._read)
             self._read = None
+        if self._copies is not None:
+            self._copies.keep()
+            self._copies = None
         self.model.forget_gathered()
 
     # --- weights out ---
@@ -353,12 +358,15 @@ class FsdpTrainer:
         }
 
     def stage_checkpoint(self, directory: Path) -> checkpoint.StagedShards:
-        """Copy weights, optimizer, random generators and own frozen policies, to be written there. Of a model
-        with adapters these alone are copied."""
+        """Begin to copy weights, optimizer, random generators and own frozen policies, to be written there.
+
+        Of a model with adapters these alone are copied."""
         self._settle()
         policies = {tag: self.frozen.weights(tag) for tag in self.frozen.own}
         entries = self._entries(policies) | checkpoint.generator_states()
-        return checkpoint.stage(entries, directory, self._copies)
+        staged = checkpoint.stage(entries, directory, self._checkpoint_buffers)
+        self._copies = staged.copies
+        return staged
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""

@@ -51,10 +51,8 @@ for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead"
     warnings.filterwarnings("ignore", message=_message)
 
 
-def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers | None) -> StagedWrites:
-    """Copy the state of `trainer` to the host, into `buffers` what is on a GPU. Every rank calls this.
-
-    Without `buffers` all of it lies on the host, and is copied late (`StagedWrites.late`)."""
+def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers) -> StagedWrites:
+    """Begin to copy the state of `trainer` to the host. Every rank calls this."""
     install_in_process_writer()
     trainer.settle_parameters()
     request = dist_checkpointing.save(

@@ -19,7 +19,7 @@ from learner.backends.megatron.core.megatron_core import (
     filesystem_async,
     torch_dist_strategy,
 )
-from learner.host_memory.state_copies import CopyBuffers, LateCopies
+from learner.host_memory.state_copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import file_digest
 
 
@@ -69,8 +69,8 @@ class StagedWrites:
     writes: Callable[[], None]
     files: Sequence[Path]
     finalizers: Sequence[Callable[[], None]]
-    late: LateCopies | None = None
-    """What is copied late: before it changes somebody must call `copy`."""
+    copies: StateCopies
+    """What is written: `keep` must be called before it changes."""
 
     def write(self) -> dict[str, str]:
         """Write this rank's files, without any collective; return their digests by name."""
@@ -83,24 +83,19 @@ class StagedWrites:
             finalizer()
 
 
-def stage(request: Any, buffers: CopyBuffers | None) -> StagedWrites:
-    """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written.
-
-    Without `buffers` it lies on the host, and is copied late."""
+def stage(request: Any, buffers: CopyBuffers) -> StagedWrites:
+    """Begin to copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written."""
     if request.async_fn is None:
-        return StagedWrites(lambda: None, [], request.finalize_fns)
+        return StagedWrites(lambda: None, [], request.finalize_fns, buffers.copies([]))
     rank, buckets, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
     files = [Path(file) for file, *_ in buckets]
     tensors = [tensor for _, _, (_, parts) in buckets for _, tensor in parts]
-    late = LateCopies(tensors)
-    copies = iter(late if buffers is None else buffers.copied(tensors))
+    copies = buffers.copies(tensors)
+    taken = map(copies.take, range(len(tensors)))
     contents = [
-        (file, key, (objects, zip([item for item, _ in parts], copies, strict=False)))
+        (file, key, (objects, zip([item for item, _ in parts], taken, strict=False)))
         for file, key, (objects, parts) in buckets
     ]
-
-    def writes() -> None:
-        request.async_fn(rank, contents, results)
-        contents.clear()  # copies outside the buffers are as large as what was copied
-
-    return StagedWrites(writes, files, request.finalize_fns, late if buffers is None else None)
+    return StagedWrites(
+        lambda: request.async_fn(rank, contents, results), files, request.finalize_fns, copies
+    )

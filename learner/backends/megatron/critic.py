@@ -99,7 +99,7 @@ class MegatronCritic:
         )
         sums, norm = update_if_finite(
             self.optimizer, optimizer, names, totals,
-            pipeline=self.parallel.pipeline, before_update=lambda: None,
+            pipeline=self.parallel.pipeline, before_update=self._settle_policy,
         )  # fmt: skip
         values = int(sums["trained_tokens"])
         loss = sums["loss"] / (values or 1)

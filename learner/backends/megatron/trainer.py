@@ -61,7 +61,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.distributed.process_group import device, most_over_ranks
-from learner.host_memory.state_copies import CopyBuffers, LateCopies
+from learner.host_memory.state_copies import CopyBuffers, StateCopies
 from learner.model_directories.checkpoint_manifest import differences
 from learner.model_directories.lazy_weights import State
 
@@ -123,8 +123,8 @@ class Trainer:
         self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
-        self._late: LateCopies | None = None
-        """What a checkpoint copies of weights and moments before they change, if not written by then."""
+        self._copies: StateCopies | None = None
+        """What a checkpoint copies, for which nothing may change yet."""
         self.ddp = data_parallel(self.chunks, parallel)
         self._rounded: RoundedWeights | None = None
         self.frozen = FrozenPolicies(self._live, load=self._load)
@@ -313,9 +313,9 @@ class Trainer:
         if self._read is not None:
             torch.cuda.current_stream().wait_event(self._read)
             self._read = None
-        if self._late is not None:
-            self._late.copy()
-            self._late = None
+        if self._copies is not None:
+            self._copies.keep()
+            self._copies = None
 
     @contextmanager
     def lent_weights(self) -> Iterator[dict[str, Tensor]]:
@@ -347,14 +347,10 @@ class Trainer:
         return training_state(self)
 
     def stage_checkpoint(self, directory: Path) -> StagedWrites:
-        """Copy weights, optimizer, random generators, own frozen policies and critic, to be written there.
-
-        On a CPU what is not written when the next update comes is copied then. A critic and a head have
-        updates of their own: with them all is copied at once."""
-        if device().type == "cuda" or self.critic is not None or self.head is not None:
-            return stage_state(self, directory, self._checkpoint_buffers)
-        staged = stage_state(self, directory, None)
-        self._late = staged.late
+        """Begin to copy weights, optimizer, random generators, own frozen policies and critic, to be written
+        there."""
+        staged = stage_state(self, directory, self._checkpoint_buffers)
+        self._copies = staged.copies
         return staged
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from bus.errors import ConfigError, StorageError
 from learner.backends.megatron.checkpoint_state import SHARDING
-from learner.backends.megatron.checkpoint_writer import StagedWrites
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.shared.trainable import TrainableWeights
@@ -50,20 +48,6 @@ def untrained(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     save_checkpoint(trainer_of(tiny_model()), directory, 0, {}, keep=1)
     return latest_checkpoint(directory)
-
-
-@pytest.fixture
-def held_writer(monkeypatch):
-    """Checkpoints are not written before this event is set."""
-    release = threading.Event()
-    write = StagedWrites.write
-
-    def held(staged):
-        assert release.wait(60), "the test never released the writer"
-        return write(staged)
-
-    monkeypatch.setattr(StagedWrites, "write", held)
-    return release
 
 
 def test_no_checkpoint_fails_because_the_one_before_it_is_gone(tmp_path, monkeypatch):
@@ -192,14 +176,15 @@ def test_a_checkpoint_on_a_cpu_is_copied_when_the_next_update_comes_and_not_befo
     held = {tensor.untyped_storage().data_ptr() for tensor in ours}
 
     def in_place() -> list[bool]:
-        return [tensor.untyped_storage().data_ptr() in held for tensor in staged.late._tensors]
+        waiting = staged.copies._waiting.values()
+        return [tensor.untyped_storage().data_ptr() in held for tensor in waiting]
 
     assert len(in_place()) > len(moments)
     assert all(in_place())
     trainer.logprobs(pack(random_samples([5]), 40))
     assert all(in_place())
     train(trainer, range(1))
-    assert not any(in_place())
+    assert in_place() == []
 
 
 def test_a_checkpoint_is_written_by_itself(tmp_path):

@@ -20,14 +20,16 @@ pytestmark = [
 
 def test_buffers_are_used_again_by_tensors_of_the_same_shapes_only():
     buffers, tensor = CopyBuffers(), torch.arange(6.0, device="cuda")
-    [first] = buffers.copied([tensor])
-    address = first.data_ptr()
-    [again] = buffers.copied([tensor + 1])
-    assert again.is_pinned()
-    assert again.data_ptr() == address
-    assert torch.equal(again, torch.arange(1.0, 7.0))
-    [other] = buffers.copied([tensor.reshape(2, 3)])
-    assert torch.equal(other, torch.arange(6.0).reshape(2, 3))
+    address = buffers.copies([tensor]).take(0).data_ptr()
+    again = buffers.copies([tensor + 1])
+    again.keep()
+    tensor.zero_()  # behind the copy
+    copy = again.take(0)
+    assert copy.is_pinned()
+    assert copy.data_ptr() == address
+    assert torch.equal(copy, torch.arange(1.0, 7.0))
+    other = buffers.copies([tensor.reshape(2, 3)]).take(0)
+    assert torch.equal(other, torch.zeros(2, 3))
 
 
 def test_checkpoints_that_share_buffers_each_have_their_own_weights_and_no_more(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from bus.errors import ConfigError
 from learner.backends.megatron.core.megatron_core import parallel_state
 from learner.backends.megatron.trainer import Trainer
-from learner.checkpoint.commit import load_checkpoint, save_checkpoint
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint, start_checkpoint
 from learner.config.advantage import GAEAdvantage
 from learner.config.critic import CriticConfig, CriticOptimizerConfig
 from learner.config.learner import LearnerConfig
@@ -51,11 +51,13 @@ def train(trainer: Trainer, steps) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_policy_and_critic_go_on_as_if_they_had_not_stopped(tmp_path: Path, dtype: torch.dtype):
+def test_policy_and_critic_go_on_as_if_they_had_not_stopped(tmp_path: Path, dtype, held_writer):
     first = trainer_of(dtype=dtype)
     train(first, range(2))
-    save_checkpoint(first, tmp_path, 2, {}, keep=1)
+    pending = start_checkpoint(first, tmp_path, 2, {}, keep=1)
     uninterrupted = train(first, range(2, 4))
+    held_writer.set()
+    pending.finish()
     second = trainer_of(seed=1, dtype=dtype)
     train(second, range(1))
     load_checkpoint(second, latest_checkpoint(tmp_path))

@@ -1,17 +1,15 @@
 import torch
 
-from learner.host_memory.state_copies import LateCopies
+from learner.host_memory.state_copies import CopyBuffers
 
 
-def test_late_copies_are_of_what_was_there_before_it_changed():
+def test_copies_are_of_what_was_there_before_it_changed():
     whole = torch.arange(6.0)
-    late = LateCopies([whole[:2], whole[2:4], whole[4:]])
-    copies = iter(late)
-    first = next(copies)
-    assert first.untyped_storage().nbytes() == first.nbytes  # a view's copy is without the rest
-    whole[:2] = -1.0  # it is copied already
-    late.copy()
+    copies = CopyBuffers().copies([whole[:2], whole[2:4], whole[4:]])
+    last = copies.take(2)  # in any order
+    assert last.untyped_storage().nbytes() == last.nbytes  # a view's copy is without the rest
+    whole[4:] = -1.0  # it is copied already
+    copies.keep()
     whole[:] = -1.0
-    late.copy()
-    assert [first.tolist(), *(copy.tolist() for copy in copies)] == [[0, 1], [2, 3], [4, 5]]
-    assert list(late) == []
+    copies.keep()
+    assert [copies.take(0).tolist(), copies.take(1).tolist(), last.tolist()] == [[0, 1], [2, 3], [4, 5]]

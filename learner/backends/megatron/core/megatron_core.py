@@ -54,11 +54,15 @@ with megatron_import_warnings_silenced():
         CheckpointingException,
         save_config,
     )
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+    from megatron.core.dist_checkpointing.utils import (
+        add_prefix_for_sharding,
+        extract_sharded_tensors_and_factories,
+    )
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -157,12 +161,15 @@ __all__ = [
     "SelfAttention",
     "SequentialMLP",
     "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "add_prefix_for_sharding",
     "build_module",
     "dist_checkpointing",
+    "extract_sharded_tensors_and_factories",
     "filesystem_async",
     "finalize_model_grads",
     "get_forward_backward_func",
@@ -171,6 +178,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "make_sharded_tensors_for_checkpoint",
+    "nested_values",
     "parallel_state",
     "param_is_not_shared",
     "save_config",

@@ -1,9 +1,7 @@
 """megatron-core's distributed AdamW, with the faults of its torch fallback repaired.
 
-Saving drops the padding between the buckets of a buffer, but finds parameters where they lay with it, so
-that those of later buckets are saved as parts of one another (tied embeddings of a pipeline, or overlapping
-communication): `_keep_gaps_on_save`. It also copies the state of a rank that has all of it four times over,
-each time into fresh memory of the host: `_WholeState`.
+Its way to save gathers the whole state on the host of every rank, and takes parameters behind padding for
+parts of one another: `save_own_shards` (saved_shards.py).
 
 Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.AdamW`, and then
 - its state dict asserts that every parameter has been stepped: `_prime` makes a fresh state look so;
@@ -33,6 +31,7 @@ from learner.backends.megatron.core.megatron_core import (
 )
 from learner.backends.megatron.optimizer.muon import add_muon
 from learner.backends.megatron.optimizer.offload import OffloadedAdamW, offload
+from learner.backends.megatron.optimizer.saved_shards import save_own_shards
 from learner.backends.shared import multi_tensor
 from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.config.optimizer import OptimizerConfig
@@ -69,7 +68,7 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         if isinstance(part, DistributedOptimizer):
             _keep_step_on_load(part)
-            _keep_gaps_on_save(part)
+            save_own_shards(part)
         if config.offload:
             if not isinstance(part, DistributedOptimizer):
                 raise ConfigError(
@@ -204,55 +203,3 @@ def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:
         assign(model_param, {"step": current["step"], **tensors})
 
     optimizer._set_main_param_and_optimizer_states = assign_with_step
-
-
-def _keep_gaps_on_save(optimizer: DistributedOptimizer) -> None:
-    collect = optimizer.get_parameter_state_dp_zero
-
-    def collect_with_gaps(**settings: bool) -> dict[Any, Any] | None:
-        if optimizer.data_parallel_group.size() == 1 and not settings["empty_data"]:
-            return {number: _whole_states(optimizer, number) for number in range(len(optimizer.buffers))}
-        state: dict[Any, Any] | None = collect(**settings)
-        for number, buffer in enumerate(optimizer.buffers):
-            for tensors in state[number].values() if state is not None else ():
-                for key in ("param", "exp_avg", "exp_avg_sq"):
-                    tensors[key] = _with_gaps(tensors[key], buffer)
-        return state
-
-    optimizer.get_parameter_state_dp_zero = collect_with_gaps
-
-
-class _WholeState:
-    """One of the state's tensors for all parameters of a buffer, of a rank that has all of them.
-
-    A parameter's is found at the parameter's place in the buffer, as in one long tensor, and not copied."""
-
-    def __init__(self, tensors: dict[tuple[int, int], Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, place: slice) -> Tensor:
-        found = self._tensors[place.start, place.stop].detach()
-        # of narrower moments the device may have no room for wide copies
-        return found if found.dtype == torch.float32 else found.cpu().float()
-
-
-def _whole_states(optimizer: DistributedOptimizer, number: int) -> dict[Any, dict[str, _WholeState]]:
-    """Return what megatron-core collects of the parameters of one buffer."""
-    states = {
-        (start, end): optimizer._get_main_param_and_optimizer_states(parameter)
-        for parameter, (start, end, _) in optimizer.buffers[number].param_index_map.items()
-    }
-    whole = {
-        key: _WholeState({place: state[key] for place, state in states.items()})
-        for key in ("param", *MOMENTS)
-    }
-    return dict.fromkeys(optimizer.gbuf_ranges[number], whole)
-
-
-def _with_gaps(dense: Tensor, buffer: Any) -> Tensor:
-    """Move the contents of the buckets, laid end to end, to the places of the buckets in their buffer."""
-    spread = dense.new_zeros(buffer.numel)
-    contents = torch.split(dense, [bucket.numel_unpadded for bucket in buffer.buckets])
-    for bucket, content in zip(buffer.buckets, contents, strict=True):
-        spread[bucket.offset : bucket.offset + len(content)] = content
-    return spread
