@@ -74,7 +74,7 @@ class Origin(BaseModel):
 
     run: str
     step: int
-    """Step of reinforcement learning; 0 before the first, as in a run on demonstrations alone."""
+    """Step of reinforcement learning, 0 before the first; of a run on demonstrations alone its step."""
     warmup_step: int = 0
     """Steps on demonstrations before."""
 
@@ -255,9 +255,21 @@ class RunFiles:
 
     @property
     def saved_steps(self) -> list[int]:
-        """Return the steps of the checkpoints, ascending."""
+        """Return the steps of the checkpoints, ascending; of a run on demonstrations alone those of its
+        supervised stage, whose last one is the planned one."""
         root = self.path / "checkpoints"
-        return checkpoints.steps(root) if root.is_dir() else []
+        if not self._is_supervised:
+            return checkpoints.steps(root)
+        found = checkpoints.every_step(root)
+        return [checkpoints.supervised(step) if step < 0 else self.planned_steps or 0 for step in found]
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the directory of the checkpoint of one of `saved_steps`."""
+        root = self.path / "checkpoints"
+        if not self._is_supervised:
+            return checkpoints.directory(root, step)
+        found = checkpoints.every_step(root)
+        return checkpoints.directory(root, dict(zip(self.saved_steps, found, strict=True))[step])
 
     def _json(self, name: str, shape: TypeAdapter[T], remedy: str) -> tuple[Any, T | None]:
         """Return what a file holds, as it is and as its shape has it; None twice without that file."""

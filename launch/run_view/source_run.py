@@ -20,16 +20,17 @@ def chosen_checkpoint(directory: Path, from_run: str) -> tuple[Path, Origin]:
     Raises `ConfigError` for an unknown run or step, and `StorageError` for a checkpoint that is not whole."""
     name, _, asked = from_run.partition("@")
     path = find_run(directory, name)
-    there = RunFiles(path).saved_steps
-    if not there:
+    files = RunFiles(path)
+    there, newest = files.saved_steps, checkpoints.latest(path / "checkpoints")
+    if newest is None:
         raise ConfigError(f"run {name!r} has no checkpoint in {path} yet: nothing can begin with its weights")
-    step = int(asked) if asked else there[-1]
-    if step not in there:
+    step = int(asked) if asked else max(there, default=0)
+    if asked and step not in there:
         raise ConfigError(
             f"run {name!r} has no checkpoint of step {step}: there are {', '.join(map(str, there))}; "
             "learner.checkpoint.keep says how many a run keeps"
         )
-    found = checkpoints.directory(path / "checkpoints", step)
+    found = files.checkpoint(step) if there else newest
     warmup_step = int(str(read_manifest(found)["extra"].get("warmup_step", 0)))
     return found, Origin(run=name, step=step, warmup_step=warmup_step)
 

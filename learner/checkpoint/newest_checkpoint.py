@@ -28,7 +28,7 @@ def newest_whole(root: Path) -> Path | None:
     """
     if dist.get_rank() == 0:
         checkpoints.recover(root)
-    found = _of_rank_0(checkpoints.steps(root))
+    found = _of_rank_0(checkpoints.every_step(root))
     damaged: dict[int, str] = {}
     for step in reversed(found):
         directory = checkpoints.directory(root, step)

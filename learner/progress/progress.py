@@ -106,6 +106,12 @@ def kept_steps(saved: Mapping[str, Any]) -> frozenset[int]:
     return frozenset([*saved.get("awaited", ()), *([best["step"]] if best else ())])
 
 
+def checkpoint_step(saved: Mapping[str, Any]) -> int:
+    """Return the step by which storage/disk/checkpoints.py names a checkpoint that keeps this progress."""
+    in_warmup = saved.get("stage") == "warmup"
+    return checkpoints.supervised(saved["warmup_step"]) if in_warmup else int(saved["step"])
+
+
 def values_to_save(settings: LearnerSettings, progress: Progress) -> dict[str, Any]:
     """Return what a checkpoint at `progress` holds: all of it, with the groups of the steps since the one
     before.

@@ -31,7 +31,7 @@ from learner.logprobs.recorded_logprobs import recorded_logprobs
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.model_directories.dtypes import published_dtype
 from learner.model_directories.model_directory import raw_config, stream_hf_directory
-from learner.progress.progress import kept_steps
+from learner.progress.progress import checkpoint_step, kept_steps
 from learner.publication.adapter_directory import SUBDIRECTORY, write_adapter
 from learner.publication.announcement import AdapterBase
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
@@ -286,9 +286,9 @@ class Rank:
             await self.in_thread(partial(self._saving.amend, extra))
             return
         root, keep, before = self._settings.checkpoints, self._settings.learner.checkpoint.keep, self._saving
-        backend, kept = self._backend, kept_steps(extra)
+        backend, named, kept = self._backend, checkpoint_step(extra), kept_steps(extra)
         self._saving = await self.in_thread(
-            lambda: start_checkpoint(backend, root, step, extra, keep=keep, besides=kept, after=before)
+            lambda: start_checkpoint(backend, root, named, extra, keep=keep, besides=kept, after=before)
         )
 
     async def written(self) -> bool:

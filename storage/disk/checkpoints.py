@@ -1,6 +1,7 @@
 """Checkpoints as directories named by step, each there whole or not at all.
 
-A save: fill `temporary(root, step)`, `replace` what `directory(root, step)` holds by it, then `prune`."""
+A save: fill `temporary(root, step)`, `replace` what `directory(root, step)` holds by it, then `prune`. Steps
+of the supervised stage, which comes before the others, are numbers below 0 here (`supervised`)."""
 
 import re
 from collections.abc import Container
@@ -17,25 +18,33 @@ from storage.disk.atomic_files import (
 
 __all__ = [
     "directory",
+    "every_step",
     "latest",
     "prune",
     "recover",
     "replace",
     "set_aside",
     "steps",
+    "supervised",
     "temporary",
 ]
 
 KEPT_DAMAGED = 2
 """Damaged checkpoints that are kept for whoever wants to look at them."""
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"(step|warmup)_(\d{8,})")
+_SUPERVISED = 10**8
 _REPLACED = f"{TEMPORARY_PREFIX}replaced-"
 _DAMAGED = "damaged-"
 
 
 def directory(root: Path, step: int) -> Path:
     """Return where the checkpoint of `step` is, once published."""
-    return root / f"step_{step:08d}"
+    return root / (f"step_{step:08d}" if step >= 0 else f"warmup_{step + _SUPERVISED:08d}")
+
+
+def supervised(step: int) -> int:
+    """Return the number here of a step of the supervised stage, and of such a number the step."""
+    return step - _SUPERVISED if step >= 0 else step + _SUPERVISED
 
 
 def temporary(root: Path, step: int) -> Path:
@@ -83,15 +92,21 @@ def set_aside(root: Path, step: int) -> Path:
 
 def steps(root: Path) -> list[int]:
     """Return the steps of the published checkpoints, ascending; none when `root` is missing."""
+    return [step for step in every_step(root) if step >= 0]
+
+
+def every_step(root: Path) -> list[int]:
+    """Return what `steps` does, behind those of the supervised stage."""
     if not root.exists():
         return []
     matches = (_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
+    found = ((match[1], int(match[2])) for match in matches if match)
+    return sorted(step if kind == "step" else supervised(step) for kind, step in found)
 
 
 def latest(root: Path) -> Path | None:
-    """Return the checkpoint of the highest step."""
-    found = steps(root)
+    """Return the newest checkpoint."""
+    found = every_step(root)
     return directory(root, found[-1]) if found else None
 
 
@@ -100,7 +115,7 @@ def prune(root: Path, keep: int, *, besides: Container[int] = ()) -> list[int]:
     removed."""
     if keep < 1:
         raise ValueError(f"keep={keep} would leave nothing to resume from: keep at least 1")
-    old = [step for step in steps(root)[:-keep] if step not in besides]
+    old = [step for step in every_step(root)[:-keep] if step not in besides]
     for step in old:
         remove(directory(root, step))
     return old

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from launch.run_view.recorded_runs import recorded_runs
+from launch.run_view.run_files import RunFiles
 from tests.e2e.commands import Command, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(300)]
@@ -136,7 +137,7 @@ def test_its_losses_are_those_of_a_run_that_was_not_stopped(resumed: Path, tmp_p
 
 
 @pytest.mark.nightly
-def test_a_learner_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path):
+def test_a_learner_that_is_killed_goes_on_from_its_checkpoint_to_the_bit(resumed: Path, tmp_path: Path):
     chats(tmp_path)
     run = tmp_path / "runs/default"
     launcher = Command(tmp_path, "local", *SETTINGS, "--learner.checkpoint.save-every", "4")
@@ -153,3 +154,7 @@ def test_a_learner_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path):
     steps = [row["step"] for row in rows if row.get("train/stage") == "warmup"]
     assert steps.count(1) == 1
     assert sorted({*steps}) == list(range(1, STEPS + 1))
+    again, expected = steps_of(run), steps_of(resumed)
+    for name in ("train/loss", "train/grad_norm"):
+        assert [row[name] for row in again.values()] == [expected[step][name] for step in again]
+    assert RunFiles(run).saved_steps[-1] == STEPS

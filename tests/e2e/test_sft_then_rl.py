@@ -28,6 +28,6 @@ def test_a_run_of_reinforcement_learning_begins_with_one_on_demonstrations(tmp_p
     assert "Run 'rl' begins with the weights of run sft." in launcher.said()
     sft, rl = recorded_runs([tmp_path / "runs/sft", tmp_path / "runs/rl"])
     assert (sft.state, sft.origin) == ("finished", "")
-    assert (rl.state, rl.step, rl.origin) == ("finished", 2, "sft@0 after 2 steps on demonstrations")
+    assert (rl.state, rl.step, rl.origin) == ("finished", 2, "sft@2")
     shared = tmp_path / "runs/rl/model/manifest.json"
     assert shared.stat().st_nlink == 2

@@ -16,7 +16,7 @@ from learner.checkpoint.commit import save_checkpoint
 from learner.data.packing import pack
 from learner.initial.initial import prepare
 from learner.model_directories.model_directory import load_tokenizer
-from learner.progress.progress import Progress
+from learner.progress.progress import Progress, checkpoint_step
 from learner.run.restore import restore_alone
 from storage.disk import checkpoints
 from storage.disk.run_directory import RunDirectory
@@ -97,6 +97,32 @@ def test_it_begins_with_the_weights_of_the_checkpoint_to_the_bit(tmp_path, backe
     (tmp_path / "rl/config.json").write_text('{"model": {"scratch": {"layers": 3}}}')
     assert model_settings(tmp_path, "rl", "sft")["scratch"]["layers"] == 3  # the other one is gone
     assert recorded_runs([tmp_path / "rl"])[0].origin == "sft@2"
+
+
+def test_a_run_on_demonstrations_alone_has_checkpoints_by_the_steps_of_these(tmp_path):
+    config = config_of(tmp_path, "sft", "fsdp", learner={"steps": 0}, warmup=demonstrations(tmp_path, 40))
+    run = RunDirectory(tmp_path, "sft")
+    run.config.write_text(config.model_dump_json())
+    trained, _, _ = begun(config_of(tmp_path, "sft", "fsdp"))
+    saved = {}
+    for step in (10, 20, 40):
+        train(trained, step)
+        extra = asdict(Progress(stage="done" if step == 40 else "warmup", warmup_step=step))
+        save_checkpoint(trained, run.checkpoints, checkpoint_step(extra), extra, keep=2)
+        saved[step] = weights(trained)
+    with pytest.raises(ConfigError, match="run 'sft' has no checkpoint of step 10: there are 20, 40;"):
+        chosen_checkpoint(tmp_path, "sft@10")
+    for named, step in (("sft@20", 20), ("sft", 40)):
+        name = f"from-{step}"
+        first, _, _ = begun(config_of(tmp_path, name, "fsdp", model={"from_run": named}))
+        assert differing(weights(first), saved[step]) == []
+        assert recorded_runs([tmp_path / name])[0].origin == f"sft@{step}"
+        begun(config_of(tmp_path, name, "fsdp", model={"from_run": named}))
+
+
+def demonstrations(directory, steps: int) -> dict:
+    (directory / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    return {"demonstrations": directory / "rows.jsonl", "steps": steps}
 
 
 def test_what_cannot_be_begun_with_is_refused_by_name(tmp_path):

@@ -20,6 +20,19 @@ def test_published_checkpoints_are_listed_in_order_with_the_latest(tmp_path):
     assert (tmp_path / "step_00000012" / "rank_0" / "weights").read_text() == "step 12"
 
 
+def test_those_of_the_supervised_stage_come_before_the_others_and_are_pruned_first(tmp_path):
+    for step in (0, checkpoints.supervised(20), checkpoints.supervised(100), 3):
+        save(tmp_path, step)
+    assert checkpoints.steps(tmp_path) == [0, 3]
+    assert [path.name for path in sorted(tmp_path.glob("warmup_*"))] == ["warmup_00000020", "warmup_00000100"]
+    found = checkpoints.every_step(tmp_path)
+    assert [*map(checkpoints.supervised, found[:2]), *found[2:]] == [20, 100, 0, 3]
+    checkpoints.prune(tmp_path, keep=3)
+    assert checkpoints.every_step(tmp_path) == found[1:]
+    checkpoints.prune(tmp_path, keep=1)
+    assert checkpoints.latest(tmp_path) == tmp_path / "step_00000003"
+
+
 def test_a_missing_root_holds_no_checkpoint(tmp_path):
     assert checkpoints.steps(tmp_path / "none") == []
     assert checkpoints.latest(tmp_path / "none") is None
