@@ -12,6 +12,8 @@ LOG_FORMAT_VARIABLE = "SLUICE_LOG_FORMAT"
 MOST_KEPT = 1024
 """Most tokens of a kept set (`bus.kept_sets`), which bounds what it takes on the wire and in the learner's
 memory: 4 bytes a token that is kept."""
+MOST_PROFILED_STEPS = 100
+"""Most steps of one profile (`launch profile`): a trace of more is too large to be looked at."""
 LEAST_SHARED = 32
 """Fewest tokens in common for which the learner computes them once. Attention has a call of its own for each
 level of segments that others follow, which a few common tokens are not worth."""

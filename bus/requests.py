@@ -7,6 +7,7 @@ import numpy as np
 
 from bus.agent_rewards import AgentReward
 from bus.codec import Int32Array, Message
+from bus.config import MOST_PROFILED_STEPS
 from bus.errors import SchemaError
 from bus.images import NO_IMAGES, ImageCount
 from bus.messages import BlobRef
@@ -391,6 +392,31 @@ class DataAccepted(Message, tag="data_accepted"):
     """First lease that takes its prompt from it."""
     prompts: int
     """Number of prompts now."""
+
+
+# --- requests about the learner ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileRequest(Message, tag="profile_request"):
+    """Asks the learner to trace its next steps."""
+
+    steps: int
+
+    def check(self) -> None:
+        """Refuse what makes no trace, or one that nobody can read."""
+        if not 1 <= self.steps <= MOST_PROFILED_STEPS:
+            raise SchemaError(f"{self.steps} steps are to be traced: 1 to {MOST_PROFILED_STEPS} can be")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profiled(Message, tag="profiled"):
+    """A profile is written."""
+
+    directory: str
+    """Where its files lie, on the learner's host."""
+    lines: tuple[str, ...]
+    """Says what took most of the time, for a human."""
 
 
 # --- requests about an actor's engines ---

@@ -92,6 +92,7 @@ def _learner(t: Topology) -> Permissions:
             "notice.snapshot",
             "notice.device-user",
             "events.evaluation",
+            "rpc.profile",
             COUNTERS,
         ),
     )

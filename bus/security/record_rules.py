@@ -46,6 +46,7 @@ RULES: dict[str, RecordRule] = {
     "rpc.close.*": RecordRule(("storage",), "next"),
     "rpc.data": RecordRule((), "next"),
     "rpc.engines.*": RecordRule((), "next"),
+    "rpc.profile": RecordRule((), "next"),
 }
 """Rules by name: that of a key, or of a subject without the run. The operator alone writes other keys."""
 NOTICES = {"notice.policy": "policy", "notice.pace": "pace", "notice.device": "device"}

@@ -66,7 +66,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Run": ("local", "bus", "storage", "shards", "learner", "actors", "gateway"),
     "Prepare": ("init", "doctor", "plan", "try", "eval", "convert", "completion"),
     "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
-    "Act on a run that goes on": ("data", "engines", "keys", "reward"),
+    "Act on a run that goes on": ("data", "engines", "keys", "profile", "reward"),
     "Look back": ("verify", "retrain", "witness", "rescore", "restore"),
     OF_CHECKOUT: ("bench", "soak"),
 }

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
+from bus.config import MOST_PROFILED_STEPS
 from bus.errors import ConfigError, SchemaError, SluiceError
 from launch.cli.app import (
     USAGE,
@@ -148,7 +150,9 @@ def data(
     live_run: OfLiveRun = LiveRun(),
     keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
 ) -> None:
-    """Give a running run other prompts, from its next lease on. The change outlives restarts.
+    """Give a running run other prompts, from its next lease on.
+
+    The change outlives restarts.
 
     Parameters
     ----------
@@ -164,6 +168,32 @@ def data(
     accepted = run(partial(add_data, where, prompts, keep_old))
     if accepted is not None:
         print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
+
+
+@app.command(usage="Usage: launch profile --run NAME [--steps N] [--timeout-s S]")
+def profile(
+    *,
+    steps: Annotated[int, Parameter(validator=Number(gte=1, lte=MOST_PROFILED_STEPS))] = 3,
+    live_run: OfLiveRun = LiveRun(),
+    timeout_s: Annotated[float, Parameter(name="--timeout-s", validator=Number(gt=0))] = 600.0,
+) -> None:
+    """Trace the next steps of a live learner: what takes their time.
+
+    Every rank writes a trace, and of a GPU's memory a snapshot, below `profiles` in the run's directory on
+    the learner's host. Training goes on; it waits while the files are written.
+
+    Parameters
+    ----------
+    steps
+        Number of steps to trace, from the next one on.
+    timeout_s
+        Seconds to wait for these steps.
+    """
+    from launch.operations.profile import take_profile
+
+    configure_logging("warning")
+    found = run(partial(take_profile, live_run.live_config(), steps, timeout_s))
+    print("\n".join([*found.lines, f"written to {found.directory}"]))  # noqa: T201 - the user's terminal
 
 
 @app.command(name="reward", usage="Usage: launch reward [FILE] --run RUN [OPTIONS]")

@@ -39,6 +39,7 @@ from learner.run.colocation import Device
 from learner.run.evaluation import HeldOut
 from learner.run.long_wait import LongWait
 from learner.run.next_batch import NextBatch
+from learner.run.profiling import Profiling
 from learner.step.rl_step import lineage_line
 from learner.world.rank import Rank
 from learner.world.world import World
@@ -102,6 +103,7 @@ class Learner:
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
         self._steps = StepReporter(bus, incarnation, self._tasks, settings.diagnostics)
+        self._profiling = Profiling(bus, world, settings.lineage.parent)
         self._tokens_per_s = 0.0
         self._checkpoint_s = 0.0
         """Seconds that training has waited for checkpoints since the step before."""
@@ -119,6 +121,7 @@ class Learner:
             )  # fmt: skip
             tasks.create_task(self._long_wait.keep_noted(self._waits_long, finished), name="note long waits")
             tasks.create_task(self._weights.serve(finished), name="publish snapshots")
+            tasks.create_task(self._profiling.serve(finished), name="answer launch profile")
             tasks.create_task(self._weights.keep_announced(finished), name="keep the policy announced")
             try:
                 joining = asyncio.create_task(self._join())
@@ -195,6 +198,7 @@ class Learner:
                 values |= {f"heldout/{name}": value for name, value in measured.items()}
                 self._learning_alarm.look_at_heldout(measured["loss_nats"])
             self._steps.report("warmup", done, values)
+            await self._profiling.after_step(done, values)
             if done < warmup.steps:  # else the next checkpoint begins reinforcement learning
                 await self._checkpoints.after_step()
         return not self._stop.is_set()
@@ -259,14 +263,16 @@ class Learner:
         self._learning_alarm.look(progress.step, trained_on)
         flops = FORWARD_AND_BACKWARD * self._world.forward_flops(lease)
         used = await self._world.rank.in_thread(partial(utilisation, result.seconds, flops))
-        self._steps.report("rl", progress.step, {
+        row: dict[str, Json] = {
             **trained_on, **step_values(result),
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
             "time/publish_copy_s": self._world.rank.copy_s, "time/checkpoint_s": self._checkpoint_s,
             **used, **self._weights.figures, **self._device.figures,
             "train/policy_version": progress.policy_version, **read_values(self._reader.read),
-        })  # fmt: skip
+        }  # fmt: skip
+        self._steps.report("rl", progress.step, row)
+        await self._profiling.after_step(progress.step, row)
         self._policy_alarm.end_run()
         return True
 
@@ -298,6 +304,7 @@ class Learner:
 
     async def _conclude(self) -> None:
         """Save everything; if training is complete, measure the result and tell the others."""
+        await self._profiling.end()
         await self._next_batch.drop()
         await self._tell(self._reader.resumed(self.progress.step))
         await self._published()

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from learner.data.demonstrations import Demonstrations
 from learner.distributed.process_group import Peers, gathered
 from learner.logprobs.recorded_logprobs import recorded_logprobs
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
+from learner.metrics.profiler import Profiler, RankProfile
 from learner.model_directories.dtypes import published_dtype
 from learner.model_directories.model_directory import raw_config, stream_hf_directory
 from learner.progress.progress import checkpoint_step, kept_steps
@@ -81,6 +83,7 @@ class Rank:
         self._heldout_demonstrations = heldout_demonstrations
         self._thread = thread
         self._whole = whole
+        self._profiler = Profiler()
         self._host = HostCopy(published_dtype(settings.learner, settings.model), whole)
         self._saving: PendingCheckpoint | None = None
         self._saved_step: int | None = None
@@ -262,6 +265,14 @@ class Rank:
     async def score_probe(self) -> Probe:
         """Return the probe as the weights are now score it (learner/publication/probe.py)."""
         return await self.in_thread(lambda: scored_probe(self._backend, self._images))
+
+    async def begin_profile(self) -> None:
+        """Trace from now on what torch does here."""
+        await self.in_thread(self._profiler.begin)
+
+    async def end_profile(self, directory: Path) -> list[RankProfile]:
+        """Write the traces; return what that of each rank says."""
+        return await self.in_thread(lambda: gathered(self._profiler.end(directory, dist.get_rank())))
 
     async def release_memory(self) -> None:
         """Leave to others what the next step does not need of the device; the step takes it again."""

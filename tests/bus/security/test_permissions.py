@@ -89,12 +89,12 @@ FORBIDDEN_SUBJECTS = {
                 "files.heldout.x.0", "rpc.data", "notice.pace", "broadcast.begin", "broadcast.end", "dead.x"),
     "actor": ("weights.policy.1.snapshot.0", "notice.policy", "files.model.x.0", "tasks.rollout.1",
               "outcomes.rewards.0", "rpc.batch", "rpc.committed", "rpc.data", "rpc.engines.other",
-              "notice.pace"),
+              "rpc.profile", "notice.pace"),
     "judge": ("weights.policy.1.snapshot.0", "trajectories.0", "outcomes.rejected", "tasks.rollout.1",
               "events.metrics", "rpc.lease", "notice.policy", "notice.pace", "dead.x", "access.a", "relay.a",
               "broadcast.begin"),
     "watcher": ("access.a", "relay.a", "trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease",
-                "weights.x", "dead.x", "notice.pace", "tasks.rollout.1", "broadcast.begin"),
+                "rpc.profile", "weights.x", "dead.x", "notice.pace", "tasks.rollout.1", "broadcast.begin"),
 }  # fmt: skip
 
 
@@ -300,6 +300,7 @@ async def test_requests_are_answered_across_roles(as_role: As):
         ("learner", "actor", "access.a"),
         ("actor", "actor", "relay.near"),
         ("actor", "operator", "rpc.engines.a"),
+        ("learner", "operator", "rpc.profile"),
     ):
         async with as_role(server) as serving, as_role(asker) as asking:
             await serving.serve(serving.subject(subject), Done, done)
