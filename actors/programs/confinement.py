@@ -12,6 +12,7 @@ from pathlib import Path
 
 from actors.programs.request import ProgramRequest
 from actors.sandboxes import kernel
+from actors.sandboxes.system_calls import install_filter, without_keys
 
 PRIVATE = ("/tmp", "/dev/shm")
 """Directories in whose place a program has empty ones of its own that it may write."""
@@ -128,7 +129,7 @@ def _make_place(place: Path, *, is_directory: bool) -> None:
 
 
 def become_program(request: ProgramRequest, stdin: int, output: int) -> None:
-    """Turn this process into that of a program: its own session, limits, and no privileges.
+    """Turn this process into that of a program: its own session, limits, no privileges and no keyrings.
 
     Raises OSError for what the kernel does not allow; then nothing may run."""
     os.setsid()
@@ -142,6 +143,7 @@ def become_program(request: ProgramRequest, stdin: int, output: int) -> None:
         change_user(*request.user)
     _limit(request)
     kernel.drop_capabilities()
+    install_filter(without_keys())
 
 
 def _limit(request: ProgramRequest) -> None:

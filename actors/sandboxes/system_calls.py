@@ -51,6 +51,13 @@ _FAMILIES = (1, 2, 10, 16)
 """Sockets that these may make: Unix, IPv4, IPv6 and netlink. Others, such as vsock, know no namespaces."""
 _CLONE = (56, 220)
 _CLONE3 = 435
+_KEY_CALLS: Final = {
+    0xC000003E: (248, 249, 250), 0x40000003: (286, 287, 288),  # x86_64, and programs of 32 bits there
+    0xC00000B7: (217, 218, 219), 0x40000028: (309, 310, 311),  # aarch64, and programs of 32 bits there
+}  # fmt: skip
+"""Numbers of add_key, request_key and keyctl by architecture."""
+_SHORT_POINTERS = 0x40000000
+"""Bit in the numbers of x86_64's calls by programs with pointers of 32 bits."""
 _FIRST_UNKNOWN = 470
 """Numbers from here on, which this file has not seen, do not exist for a program (ENOSYS)."""
 _NEW_NAMESPACES = 0x7E020080
@@ -104,6 +111,24 @@ def _instructions(
     yield _AND, 0, 0, _NEW_NAMESPACES
     yield _JUMP_EQUAL, 1, 0, 0
     yield _RETURN, 0, 0, denied
+    yield _RETURN, 0, 0, _ALLOW
+
+
+def without_keys() -> bytes:
+    """Return the BPF program that denies the kernel's keyrings, which namespaces do not hide, and no more."""
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _without_keys())
+
+
+def _without_keys() -> Iterator[tuple[int, int, int, int]]:
+    yield _LOAD, 0, 0, _ARCHITECTURE
+    for architecture, numbers in _KEY_CALLS.items():
+        yield _JUMP_EQUAL, 0, len(numbers) + 4, architecture
+        yield _LOAD, 0, 0, _NUMBER
+        yield _AND, 0, 0, ~_SHORT_POINTERS & 0xFFFFFFFF
+        for place, number in enumerate(numbers):
+            yield _JUMP_EQUAL, len(numbers) - place, 0, number
+        yield _RETURN, 0, 0, _ALLOW
+        yield _RETURN, 0, 0, _ERRNO | errno.EPERM
     yield _RETURN, 0, 0, _ALLOW
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -108,6 +109,35 @@ async def test_host_without_namespaces_is_told_once_or_refused(monkeypatch, caps
     assert "write on a bus without credentials" in said
     with pytest.raises(ConfigError, match=r"no namespaces \(unshare: Operation not permitted\)"):
         ProgramRunner(IsolationConfig(required=True))
+
+
+KEYS = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+add, ask, control = (248, 249, 250) if os.uname().machine == "x86_64" else (217, 218, 219)
+def call(*arguments):
+    done = libc.syscall(*arguments)
+    return done if done >= 0 else -ctypes.get_errno()
+if len(sys.argv) == 1:
+    print(call(add, b"user", b"judge", b"SECRET", 6, -3), call(add, b"user", b"judge", b"SECRET", 6, -4))
+else:
+    read = ctypes.create_string_buffer(6)
+    for key in map(int, sys.argv[1:]):
+        print(call(control, 11, key, read, 6), call(control, 8, key, -2), read.value.decode())
+    print(call(add, b"user", b"mine", b"x", 1, -2), call(ask, b"user", b"judge", None, 0))
+"""
+
+
+async def test_program_reads_no_key_that_its_actors_user_keeps_in_the_kernel():
+    kept = await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", KEYS], text=True)
+    assert min(map(int, kept.split())) > 0, "this kernel keeps no keys"
+    runner = ProgramRunner(IsolationConfig())
+    with runner.directory() as directory:
+        command = [sys.executable, "-c", KEYS, *kept.split()]
+        program = Program(command=command, variables=VARIABLES, directory=directory)
+        said = (await runner.run(program, timeout_s=20, most_output_bytes=1 << 16)).output
+    assert said.split() == ["-1"] * 6
+    await runner.close()
 
 
 @pytest.mark.parametrize("allows_namespaces", [True, False])
