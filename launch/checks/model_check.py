@@ -80,6 +80,7 @@ def refuse_model(config: RunConfig) -> None:
     """Raise `ConfigError` for a model that the learner would refuse. Loads torch and the learner; a scratch
     model is made in a directory that is gone afterwards."""
     from launch.checks.memory_check import refuse_too_large
+    from launch.services.first_weights import beginning
     from launch.services.learner import learner_settings
     from learner.initial.initial import prepare
     from learner.initial.linked_checkpoint import refuse_unfit_checkpoint
@@ -100,8 +101,8 @@ def refuse_model(config: RunConfig) -> None:
         refuse_before_start(replace(settings, warmup=config.warmup), initial)
         refuse_too_large(config, initial.hf_config)
         if config.model.from_run is not None and not RunFiles(config.directory / config.run).origin:
-            checkpoint, _ = chosen_checkpoint(config.directory, config.model.from_run)
-            refuse_unfit_checkpoint(checkpoint, initial.hf_config)
+            begin = beginning(config, *chosen_checkpoint(config.directory, config.model.from_run))
+            refuse_unfit_checkpoint(begin, initial.hf_config)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from launch.model_files.vision_checks import refuse_unfit_vision
 from launch.process.record_trust import unsigned_remark
 from launch.run_view.alert_calls import AlertCalls
 from launch.run_view.recorded_runs import going_on
-from launch.run_view.source_run import refuse_other_origin
+from launch.run_view.source_run import refuse_other_origin, told_beginning
 from launch.settings.evaluation_checks import refuse_nobody_rolls_out
 from launch.settings.run_config import RunConfig, of_policy
 from storage.built_in_tasks.generators import load_demonstrations
@@ -179,11 +179,9 @@ def start_remarks(config: RunConfig) -> list[str]:
     weights travel, as `transport_remark` does, what its chats are like, as `chat_remark` does, and what of
     its objective is set otherwise than in the papers that its parts are from."""
     policies = list(_of_each_policy(config))
-    source = config.model.from_run
-    begins = "" if source is None else f"Run {config.run!r} begins with the weights of run {source}."
     different = [_of_policy(one, said) for one in policies for said in one.learner.differences_from_papers]
     said = (remark(one) for remark in (transport_remark, chat_remark) for one in policies)
-    return [*filter(None, [unsigned_remark(config.bus), begins, *said]), *different]
+    return [*filter(None, [unsigned_remark(config.bus), told_beginning(config), *said]), *different]
 
 
 def _of_policy(config: RunConfig, sentence: str) -> str:

@@ -9,7 +9,12 @@ from launch.model_files.model_directory import model_of_run
 from launch.run_view.recorded_runs import find_run
 from launch.run_view.run_files import Origin, RunFiles, recorded_config
 from launch.settings.run_config import RunConfig
-from learner.model_directories.checkpoint_manifest import read_manifest
+from learner.model_directories.checkpoint_manifest import (
+    adapters_beside,
+    adapters_go_on,
+    adapters_in,
+    read_manifest,
+)
 from storage.disk import checkpoints
 from storage.disk.run_directory import RunDirectory
 
@@ -48,6 +53,20 @@ def model_settings(directory: Path, run: str, from_run: str) -> dict[str, Any]:
     path = None if model.path is None else pinned(model.path, source)
     taken = model.model_copy(update={"path": path})
     return taken.model_dump(mode="json", exclude={"from_run", "from_optimizer"})
+
+
+def told_beginning(config: RunConfig) -> str:
+    """Say with what of which other run a run begins; nothing where it begins with its own first weights."""
+    if (source := config.model.from_run) is None:
+        return ""
+    run = config.directory / config.run
+    begun, learner = RunFiles(run).origin is not None, config.learner
+    manifest = {} if begun else read_manifest(chosen_checkpoint(config.directory, source)[0])
+    go_on = not begun and adapters_go_on(manifest, learner.backend, learner.lora)
+    if go_on or adapters_beside(run / "model"):
+        return f"Run {config.run!r} begins with the adapters of run {source}, which are trained further."
+    merged = ", its adapters merged into them" if not begun and adapters_in(manifest).exists else ""
+    return f"Run {config.run!r} begins with the weights of run {source}{merged}."
 
 
 def source_model(directory: Path, origin: Origin) -> Path:

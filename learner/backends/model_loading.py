@@ -4,7 +4,10 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from learner.backends.megatron.model import lora
 from learner.backends.megatron.weights.torch_dist import is_checkpoint, model_in
+from learner.backends.shared.lora import MergedWeights
+from learner.config.lora import LoraConfig
 from learner.model_directories.checkpoint_manifest import is_written_by
 from learner.model_directories.lazy_weights import LazyWeights
 from learner.model_directories.model_directory import HFWeights, load_hf_config
@@ -26,3 +29,16 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, LazyWeights]:
 
         return hf_config, CheckpointWeights(path, hf_config)
     return hf_config, model_in(path, hf_config)
+
+
+def merged_model(checkpoint: Path, base: Path, config: LoraConfig) -> tuple[PretrainedConfig, LazyWeights]:
+    """Open what the adapters of a checkpoint, whose settings were `config`, make of the weights in `base`.
+
+    Raises as `load_hf_directory` and `MergedWeights` do."""
+    hf_config = load_hf_config(checkpoint)
+    _, weights = load_hf_directory(base)
+    if is_written_by("fsdp", checkpoint):
+        from learner.backends.fsdp.checkpoint_weights import adapters_in  # imports much of transformers
+
+        return hf_config, MergedWeights(weights, adapters_in(checkpoint), config)
+    return hf_config, MergedWeights(weights, lora.adapters_in(checkpoint, hf_config, config), config)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from bus.config import Config
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig, teacher_settings
@@ -49,6 +49,10 @@ class LoraConfig(Config):
         """Tell whether adapters are trained."""
         return self.rank > 0
 
+    def is_as(self, other: "LoraConfig") -> bool:
+        """Tell whether checkpoints of both have the same adapters."""
+        return saved_settings(self) == saved_settings(other)
+
     @property
     def scale(self) -> float:
         """Return the factor of B A."""
@@ -56,6 +60,11 @@ class LoraConfig(Config):
 
 
 NO_LORA = LoraConfig()
+
+
+def saved_settings(config: LoraConfig) -> dict[str, JsonValue]:
+    """Return the settings that must be the same where adapters are loaded from a checkpoint."""
+    return config.model_dump(mode="json", exclude={"publish"})
 
 
 def refuse_lora(

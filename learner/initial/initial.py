@@ -11,7 +11,7 @@ from bus.errors import ConfigError
 from learner.backends.model_loading import load_hf_directory
 from learner.config.process_settings import LearnerSettings
 from learner.data.demonstrations import Demonstrations
-from learner.initial.reward_model import as_reward_model
+from learner.initial.reward_model import as_reward_model, refuse_reward_model
 from learner.initial.scratch_model import ensure_model_directory
 from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import load_tokenizer, raw_config, refuse_other_vocabulary
@@ -55,6 +55,8 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
     if settings.warmup.steps and settings.warmup.loss.facts.of_scores:
         hf_config, state = as_reward_model(hf_config, state, tokenizer, seed=settings.seed)
+    else:
+        refuse_reward_model(settings.model_directory, hf_config)
     images = ImageChat.of(settings.model_directory, tokenizer)
     if images is not None and (problem := settings.learner.unseeing_teachers):
         raise ConfigError(f"{settings.model_directory} is a vision-language model; {problem}")

@@ -1,13 +1,14 @@
 """Makes of a language model one that gives an answer a score, in transformers' form of a classifier."""
 
 import copy
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
-from learner.backends.shared.score_head import SCORE_HEAD
+from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
 from learner.model_directories.lazy_weights import JoinedWeights, LazyWeights, SomeWeights, Spec, State
 from storage.chats.stop_tokens import answer_end
 
@@ -35,6 +36,16 @@ def as_reward_model(
     width, spread = hf_config.hidden_size, getattr(hf_config, "initializer_range", 0.02)
     drawn = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * spread
     return config, JoinedWeights(body, _Head(drawn))
+
+
+def refuse_reward_model(directory: Path, hf_config: PretrainedConfig) -> None:
+    """Raise `ConfigError` for a reward model where a policy is to be trained."""
+    if is_reward_model(hf_config):
+        raise ConfigError(
+            f"{directory} is a reward model, whose output is a score and no token: begin with the model that "
+            "it was made of. What its run exported rewards answers: --reward reward_model "
+            "--actors.environment.reward-model.path runs/RUN/export"
+        )
 
 
 class _Head(LazyWeights):

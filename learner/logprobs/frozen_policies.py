@@ -16,6 +16,7 @@ from learner.backends.model_loading import load_hf_directory
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.config.process_settings import LearnerSettings
+from learner.model_directories.checkpoint_manifest import adapters_beside
 from learner.model_directories.lazy_weights import State
 from learner.model_directories.model_directory import other_tokens
 from learner.progress.progress import Stage
@@ -43,14 +44,16 @@ def hold_frozen_policies(
     for tag, teacher in learner.used_teachers.items():
         if teacher.path is not None and frozen.sources.get(tag) != teacher.path:
             _load(backend, settings, tag, teacher.path)
-    source = reference.path or (None if settings.warmup.steps else settings.model_directory)
+    # where adapters go on, the model that the run begins with lies in no directory
+    initial = None if adapters_beside(settings.model_directory) else settings.model_directory
+    source = reference.path or (None if settings.warmup.steps else initial)
     if to_initial:
-        source = settings.model_directory
+        source = initial
     if "reference" not in wanted or _is_held(frozen, reference, source):
         return
     if source is not None:
         _load(backend, settings, "reference", source, is_initial=to_initial or reference.path is None)
-    elif stage == "rl" and step == 0:
+    elif to_initial or (stage == "rl" and step == 0):
         frozen.hold("reference")
     elif stage != "warmup":
         raise ConfigError(

@@ -10,9 +10,12 @@ from xxhash import xxh3_128
 
 from bus.errors import ConfigError, LostDataError, StorageError
 from bus.process.work_progress import Advance, long_work, uncounted
+from learner.config.lora import LoraConfig
 from storage.disk.atomic_files import write_json
 
 MANIFEST = "manifest.json"
+ADAPTERS = "adapters"
+"""Directory in that of a model with the checkpoint of adapters that go on from another run."""
 FORMAT = 2
 READ_BYTES = 1 << 20
 
@@ -116,6 +119,23 @@ def is_written_by(backend: str, directory: Path) -> bool:
         return written_by(json.loads(path.read_text())) == backend
     except (ValueError, KeyError, AttributeError) as error:
         raise LostDataError(f"{path} is garbled ({error!r})") from error
+
+
+def adapters_in(manifest: Mapping[str, Any]) -> LoraConfig:
+    """Return the settings of the adapters that a checkpoint has instead of weights; of rank 0 without."""
+    saved = (manifest["training"] or {}).get("lora") or {}
+    return LoraConfig.model_validate({name: value for name, value in saved.items() if name != "base"})
+
+
+def adapters_go_on(manifest: Mapping[str, Any], backend: str, lora: LoraConfig) -> bool:
+    """Tell whether a run with these settings goes on with the adapters of a checkpoint."""
+    return lora.exists and written_by(manifest) == backend and adapters_in(manifest).is_as(lora)
+
+
+def adapters_beside(model: Path) -> Path | None:
+    """Return the checkpoint of adapters with which a run begins beside the weights of a model directory."""
+    found = model / ADAPTERS
+    return found if found.is_dir() else None
 
 
 def differences(found: Mapping[str, JsonValue], wanted: Mapping[str, JsonValue]) -> list[str]:

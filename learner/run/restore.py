@@ -8,6 +8,7 @@ import structlog
 from learner.backends.contract.backend import Backend
 from learner.backends.factory import build_backend, rounding_of
 from learner.checkpoint.commit import load_checkpoint
+from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.process_settings import LearnerSettings
 from learner.distributed.process_group import use_threads
@@ -15,6 +16,7 @@ from learner.initial.critic_source import critic_source
 from learner.initial.initial import Initial
 from learner.initial.unfit_settings import refuse_unfit
 from learner.logprobs.frozen_policies import hold_frozen_policies
+from learner.model_directories.checkpoint_manifest import adapters_beside
 from learner.progress.progress import Progress
 from learner.step.warmup import finish_warm_up
 
@@ -53,16 +55,27 @@ def restore_backend(
         backend.compute_with(rounding)
     if settings.learner.fp8_matmul:
         backend.multiply_in_fp8()
-    if checkpoint is None and settings.model.from_optimizer:
-        load_checkpoint(backend, settings.model_directory)
-        backend.frozen.keep_only(set())  # that run's reference is not what this run begins with
-    if checkpoint is not None:
+    if checkpoint is None:
+        _go_on_from_other_run(backend, settings, stage.optimizer)
+    else:
         load_checkpoint(backend, checkpoint, verified=verified)
         progress.stage = "rl" if progress.stage == "done" else progress.stage
         log.info("resumed", checkpoint=str(checkpoint), stage=progress.stage, step=progress.step)
     hold_frozen_policies(backend, settings, settings.learner, stage=progress.stage, step=progress.step)
     use_threads(stage.threads, backend.size_bytes)
     return backend
+
+
+def _go_on_from_other_run(backend: Backend, settings: LearnerSettings, optimizer: OptimizerConfig) -> None:
+    """Give the backend what goes on from the run that this one begins with: its adapters, and its optimizer
+    where `model.from_optimizer` says so."""
+    adapters = adapters_beside(settings.model_directory)
+    if adapters is None and not settings.model.from_optimizer:
+        return
+    load_checkpoint(backend, adapters or settings.model_directory)
+    backend.frozen.keep_only(set())  # that run's reference is not what this run begins with
+    if not settings.model.from_optimizer:
+        backend.set_optimizer(optimizer)
 
 
 def restore_alone(

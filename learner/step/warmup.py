@@ -100,6 +100,8 @@ def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) ->
         backend.set_optimizer(settings.learner.optimizer)
         if backend.critic is not None:
             backend.critic.begin()
+    if settings.warmup.steps and settings.warmup.loss.facts.to_reference:
+        backend.frozen.keep_only(set())  # reinforcement learning has a reference of its own
     hold_frozen_policies(backend, settings, settings.learner, stage="rl", step=0)
 
 

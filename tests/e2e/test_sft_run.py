@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import random
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from launch.run_view.recorded_runs import recorded_runs
 from launch.run_view.run_files import RunFiles
-from tests.e2e.commands import Command, wait_until
+from tests.e2e.commands import Command, part, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(300)]
 STEPS = 40
@@ -143,10 +141,7 @@ def test_a_learner_that_is_killed_goes_on_from_its_checkpoint_to_the_bit(resumed
     launcher = Command(tmp_path, "local", *SETTINGS, "--learner.checkpoint.save-every", "4")
     try:
         wait_until((run / "progress.json").exists, "a checkpoint", launcher)
-        [learner] = [
-            int(line.split()[-1]) for line in launcher.said().splitlines() if "learner: started" in line
-        ]
-        os.kill(learner, signal.SIGKILL)
+        part(launcher, "learner").kill()
         assert launcher.wait(120) == 0, launcher.said()
     finally:
         launcher.kill()

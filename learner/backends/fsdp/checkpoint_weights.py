@@ -11,9 +11,28 @@ from transformers import PretrainedConfig
 from bus.errors import StorageError
 from learner.backends.fsdp.checkpoint import MODEL, load_alone
 from learner.backends.fsdp.names import FileNames
-from learner.backends.shared.lora import refuse_adapters_alone
+from learner.backends.shared.lora import CHANGE, refuse_adapters_alone
 from learner.model_directories.lazy_weights import LazyWeights, Spec
-from storage.model_files.adapter_names import PREFIX
+from storage.model_files.adapter_names import PREFIX, magnitude_name
+
+
+def adapters_in(directory: Path) -> dict[str, Tensor]:
+    """Return the adapters in a checkpoint by peft's names, with changes of lengths of rows by those of
+    lengths, and the head of a reward model."""
+    begins = MODEL + PREFIX
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    entries = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(begins) and isinstance(entry, TensorStorageMetadata)
+    }
+    load_alone(entries, directory)
+    return {_renamed(name.removeprefix(MODEL)): tensor for name, tensor in entries.items()}
+
+
+def _renamed(name: str) -> str:
+    module = name.removeprefix(PREFIX)
+    return magnitude_name(module.removesuffix(f".{CHANGE}")) if module.endswith(CHANGE) else name
 
 
 class CheckpointWeights(LazyWeights):

@@ -17,22 +17,19 @@ from learner.backends.fsdp.expert_adapters import ExpertStack, adapt_experts, ex
 from learner.backends.fsdp.names import FileNames
 from learner.backends.fsdp.weights import local, whole
 from learner.backends.shared.lora import (
+    CHANGE,
     BaseNorms,
     base_digest,
     excess,
     first_a,
     merged,
-    saved_settings,
     squared_norms,
     targeted,
 )
 from learner.backends.shared.score_head import SCORE_HEAD
-from learner.config.lora import LoraConfig
+from learner.config.lora import LoraConfig, saved_settings
 from learner.model_directories.lazy_weights import State
 from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
-
-CHANGE = "lora_magnitude_change"
-"""Ends the name of the parameter by which the lengths of a weight's rows change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,16 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from pydantic import JsonValue
 from torch import Tensor
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from bus.errors import ConfigError
-from learner.config.lora import NO_LORA, LoraConfig
-from learner.model_directories.lazy_weights import State, part_of, spec_of, tensor_bytes
-from storage.model_files.adapter_names import WEIGHT, adapter_names, magnitude_name
+from learner.config.lora import NO_LORA, LoraConfig, saved_settings
+from learner.model_directories.lazy_weights import LazyWeights, Spec, State, part_of, spec_of, tensor_bytes
+from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
 
+CHANGE = "lora_magnitude_change"
+"""Ends the name of the parameter by which the lengths of a weight's rows change."""
 SMALLEST_NORM = 1e-30
 """Rows of zeros stay zeros."""
 SEEDS = (1 << 63) - 1
@@ -109,6 +110,44 @@ def merged_stream(
         yield name, weight
 
 
+class MergedWeights(LazyWeights):
+    """What frozen weights and adapters of a checkpoint make together, each merged when it is looked up."""
+
+    def __init__(self, base: State, adapters: State, config: LoraConfig) -> None:
+        """Merge into `base` A and B by peft's names, and the changes of lengths of rows by those of lengths.
+
+        Weights that were trained whole beside them take the places of theirs. Raises `ConfigError` for
+        adapters of no weight of `base`."""
+        self._base, self._adapters, self._config = base, adapters, config
+        suffixes = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
+        plain = {name.removeprefix(PREFIX) for name in adapters if not name.endswith(suffixes)}
+        adapted = {adapter_names(name)[0] for name in base}
+        if strangers := [name for name in adapters if name.endswith(suffixes[0]) and name not in adapted]:
+            raise ConfigError(
+                f"{strangers[0].removeprefix(PREFIX)}: adapters of experts are not merged from a checkpoint; "
+                "begin with what the run exported, by --model.path runs/RUN/export"
+            )
+        super().__init__(dict.fromkeys([*base, *sorted(plain)]))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if PREFIX + name in self._adapters:
+            return self._adapters[PREFIX + name]
+        a, b = adapter_names(name)
+        if a not in self._adapters:
+            return self._base[name]
+        weight = self._base[name].float()
+        change = self._adapters.get(magnitude_name(name))
+        magnitude = None if change is None else row_norms(weight) + change
+        return merged(weight, self._adapters[a], self._adapters[b], self._config.scale, magnitude)
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype, which is float32 of what is merged."""
+        if PREFIX + name in self._adapters:
+            return spec_of(self._adapters, PREFIX + name)
+        found = spec_of(self._base, name)
+        return found._replace(dtype=torch.float32) if adapter_names(name)[0] in self._adapters else found
+
+
 def row_norms(weight: Tensor) -> Tensor:
     """Return the length of each row, float32 [rows]."""
     norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
@@ -178,11 +217,6 @@ def refuse_adapters_alone(directory: Path) -> NoReturn:
         f"checkpoint {directory} has adapters alone (learner.lora), no weights: name the directory that the "
         "run exported, which has both together"
     )
-
-
-def saved_settings(config: LoraConfig) -> dict[str, JsonValue]:
-    """Return the settings that must be the same where adapters are loaded from a checkpoint."""
-    return config.model_dump(mode="json", exclude={"publish"})
 
 
 def refuse_other_adapters(

@@ -13,10 +13,10 @@ from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.trainer import Trainer
 from learner.backends.model_loading import load_hf_directory
-from learner.backends.shared.lora import refuse_other_adapters, saved_settings
+from learner.backends.shared.lora import refuse_other_adapters
 from learner.backends.shared.trainable import TrainableWeights
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
-from learner.config.lora import LoraConfig
+from learner.config.lora import LoraConfig, saved_settings
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig

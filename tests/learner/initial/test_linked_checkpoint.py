@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import asdict
+from math import log
 
 import pytest
 import torch
@@ -9,15 +10,17 @@ import torch
 from bus.errors import ConfigError, LostDataError
 from launch.checks.model_check import refuse_model
 from launch.run_view.recorded_runs import recorded_runs
-from launch.run_view.source_run import chosen_checkpoint, model_settings
+from launch.run_view.source_run import chosen_checkpoint, model_settings, told_beginning
 from launch.services.learner import learner_settings
 from launch.settings.run_config import RunConfig, validate
-from learner.checkpoint.commit import save_checkpoint
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
+from learner.config.parallel import UNDIVIDED
 from learner.data.packing import pack
 from learner.initial.initial import prepare
 from learner.model_directories.model_directory import load_tokenizer
 from learner.progress.progress import Progress, checkpoint_step
-from learner.run.restore import restore_alone
+from learner.run.restore import restore_alone, restore_backend
+from learner.step.warmup import warm_up_step
 from storage.disk import checkpoints
 from storage.disk.run_directory import RunDirectory
 from tests.learner.mini_run import SCRATCH
@@ -123,6 +126,126 @@ def test_a_run_on_demonstrations_alone_has_checkpoints_by_the_steps_of_these(tmp
 def demonstrations(directory, steps: int) -> dict:
     (directory / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     return {"demonstrations": directory / "rows.jsonl", "steps": steps}
+
+
+LORA = {"rank": 4, "alpha": 6.0}
+
+
+def run_with_adapters(root, backend: str, lora: dict):
+    """Make a run whose checkpoint has adapters; return its backend and the weights that they make."""
+    config = config_of(root, "sft", backend, seed=3, learner={"lora": lora})
+    run = RunDirectory(root, "sft")
+    run.config.write_text(config.model_dump_json())
+    trained, _, _ = begun(config)
+    for step in range(2):
+        train(trained, step)
+    save_checkpoint(trained, run.checkpoints, 2, asdict(Progress(stage="rl", step=2)), keep=2)
+    return trained, weights(trained)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_the_same_adapters_go_on(tmp_path, backend):
+    trained, saved = run_with_adapters(tmp_path, backend, LORA)
+    drawn_back = {"loss": {"type": "ppo_clip"}, "reference": {"kl_coef": 0.1}, "lora": LORA}
+    config = config_of(tmp_path, "rl", backend, model={"from_run": "sft"}, learner=drawn_back)
+    assert (
+        told_beginning(config) == "Run 'rl' begins with the adapters of run sft, which are trained further."
+    )
+    refuse_model(config)
+    fresh, _, _ = begun(config)
+    asked = {"from_run": "sft", "from_optimizer": True}
+    going_on, _, _ = begun(config_of(tmp_path, "on", backend, model=asked, learner={"lora": LORA}))
+    shutil.rmtree(tmp_path / "sft")  # the other run has what it began with
+    again, _, _ = begun(config)
+    for one in (fresh, going_on, again):
+        assert differing(weights(one), saved) == []
+    with fresh.frozen.in_place("reference"):  # what the run begins with, not the model without adapters
+        assert differing(weights(fresh), saved) == []
+    train(trained, seed=5)
+    train(going_on, seed=5)
+    assert differing(weights(going_on), weights(trained)) == []
+    assert len(differing(weights(going_on), saved)) > 4
+    load_checkpoint(trained, tmp_path / "rl/model/adapters")
+    trained.set_optimizer(fresh.optimizer_config)
+    for one in (fresh, trained):
+        train(one, seed=5)
+    assert differing(weights(fresh), weights(trained)) == []
+    run = RunDirectory(tmp_path, "rl")
+    run.config.write_text(config.model_dump_json())
+    save_checkpoint(fresh, run.checkpoints, 1, asdict(Progress(stage="rl", step=1)), keep=1)
+    later, _, _ = begun(config_of(tmp_path, "later", backend, model={"from_run": "rl"}))
+    assert differing(weights(later), weights(fresh)) == []
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("lora", [LORA, {**LORA, "weight_decomposed": True}], ids=["plain", "dora"])
+def test_other_adapters_are_merged_into_the_weights(tmp_path, backend, lora):
+    _, saved = run_with_adapters(tmp_path, backend, lora)
+    other = "fsdp" if backend == "megatron" else "megatron"
+    for name, where, learner in (("whole", other, {}), ("wider", backend, {"lora": {"rank": 8}})):
+        config = config_of(tmp_path, name, where, model={"from_run": "sft"}, learner=learner)
+        said = "begins with the weights of run sft, its adapters merged into them."
+        assert told_beginning(config) == f"Run {name!r} {said}"
+        refuse_model(config)
+        found, bound = weights(begun(config)[0]), 0 if lora is LORA else 1e-7
+        assert all((found[key] - saved[key]).abs().max() <= bound for key in saved)
+    asked = {"from_run": "sft", "from_optimizer": True}
+    with pytest.raises(ConfigError, match=r"model.from_optimizer=true: the adapters of .* would be merged"):
+        refuse_model(config_of(tmp_path, "on", backend, model=asked))
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_run_on_pairs_has_the_adapters_that_it_begins_with_for_its_reference(tmp_path, backend):
+    _, saved = run_with_adapters(tmp_path, backend, LORA)
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    pairs = {"demonstrations": file, "steps": 3, "batch_size": 1, "loss": {"type": "dpo"}}
+    optimizer = {"lr": 1e-2, "warmup_steps": 0}
+    config = config_of(
+        tmp_path, "dpo", backend, model={"from_run": "sft"}, learner={"lora": LORA},
+        warmup={**pairs, "optimizer": optimizer},
+    )  # fmt: skip
+    settings, _ = learner_settings(config, RunDirectory(tmp_path, "dpo"))
+    initial, progress = prepare(settings, file), Progress()
+    trained = restore_backend(settings, initial, None, progress, UNDIVIDED)
+    first, second = (warm_up_step(trained, settings, initial.demonstrations, step) for step in range(2))
+    assert first.loss == pytest.approx(log(2), abs=1e-6)
+    assert second.pairs["rewards/margins"] != 0
+    save_checkpoint(trained, settings.checkpoints, 0, {}, keep=1)
+    resumed = restore_backend(
+        settings, initial, checkpoints.latest(settings.checkpoints), progress, UNDIVIDED
+    )
+    with resumed.frozen.in_place("reference"):
+        assert differing(weights(resumed), saved) == []
+    third = [warm_up_step(one, settings, initial.demonstrations, 2) for one in (trained, resumed)]
+    assert third[0] == third[1]
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": LORA}], ids=["whole", "adapters"])
+def test_a_reward_model_is_refused_as_a_policy_before_a_start(tmp_path, lora):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    pairs = {"demonstrations": file, "steps": 1, "batch_size": 1, "loss": {"type": "reward_model"}}
+    config = config_of(tmp_path, "rm", "megatron", learner={"steps": 0, **lora}, warmup=pairs)
+    run = RunDirectory(tmp_path, "rm")
+    run.config.write_text(config.model_dump_json())
+    settings, _ = learner_settings(config, run)
+    initial = prepare(settings, file)
+    trained = restore_backend(settings, initial, None, Progress(), UNDIVIDED)
+    warm_up_step(trained, settings, initial.demonstrations, 0)
+    save_checkpoint(trained, run.checkpoints, 0, asdict(Progress(stage="done", warmup_step=1)), keep=1)
+    with pytest.raises(
+        ConfigError, match=r"is a reward model, whose output is a score .*--reward reward_model"
+    ):
+        refuse_model(config_of(tmp_path, "rl", "megatron", model={"from_run": "rm"}))
+    for name, others in (("on", lora), ("whole", {})):
+        further = config_of(
+            tmp_path, name, "megatron", model={"from_run": "rm"}, learner={"steps": 0, **others}, warmup=pairs
+        )
+        refuse_model(further)
+        settings, _ = learner_settings(further, RunDirectory(tmp_path, name))
+        going_on = restore_backend(settings, prepare(settings, file), None, Progress(), UNDIVIDED)
+        assert differing(weights(going_on), weights(trained)) == []
 
 
 def test_what_cannot_be_begun_with_is_refused_by_name(tmp_path):

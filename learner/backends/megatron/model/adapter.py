@@ -22,14 +22,12 @@ from learner.backends.megatron.core.megatron_core import (
     make_sharded_tensors_for_checkpoint,
     tensor_parallel,
 )
-from learner.backends.shared.lora import excess, squared_norms
+from learner.backends.shared.lora import CHANGE, excess, squared_norms
 from learner.distributed.process_group import device
 
 COLUMN, ROW, WHOLE = 0, 1, None
 """Dimension along which ranks share the weight of a layer: A is cut with its columns, B with its rows. Of a
 layer that each rank has whole they are whole too."""
-CHANGE = "lora_magnitude_change"
-"""Name of the parameter by which the lengths of rows differ from those of the frozen weight."""
 DIVIDED = {COLUMN: ("lora_B", CHANGE), ROW: ("lora_A",), WHOLE: ()}
 """Which of the parameters ranks share."""
 

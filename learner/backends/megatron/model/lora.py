@@ -1,9 +1,10 @@
 """Adapters of a model of megatron-core: where they are, how they leave it, and what weights they make."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from learner.backends.contract.backend import Exported, TrainedAdapters
 from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
 from learner.backends.megatron.conversion.families import family_of, float32_weights, shape_of
 from learner.backends.megatron.model.adapter import (
-    CHANGE,
     COLUMN,
     ROW,
     WHOLE,
@@ -36,17 +36,18 @@ from learner.backends.megatron.weights.rank_weights import (
     tensor_group,
 )
 from learner.backends.megatron.weights.stacks import file_name, places_in, stacks_of
+from learner.backends.megatron.weights.torch_dist import MegatronWeights
 from learner.backends.shared.lora import (
+    CHANGE,
     BaseNorms,
     base_digest,
     first_a,
     merged_stream,
-    saved_settings,
     targeted,
 )
 from learner.backends.shared.score_head import SCORE_HEAD, is_reward_model
-from learner.config.lora import LoraConfig
-from learner.model_directories.lazy_weights import SomeWeights, State
+from learner.config.lora import LoraConfig, saved_settings
+from learner.model_directories.lazy_weights import LazyWeights, SomeWeights, State
 from storage.model_files.adapter_names import PREFIX, WEIGHT, adapter_names, magnitude_name
 
 CUTS = {
@@ -65,6 +66,40 @@ def _last(module: str) -> str:
     return module.rsplit(".", 1)[-1]
 
 
+def _linear_layers(hf_config: PretrainedConfig, config: LoraConfig) -> tuple[list[Rule], dict[str, None]]:
+    """Return the rules of all layers that may have an adapter, and in their order the names in files of those
+    that have one."""
+    places = places_in(stacks_of(hf_config))
+    rules = family_of(hf_config).rules(shape_of(hf_config))
+    linear = [rule for rule in rules if LINEAR.search(rule.megatron) and rule.parts[0] not in places]
+    modules: tuple[list[str], list[str]] = [], []
+    for each in linear:
+        modules[EXPERT.search(each.megatron) is not None].extend(_modules(each))
+    return linear, dict.fromkeys(targeted(config, *modules))
+
+
+def _adapter_rules(adapted: Iterable[Rule], targets: Container[str], config: LoraConfig) -> Iterator[Rule]:
+    """Yield one rule for each parameter of adapters, by which they leave the model like weights."""
+    for rule in adapted:
+        for module in _modules(rule):
+            if module not in targets:
+                continue
+            inside = f"{rule.megatron.removesuffix(WEIGHT)}{ADAPTER}.{_last(module)}"
+            for letter, name in zip("AB", adapter_names(module + WEIGHT), strict=True):
+                yield Rule(f"{inside}.lora_{letter}", (name,), SAME)
+            if config.weight_decomposed:
+                yield Rule(f"{inside}.{CHANGE}", (magnitude_name(module + WEIGHT),), SAME)
+
+
+def adapters_in(directory: Path, hf_config: PretrainedConfig, config: LoraConfig) -> LazyWeights:
+    """Return the adapters in a checkpoint by peft's names, with changes of lengths of rows by those of
+    lengths, and the head of a reward model. Raises `StorageError` where one lacks."""
+    rules = list(_adapter_rules(*_linear_layers(hf_config, config), config))
+    if is_reward_model(hf_config):
+        rules.append(Rule(SCORE_HEAD, (PREFIX + SCORE_HEAD,), SAME))
+    return MegatronWeights(directory, rules, shape_of(hf_config))
+
+
 class ChunkAdapters:
     """The adapters of this rank's pieces of a model, whose weights are frozen."""
 
@@ -79,18 +114,13 @@ class ChunkAdapters:
         self._chunks, self._hf_config = chunks, hf_config
         rules = list(family_of(hf_config).rules(shape_of(hf_config)))
         places = places_in(stacks_of(hf_config))
-        linear = [rule for rule in rules if LINEAR.search(rule.megatron) and rule.parts[0] not in places]
         names = dict.fromkeys(file_name(part, places) for rule in rules for part in rule.parts)
         self._beside = weights_beside(hf_config, base)
         self._whole = [SCORE_HEAD] if is_reward_model(hf_config) else []
         """Names of weights that are trained whole beside adapters."""
         self._base = SomeWeights(base, [*names.keys() - self._whole, *self._beside])
         self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
-        modules: tuple[list[str], list[str]] = [], []
-        for each in linear:
-            modules[EXPERT.search(each.megatron) is not None].extend(_modules(each))
-        self._targets = dict.fromkeys(targeted(config, *modules))
-        """Names of the Hugging Face layers that have an adapter, in their order."""
+        linear, self._targets = _linear_layers(hf_config, config)
         self._adapted = {
             rule.megatron: rule for rule in linear if not self._targets.keys().isdisjoint(_modules(rule))
         }
@@ -145,15 +175,7 @@ class ChunkAdapters:
     # --- out of the model ---
 
     def _rules(self) -> Iterator[Rule]:
-        """Yield one rule for each parameter, by which they leave the model like weights."""
-        for rule in self._adapted.values():
-            for module in _modules(rule):
-                if module in self._targets:
-                    inside = f"{rule.megatron.removesuffix(WEIGHT)}{ADAPTER}.{_last(module)}"
-                    for letter, name in zip("AB", adapter_names(module + WEIGHT), strict=True):
-                        yield Rule(f"{inside}.lora_{letter}", (name,), SAME)
-                    if self.config.weight_decomposed:
-                        yield Rule(f"{inside}.{CHANGE}", (magnitude_name(module + WEIGHT),), SAME)
+        yield from _adapter_rules(self._adapted.values(), self._targets, self.config)
         yield from (Rule(name, (PREFIX + name,), SAME) for name in self._whole)
 
     def _holders(self) -> Holders:

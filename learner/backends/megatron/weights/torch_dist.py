@@ -73,7 +73,8 @@ class MegatronWeights(LazyWeights):
         head: Sequence[Rule] = (),
     ) -> None:
         """Read the metadata, which may have tensors `beside` the model, and its `head`. Raises `StorageError`
-        when it is unreadable or lacks a tensor, and `ConfigError` where there are adapters alone."""
+        when it is unreadable or lacks a tensor, and `ConfigError` where there are adapters alone that `rules`
+        do not ask for."""
         self._directory = directory
         self._shape = shape
         self._metadata = _read_metadata(directory)
@@ -85,7 +86,8 @@ class MegatronWeights(LazyWeights):
         self._rule_of = {part: (rule, n) for rule in rules for n, part in enumerate(rule.parts)}
         super().__init__(self._rule_of)
         self._last: tuple[Rule, Sequence[Tensor]] | None = None
-        if any(is_adapter(key) for key in self._metadata.state_dict_metadata):
+        wanted = any(is_adapter(rule.megatron) for rule in rules)
+        if not wanted and any(is_adapter(key) for key in self._metadata.state_dict_metadata):
             refuse_adapters_alone(directory)
         lacking = {place_of(rule.megatron).key for rule in rules} - self._metadata.state_dict_metadata.keys()
         if lacking:
