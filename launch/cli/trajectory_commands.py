@@ -33,6 +33,12 @@ class Wanted:
     )
     least_reward: Annotated[float | None, _filter("--reward-from", "With this reward or more.")] = None
     most_reward: Annotated[float | None, _filter("--reward-to", "With this reward or less.")] = None
+    least_ratio: Annotated[
+        float | None, _filter("--ratio-from", "With this mean importance ratio or more.")
+    ] = None
+    most_ratio: Annotated[float | None, _filter("--ratio-to", "With this mean importance ratio or less.")] = (
+        None
+    )
     step: Annotated[int | None, _filter("--step", "That this optimizer step trained on.")] = None
     version: Annotated[int | None, _filter("--policy-version", "Of which this version sampled a token.")] = (
         None

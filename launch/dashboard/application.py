@@ -221,6 +221,8 @@ def _wanted(query: Mapping[str, str]) -> TrajectoryFilter:
         version=_whole("version", given["version"]) if "version" in given else None,
         least_reward=_number("least", given["least"]) if "least" in given else None,
         most_reward=_number("most", given["most"]) if "most" in given else None,
+        least_ratio=_number("ratio_least", given["ratio_least"]) if "ratio_least" in given else None,
+        most_ratio=_number("ratio_most", given["ratio_most"]) if "ratio_most" in given else None,
         end=given.get("end"),
         source=given.get("source"),
         task=given.get("task"),

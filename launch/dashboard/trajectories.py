@@ -8,6 +8,7 @@ from bus.codec import Json
 from bus.errors import ConfigError, SchemaError
 from bus.messages import parse_trajectory_name
 from bus.trajectory import Trajectory
+from launch.trajectories.facts import ratios_of
 from launch.trajectories.search import (
     TrajectoryFilter,
     answer_text,
@@ -134,6 +135,7 @@ def _shown(
         "metadata": dict(found.metadata),
         "advantage": training.advantage(found),
         "training": training.told(found),
+        "ratios": ratios_of(training.importance_ratios(found)),
         "group": [_summary(t, decode) | {"advantage": training.advantage(t)} for t in group],
         "parts": [_part(found, ratios, decode, *span) for span in spans(found)],
     }

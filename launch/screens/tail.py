@@ -16,7 +16,7 @@ from bus.errors import BusError
 from bus.trajectory import Trajectory
 from bus.waiting import set_within
 from launch.screens.completion_table import number, reward_parts
-from launch.trajectories.facts import facts_of
+from launch.trajectories.facts import RATIOS, facts_of
 from launch.trajectories.search import AT_ONCE, Search, TrajectoryFilter, newest, opened
 from launch.trajectories.sources import TrajectorySource
 from launch.trajectories.spans import spans
@@ -167,7 +167,7 @@ def lines(found: dict[str, Json]) -> str:
     reward = "reward due" if found["reward"] is None else f"reward {found['reward']:g}"
     stale = "" if found["staleness"] is None else f", staleness {found['staleness']}"
     parts = [(f"part {name}", value) for name, value in reward_parts(found)]
-    known = [(name.replace("_", " "), found[name]) for name in ("label", "advantage", "importance_ratio")]
+    known = [(name.replace("_", " "), found[name]) for name in ("label", "advantage", *RATIOS)]
     facts = [f"{name} {number(value)}" for name, value in [*known, *parts] if value is not None]
     shown = [
         f"=== {found['trajectory_id']} by {found['agent']} on {found['actor']}: {reward}, {found['end']}, "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.trajectory import TASK_KEYS, Trajectory
-from launch.trajectories.facts import facts_of
+from launch.trajectories.facts import RATIOS, facts_of
 from launch.trajectories.search import (
     Search,
     TrajectoryFilter,
@@ -42,7 +42,7 @@ _TEXT = (
 _WHOLE = (
     "lease_id", "rollout", "step", "tokens", "masked_tokens", "oldest_version", "newest_version",
 )  # fmt: skip
-_NUMBERS = ("reward", "advantage", "weight", "importance_ratio")
+_NUMBERS = ("reward", "advantage", "weight", *RATIOS)
 _OBJECTS = ("reward_components", "metadata")
 """Objects, which Parquet has as JSON: their keys differ from row to row."""
 _ARRAYS = {"token_ids": "int32", "loss_mask": "bool", "behaviour_logprobs": "float32"}

@@ -1,8 +1,14 @@
 """What is told of a trajectory besides its text, in the terminal and in an export."""
 
+from math import isfinite
+
 from bus.codec import Json
 from bus.trajectory import SOURCE, Trajectory
 from launch.trajectories.training import GroupTraining
+from learner.data.outcomes import ImportanceRatios
+
+RATIOS = ("importance_ratio", "importance_ratio_min", "importance_ratio_max", "truncated_fraction")
+"""Names of `ImportanceRatios`, in their order."""
 
 
 def facts_of(t: Trajectory, training: GroupTraining) -> dict[str, Json]:
@@ -22,7 +28,7 @@ def facts_of(t: Trajectory, training: GroupTraining) -> dict[str, Json]:
         "reward_components": dict(t.reward_components),
         "reward_source": t.reward_source,
         "advantage": training.advantage(t),
-        "importance_ratio": training.mean_ratio(t),
+        **ratios_of(training.importance_ratios(t)),
         "end": t.end,
         "trained": t.is_trained,
         "training": training.told(t),
@@ -32,3 +38,10 @@ def facts_of(t: Trajectory, training: GroupTraining) -> dict[str, Json]:
         "newest_version": t.newest_version if has_mask else None,
         "metadata": dict(t.metadata),
     }
+
+
+def ratios_of(known: ImportanceRatios | None) -> dict[str, Json]:
+    """Return the importance ratios by the names of an export, None for what JSON has not."""
+    values = (None,) * len(RATIOS) if known is None else known
+    finite = (value if value is not None and isfinite(value) else None for value in values)
+    return dict(zip(RATIOS, finite, strict=True))

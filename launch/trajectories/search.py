@@ -31,6 +31,9 @@ class TrajectoryFilter:
     """Version that sampled some token of the trajectory."""
     least_reward: float | None = None
     most_reward: float | None = None
+    least_ratio: float | None = None
+    """Least importance ratio of the trajectory, as the mean over its trained tokens."""
+    most_ratio: float | None = None
     end: str | None = None
     source: str | None = None
     """Name of the source of its prompt."""
@@ -38,7 +41,7 @@ class TrajectoryFilter:
     """Name of its task, as the metadata of its prompt has it."""
     lease: int | None = None
     recorded: bool = False
-    """Whether only those are wanted whose importance ratios are known."""
+    """Whether only those are wanted of which the importance ratio of each token is known."""
     text: str | None = None
     """Text that the trajectory has somewhere, in capitals or not."""
     below: int | None = None
@@ -51,8 +54,19 @@ class TrajectoryFilter:
         if self.end is not None and self.end not in get_args(End):
             raise ConfigError(f"no trajectory ends as {self.end!r}: it is one of {', '.join(get_args(End))}")
 
+    @property
+    def is_of_ratios(self) -> bool:
+        """Return whether importance ratios decide."""
+        return self.least_ratio is not None or self.most_ratio is not None
+
+    def matches_ratio(self, ratio: float | None) -> bool:
+        """Return whether a mean importance ratio is wanted; one that is not known is not."""
+        least, most = self.least_ratio, self.most_ratio
+        return ratio is not None and (least is None or ratio >= least) and (most is None or ratio <= most)
+
     def matches(self, t: Trajectory) -> bool:
-        """Return whether the trajectory is wanted, apart from what its group and its text decide."""
+        """Return whether the trajectory is wanted, apart from what its group, its steps and its text
+        decide."""
         metadata, is_known = t.metadata, not t.reward_due
         return (
             (self.version is None or self.version in t.policy_versions)
@@ -101,12 +115,25 @@ class Search:
         for lease in sorted({*leases}.difference(group[0].lease_id for group in read)):
             self._on_missing(lease)
         groups = [[t for t in group if self._is_wanted(t)] for group in read]
+        if self._wanted.is_of_ratios:
+            groups = await self._with_ratios(groups)
         if self._wanted.text is not None:
             groups = await asyncio.to_thread(self._with_text, groups, self._wanted.text.casefold())
         return [group for group in groups if group]
 
     def _is_wanted(self, t: Trajectory) -> bool:
         return self._wanted.matches(t) and (self._recorded is None or t.trajectory_id in self._recorded)
+
+    async def _with_ratios(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
+        """Return those with an importance ratio that is wanted. Raises `ConfigError` where none is known."""
+        training = await self._source.training({t.lease_id for group in groups for t in group})
+        if any(one.use is None for one in training.values()):
+            raise ConfigError(
+                "importance ratios are known on the host of the run's learner only: leave them out"
+            )
+        known = ((t, training[t.lease_id].importance_ratios(t)) for group in groups for t in group)
+        wanted = {t.trajectory_id for t, found in known if self._wanted.matches_ratio(found and found.mean)}
+        return [[t for t in group if t.trajectory_id in wanted] for group in groups]
 
     def _with_text(self, groups: Sequence[Sequence[Trajectory]], text: str) -> list[list[Trajectory]]:
         """Return those whose prompts, answers or text between them have `text`, which is casefolded."""

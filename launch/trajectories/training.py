@@ -9,7 +9,9 @@ import numpy as np
 from bus.errors import ConfigError, StorageError
 from bus.trajectory import TRUSTED_ENDS, Trajectory
 from launch.run_view.recorded_runs import recorded_runs
-from learner.metrics import trained_advantages, trained_logprobs
+from learner.data.outcomes import ImportanceRatios
+from learner.metrics import trained_facts, trained_logprobs
+from learner.metrics.trained_facts import TrainedFacts
 from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger_reader import GroupUse, facts_of, use_of_leases
@@ -29,8 +31,8 @@ class GroupTraining:
     """What the ledger says of it."""
     ended: str = ""
     """State of a run that is over; empty while it may go on."""
-    advantages: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    """Mean advantage of its trajectories by step and sample, as far as the learner recorded them here."""
+    facts: Mapping[int, Mapping[int, TrainedFacts]] = field(default_factory=dict)
+    """What steps made of its trajectories, by step and sample, as far as the learner recorded it here."""
     logprobs: Mapping[str, TrainedLogprobs] = field(default_factory=dict)
     """Log-probs of its trajectories under the learner's weights, by name, where they are recorded."""
     label: str | None = None
@@ -41,29 +43,33 @@ class GroupTraining:
         """Return the weight of the group in each step that trained on it.
 
         The latest step that was given the group has trained on it once a checkpoint has that step, or its
-        advantages are recorded."""
+        facts are recorded."""
         if self.use is None:
             return {}
         steps = dict(self.use.weights)
         latest = max(steps, default=0)
-        if self.use.state != "committed" and latest not in self.advantages:
+        if self.use.state != "committed" and latest not in self.facts:
             steps.pop(latest, None)
         return steps
 
     def advantage(self, t: Trajectory) -> float | None:
         """Return the mean advantage of a trajectory in the latest step that trained on it, if it is known."""
-        of_steps = (self.advantages.get(step, {}).get(t.sample) for step in reversed(self.weights))
-        return next((advantage for advantage in of_steps if advantage is not None), None)
+        facts = self._facts(t)
+        return None if facts is None else facts.advantage
+
+    def importance_ratios(self, t: Trajectory) -> ImportanceRatios | None:
+        """Return the importance ratios of a trajectory in that step, if they are known."""
+        facts = self._facts(t)
+        return None if facts is None else facts.ratios
+
+    def _facts(self, t: Trajectory) -> TrainedFacts | None:
+        of_steps = (self.facts.get(step, {}).get(t.sample) for step in reversed(self.weights))
+        return next((facts for facts in of_steps if facts is not None), None)
 
     def ratios(self, t: Trajectory) -> list[float | None] | None:
         """Return the importance ratio of each token, None for one not trained; None if none was recorded."""
         known = self.logprobs.get(t.trajectory_id)
         return None if known is None else importance_ratios(t, known)
-
-    def mean_ratio(self, t: Trajectory) -> float | None:
-        """Return the mean importance ratio of a trajectory's trained tokens; None if none was recorded."""
-        known = [ratio for ratio in self.ratios(t) or () if ratio is not None]
-        return sum(known) / len(known) if known else None
 
     def told(self, t: Trajectory) -> str:
         """Return in which steps a trajectory was trained, with which weights, or why it was not."""
@@ -103,12 +109,12 @@ def training_of(run: RunDirectory, leases: Iterable[int], ended: str) -> dict[in
         prompts = PastPrompts(facts_of(run.ledger), run.data)
     steps = {lease: use.weights.keys() for lease, use in uses.items() if use.weights}
     logprobs = trained_logprobs.read(run.path, {step for found in steps.values() for step in found})
-    advantages = trained_advantages.read(run.path, steps)
+    facts = trained_facts.read(run.path, steps)
     return {
         lease: GroupTraining(
             use=uses.get(lease),
             ended=ended,
-            advantages=advantages.get(lease, {}),
+            facts=facts.get(lease, {}),
             logprobs=logprobs,
             label=_label(prompts, lease),
         )

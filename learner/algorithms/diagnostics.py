@@ -70,6 +70,25 @@ def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
     }
 
 
+def ratios_by_sequence(tokens: LossTokens, truncated: Tensor | None) -> Tensor:
+    """Return what `learner.data.outcomes.ImportanceRatios` are made of, float64 [5, sequences].
+
+    They are the number of trained tokens, of those that were `truncated`, bool [N], and the sum, the largest
+    and the least of the importance ratios, the least with its sign changed: ranks that share a sequence add
+    up the first three, and take the largest of the others. The second is NaN where a correction of the user's
+    has added up by itself what it `truncated`."""
+    log_ratio = (tokens.logprobs.detach() - tokens.streams["behaviour_logprobs"]).double()
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+    cut = torch.zeros_like(ratio)
+    if truncated is not None:
+        cut = truncated.double() if truncated.ndim else cut.fill_(torch.nan)
+    nothing, none = ratio.new_zeros(tokens.sequences), ratio.new_full((tokens.sequences,), -torch.inf)
+    return torch.stack([
+        *(nothing.index_add(0, tokens.sequence, values) for values in (torch.ones_like(ratio), cut, ratio)),
+        *(none.scatter_reduce(0, tokens.sequence, values, "amax") for values in (ratio, -ratio)),
+    ])  # fmt: skip
+
+
 def _split(name: str, among: Tensor, ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
     """Return what the sums of some of the N tokens are made of, [N] each; `among` says which, bool [N]."""
     values = {

@@ -18,6 +18,17 @@ MOST_NAMES = 100
 column for each."""
 
 
+class ImportanceRatios(NamedTuple):
+    """What the weights that a trajectory was trained from made of its tokens, over what sampled them."""
+
+    mean: float
+    """Mean of the importance ratios of its trained tokens."""
+    least: float
+    largest: float
+    truncated: float
+    """Share of the tokens whose ratio was out of the correction's bounds."""
+
+
 class Outcome(NamedTuple):
     """What one trained trajectory earned, and how long it was."""
 

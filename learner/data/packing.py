@@ -119,6 +119,8 @@ class MicroBatch:
     """int64 [N], the positions under `loss_mask`: only they need logits."""
     lengths: tuple[int, ...]
     """Lengths of the sequences, the differences of `cu_seqlens`, without waiting for the device."""
+    names: tuple[str, ...] = ()
+    """Name of the sample of each sequence."""
     kept: Tensor | None = None
     """int32 [T, K], the kept set of each label with -1 behind it; None where no label has one."""
     teacher_token_ids: Tensor | None = None
@@ -267,6 +269,7 @@ def micro_batch_of(samples: Sequence[Sample], paths: Sequence[SegmentPath] | Non
         streams=pack_streams([sample.streams for sample in samples], lengths),
         trained=torch.from_numpy(np.flatnonzero(loss_mask)),
         lengths=tuple(lengths),
+        names=tuple(sample.name for sample in samples),
         kept=_kept(samples),
         teacher_token_ids=None if taught is None else taught[0],
         teacher_logprobs=None if taught is None else taught[1],

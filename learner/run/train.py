@@ -20,10 +20,11 @@ from learner.backends.contract.backend import StepResult
 from learner.config.process_settings import LearnerSettings, shared_kernels
 from learner.data.balancing import FORWARD_AND_BACKWARD
 from learner.data.batches import StepBatch
-from learner.metrics import trained_advantages, trained_logprobs
+from learner.metrics import trained_facts, trained_logprobs
 from learner.metrics.learning_alarm import LearningAlarm
 from learner.metrics.policy_alarm import PolicyAlarm
 from learner.metrics.step_metrics import StepReporter, batch_values, read_values, step_values
+from learner.metrics.trained_facts import TrainedFacts
 from learner.metrics.utilisation import utilisation
 from learner.model_directories.dtypes import published_dtype
 from learner.progress import lineage
@@ -287,8 +288,12 @@ class Learner:
         await asyncio.to_thread(lineage.record, self._settings.lineage, line)
         run, recorded = self._settings.lineage.parent, self._world.rank.recorded
         await asyncio.to_thread(trained_logprobs.write, run, lease.step, version, recorded)
-        advantages = {one.trajectory_id: one.advantage for one in batch.outcomes.each}
-        await asyncio.to_thread(trained_advantages.write, run, lease.step, advantages)
+        ratios = self._world.rank.trained_ratios
+        facts = {
+            one.trajectory_id: TrainedFacts(one.advantage, ratios.get(one.trajectory_id))
+            for one in batch.outcomes.each
+        }
+        await asyncio.to_thread(trained_facts.write, run, lease.step, facts)
         return batch, result
 
     # --- the end ---

@@ -167,6 +167,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
             for values in [[(f[name], n) for f, n in zip(known, counts, strict=True) if name in f]]
         },
         seconds={name: sum(one.seconds[name] for one in updates) for name in updates[0].seconds},
+        ratios={name: ratios for update in updates for name, ratios in update.ratios.items()},
     )
 
 

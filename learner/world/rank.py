@@ -27,6 +27,7 @@ from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.config.process_settings import LearnerSettings
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
+from learner.data.outcomes import ImportanceRatios
 from learner.distributed.process_group import Peers, gathered
 from learner.logprobs.recorded_logprobs import recorded_logprobs
 from learner.logprobs.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
@@ -74,6 +75,8 @@ class Rank:
         """Log-probs of a few trajectories of the latest step (learner/logprobs/recorded_logprobs.py)."""
         self.trained_copies: list[Copy] = []
         """Every trajectory of the groups of the latest step, those of all ranks."""
+        self.trained_ratios: Mapping[str, ImportanceRatios] = {}
+        """Importance ratios of every trajectory that the latest step trained on, those of all ranks."""
         self.share, self.shares = backend.data_parallel_group.rank(), backend.data_parallel_group.size()
         self._backend = backend
         self._settings = settings
@@ -162,7 +165,7 @@ class Rank:
             by_share = dict(gathered((self.share, mine)))  # ranks that share a model have the same groups
             self.trained_copies = [copy for copies in by_share.values() for copy in copies]
             self.recorded = recorded_logprobs(self._backend, groups, learner, step=step)
-            return train_on(
+            batch, result = train_on(
                 self._backend,
                 groups,
                 [ref.weight for ref in refs],
@@ -172,6 +175,9 @@ class Rank:
                 baselines=baselines,
                 answers=answers if peers is None else peers.from_first(answers),
             )
+            of_ranks = gathered(result.ratios)
+            self.trained_ratios = {name: found for each in of_ranks for name, found in each.items()}
+            return batch, result
 
         return await self.in_thread(work)
 

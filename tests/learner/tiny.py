@@ -188,8 +188,9 @@ def random_samples(
                 if isinstance(temperatures, float)
                 else drawn.choice(temperatures, length).astype(np.float32),
             },
+            name=f"sample {number}",
         )
-        for length in lengths
+        for number, length in enumerate(lengths)
     ]
 
 

@@ -6,8 +6,8 @@ import { value } from "./format.js";
 const CLASSES = [[0.9, "p ≥ 0.9"], [0.5, "0.5 to 0.9"], [0.1, "0.1 to 0.5"], [0.01, "0.01 to 0.1"], [0, "below 0.01"]];
 const RATIOS = [[2, "above 2"], [1.25, "1.25 to 2"], [0.8, "0.8 to 1.25"], [0.5, "0.5 to 0.8"], [0, "below 0.5"]];
 const COLOURS = 6;
-const NO_RATIOS = "The learner recorded no log-probs of this trajectory, so its importance ratios are not known. It records those of a few " +
-  "trajectories of some steps (learner.recorded_logprobs): the filter “with importance ratios” lists them.";
+const NO_RATIOS = "The learner recorded no log-probs of this trajectory, so the ratio of each token is not known. It records those of a few " +
+  "trajectories of some steps (learner.recorded_logprobs): the filter “with a ratio of each token” lists them.";
 
 export class Tokens {
   constructor(parts, learner) {

@@ -32,8 +32,9 @@ export class Trajectories {
       make("label", {}, "source", make("input", { type: "text", name: "source", maxlength: "200", size: "10" })),
       make("label", {}, "task", make("input", { type: "text", name: "task", maxlength: "200", size: "10" })),
       number("step", "step"), number("version", "version"), number("least", "reward from", "any"), number("most", "to", "any"),
+      number("ratio_least", "ratio from", "any"), number("ratio_most", "to", "any"),
       make("label", {}, "end", make("select", { name: "end" }, make("option", { value: "" }, "any"), ENDS.map((end) => make("option", { value: end }, words(end))))),
-      make("label", { title: "Those of which the learner recorded log-probs" }, make("input", { type: "checkbox", name: "ratios" }), "with importance ratios"));
+      make("label", { title: "Those of which the learner recorded log-probs" }, make("input", { type: "checkbox", name: "ratios" }), "with a ratio of each token"));
   }
 
   async open() {
@@ -111,11 +112,12 @@ export class Trajectories {
     }
   }
 
-  showOne({ trajectory: one, components, reward_source, metadata, label, advantage, training, group, learner, parts }) {
+  showOne({ trajectory: one, components, reward_source, metadata, label, advantage, training, ratios, group, learner, parts }) {
     const versions = one.versions ? (one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions.join(" to v")}`) : UNKNOWN;
     const figures = [["reward", one.reward === null ? "due" : value(one.reward)], ["end", words(one.end)], ["advantage", value(advantage)],
       ...Object.entries(components).map(([name, number]) => [`reward: ${name}`, value(number)]),
-      ["importance ratio", learner ? value(mean(parts.flatMap((part) => part.ratios ?? []))) : UNKNOWN],
+      ["importance ratio", known(ratios.importance_ratio, `${value(ratios.importance_ratio)} (${value(ratios.importance_ratio_min)} to ${value(ratios.importance_ratio_max)})`)],
+      ["truncated", known(ratios.truncated_fraction, `${value(100 * ratios.truncated_fraction)} % of the tokens`)],
       ["sampled by", versions], ["tokens", `${value(one.tokens)}, ${value(one.masked)} in the mask`], ["agent", one.agent],
       ...label === null ? [] : [["label", label]]];
     const more = [["policy", one.policy], ["actor", one.actor || UNKNOWN], ["reward from", reward_source || "the actor"],
@@ -177,7 +179,7 @@ function grouped(group) {
   return episodes;
 }
 
-const mean = (ratios) => { const known = ratios.filter((ratio) => ratio !== null); return known.reduce((sum, ratio) => sum + ratio, 0) / known.length; };
+const known = (number, text) => (number === null ? UNKNOWN : text);
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const words = (end) => end.replaceAll("_", " ");
 const reward = (one) => make("span", { class: "reward" }, one.reward === null ? "due" : value(one.reward));

@@ -128,9 +128,16 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Logg
     weighs the token by and the importance weight of its group.
 
     Returns the losses [N], with gradient, whose sum over all micro-batches and ranks is to be divided by the
-    sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log. What is counted by
-    token is there in all, and by the sign of the advantage with `_positive` and `_negative` behind its name.
+    sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log, as `summed` makes
+    them.
     """
+    losses, found = losses_and_counts(objective, tokens)
+    return losses, summed(found, tokens.streams["advantages"])
+
+
+def losses_and_counts(objective: Objective, tokens: LossTokens) -> tuple[Tensor, LoggedSums]:
+    """Return the losses of `token_losses`, and its sums before they are summed: what is counted by token is
+    [N]."""
     tokens = _with_proximal(objective, tokens)
     penalised, sums = _penalised(objective, tokens)
     losses, found = objective.loss_function(penalised)
@@ -158,11 +165,12 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Logg
     losses = losses * tokens.streams["loss_weights"] * tokens.streams["group_weights"]
     for name in objective.selected:  # NaN where nothing was picked from: such a step must not train
         losses = losses + 0.0 * tokens.streams[name]
-    return losses, _summed(sums, tokens.streams["advantages"])
+    return losses, sums
 
 
-def _summed(found: LoggedSums, advantages: Tensor) -> LoggedSums:
-    """Add up what is counted by token, in all and by the sign of its advantage."""
+def summed(found: LoggedSums, advantages: Tensor) -> LoggedSums:
+    """Add up what is counted by token, in all, and by the sign of its advantage with `_positive` and
+    `_negative` behind its name."""
     sums = {}
     for name, values in found.items():
         sums[name] = values.detach().sum()

@@ -27,6 +27,7 @@ from learner.config.critic import CriticConfig
 from learner.config.lora import LoraConfig
 from learner.config.loss import Loss
 from learner.config.optimizer import OptimizerConfig
+from learner.data.outcomes import ImportanceRatios
 from learner.data.packing import MicroBatch
 from learner.model_directories.lazy_weights import State
 
@@ -57,6 +58,9 @@ class StepResult:
     """Means over pairs of answers, by the names of TRL (learner/algorithms/losses/preference.py)."""
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Seconds of the step's parts on this rank, such as `optimizer_s`."""
+    ratios: Mapping[str, ImportanceRatios] = field(default_factory=dict, compare=False)
+    """Importance ratios of the samples of this rank, by name, where it has the log-probs: before the last
+    stage of a pipeline it has none."""
 
     @property
     def ess_fraction(self) -> float | None:

@@ -40,7 +40,7 @@ from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide
 from learner.backends.update.learning_rate import learning_rate
-from learner.backends.update.loss_step import MicroBatchLoss, added_up
+from learner.backends.update.loss_step import MicroBatchLoss, added_up, importance_ratios
 from learner.backends.update.muon import refuse_other_optimizer
 from learner.backends.update.step_times import StepTimes
 from learner.config.lora import NO_LORA, LoraConfig
@@ -175,7 +175,8 @@ class FsdpTrainer:
         *values, norm = torch.cat((totals, decision.norm[None].to(totals.dtype))).tolist()
         of_step = dict(zip(names, values, strict=True))
         result = self.counts.finished(objective, of_step, norm, lr, config)
-        result = replace(result, seconds=times.seconds())
+        ratios = importance_ratios(micro_batches, per_micro_batch)
+        result = replace(result, seconds=times.seconds(), ratios=ratios)
         if not objective.replays_routing:
             return result
         figures = replay_figures(self.model.replay.given.values())

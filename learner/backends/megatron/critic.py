@@ -17,7 +17,7 @@ from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.model.value_model import HEAD, ValueModel
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
-from learner.backends.megatron.update_step import accumulate_gradients, update_if_finite
+from learner.backends.megatron.update_step import accumulate_gradients, of_all_ranks, update_if_finite
 from learner.backends.megatron.weights.rank_weights import load_hf_weights
 from learner.backends.update.decision import not_finite_in_a_row
 from learner.backends.update.learning_rate import learning_rate
@@ -94,9 +94,10 @@ class MegatronCritic:
         optimizer = config.optimizer
         lr = learning_rate(optimizer, self.updates_done + 1)
         configure_optimizer(self.optimizer, optimizer, lr)
-        names, totals = accumulate_gradients(
+        per_micro_batch = accumulate_gradients(
             self.ddp, self.optimizer, self._shares(micro_batches), partial(forward_step, config)
         )
+        names, totals = of_all_ranks(per_micro_batch)
         sums, norm = update_if_finite(
             self.optimizer, optimizer, names, totals,
             pipeline=self.parallel.pipeline, before_update=self._settle_policy,

@@ -39,7 +39,12 @@ from learner.backends.megatron.next_token_head import TrainedHead, head_rules, w
 from learner.backends.megatron.optimizer.lent_weights import lent_weights
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.sharding import share_of_rank
-from learner.backends.megatron.update_step import accumulate_gradients, forward_step, update_if_finite
+from learner.backends.megatron.update_step import (
+    accumulate_gradients,
+    forward_step,
+    of_all_ranks,
+    update_if_finite,
+)
 from learner.backends.megatron.weights.export import WeightExport
 from learner.backends.megatron.weights.extra_weights import weights_beside, without_beside
 from learner.backends.megatron.weights.frozen_weights import freeze_others, frozen_weights, refuse_idle_ranks
@@ -53,6 +58,7 @@ from learner.backends.shared.score_head import is_reward_model
 from learner.backends.shared.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
+from learner.backends.update.loss_step import importance_ratios
 from learner.backends.update.step_times import StepTimes
 from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import Loss
@@ -180,12 +186,13 @@ class Trainer:
             micro_batches = [with_following_tokens(batch) for batch in micro_batches]
         learns = None if self.head is None else self.head.learn
         with self._weights_of_engines():
-            names, totals = accumulate_gradients(
+            per_micro_batch = accumulate_gradients(
                 self.ddp,
                 self.optimizer,
                 self.shares(micro_batches),
                 partial(forward_step, objective, policy_version, learns),
             )
+        names, totals = of_all_ranks(per_micro_batch)
         times = StepTimes()
         with times.part("optimizer_s"):
             sums, norm = update_if_finite(
@@ -196,7 +203,12 @@ class Trainer:
         result = self.counts.finished(objective, sums, norm, lr, self.optimizer_config)
         if objective.replays_routing:
             figures |= replay_figures(given_experts(self._modules()).values())
-        return replace(result, diagnostics=result.diagnostics | figures, seconds=times.seconds())
+        ratios = importance_ratios(
+            micro_batches, per_micro_batch, parallel_state.get_context_parallel_group()
+        )
+        return replace(
+            result, diagnostics=result.diagnostics | figures, seconds=times.seconds(), ratios=ratios
+        )
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         return (module for chunk in self.chunks for module in chunk.modules())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.algorithms.losses.objective import Objective
+from learner.algorithms.losses.objective import LoggedSums, Objective
 from learner.backends.megatron.core.ddp import restore_gradients
 from learner.backends.megatron.core.megatron_core import (
     DistributedDataParallel,
@@ -31,8 +31,8 @@ from learner.distributed.process_group import device
 def accumulate_gradients(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, shares: Sequence[MicroBatch],
     forward_step: Callable[..., Any],
-) -> tuple[list[str], Tensor]:  # fmt: skip
-    """Run all micro-batches forwards and backwards; return names and sums over them and over all ranks.
+) -> list[LoggedSums]:  # fmt: skip
+    """Run all micro-batches forwards and backwards; return the sums of each.
 
     Args:
         chunks: this rank's pieces of the model.
@@ -45,7 +45,7 @@ def accumulate_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    per_micro_batch = get_forward_backward_func()(
+    return get_forward_backward_func()(  # type: ignore[no-any-return]
         forward_step_func=forward_step,
         data_iterator=[iter(shares) for _ in chunks],
         model=list(chunks),
@@ -53,6 +53,11 @@ def accumulate_gradients(
         seq_length=len(shares[0].tokens),
         micro_batch_size=1,
     )
+
+
+def of_all_ranks(per_micro_batch: Sequence[LoggedSums]) -> tuple[list[str], Tensor]:
+    """Return names and sums over the micro-batches and over all ranks; nothing where the rank is not the last
+    of its pipeline."""
     if not per_micro_batch:
         return [], torch.empty(0)
     names, sums = added_up(per_micro_batch)

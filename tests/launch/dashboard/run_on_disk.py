@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from tokenizers import Tokenizer, decoders, models
 from bus.messages import Metrics, Prompt
 from bus.trajectory import Trajectory, Turn
 from launch.settings.run_config import validate
-from learner.metrics import trained_advantages, trained_logprobs
+from learner.data.outcomes import ImportanceRatios
+from learner.metrics import trained_facts, trained_logprobs
+from learner.metrics.trained_facts import TrainedFacts
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
@@ -84,14 +87,24 @@ def make_run(root: Path, name: str, *, steps: int = 40, seed: int = 0, shards: i
                 ledger.store(lease)
             ledger.lease(step, leases)
             ledger.commit(step)
-            advantages = {f"g{lease:08}.{n}": n - 0.5 for lease in leases for n in range(SAMPLES)}
-            trained_advantages.write(run.path, step, advantages)
+            trained_facts.write(run.path, step, facts_of(leases))
     for store in stores:
         store.close()
     for step, lease in ((steps - 1, 7), (steps, 11)):
         recorded = {f"g{lease:08}.1": logprobs_of(two_turns(lease, 1, step))}
         trained_logprobs.write(run.path, step, step, recorded)
     return run
+
+
+def facts_of(leases: Sequence[int]) -> dict[str, TrainedFacts]:
+    """What the learner notes of a step's trajectories: the second of each group drifts with its lease."""
+    still, drifted = ImportanceRatios(1.0, 0.5, 1.5, 0.0), ImportanceRatios(1.0, 0.25, 4.0, 0.125)
+    facts = dict[str, TrainedFacts]()
+    for lease in leases:
+        for n in range(SAMPLES):
+            found = drifted._replace(mean=1 + lease / 4) if n else still
+            facts[f"g{lease:08}.{n}"] = TrainedFacts(n - 0.5, found)
+    return facts
 
 
 def logprobs_of(t: Trajectory) -> NDArray[np.float32]:

@@ -249,7 +249,7 @@ async def test_keys_move_along_a_curve_and_over_tokens_and_choose_runs(root: Pat
 async def test_importance_ratios_are_shown_where_the_learner_recorded_them_and_else_why_not(root: Path):
     async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:
         await go(page, url, "runs/sort-a/trajectories", ".trajectories a")
-        await page.get_by_label("with importance ratios").check()
+        await page.get_by_label("with a ratio of each token").check()
         await page.get_by_text("2 trajectories, newest first").wait_for()
         await page.locator(".trajectories a", has_text="g00000007.1").press("Enter")
         await page.get_by_role("button", name="importance ratio").press("Enter")
@@ -260,7 +260,7 @@ async def test_importance_ratios_are_shown_where_the_learner_recorded_them_and_e
         assert await shades.first.get_attribute("data-shade") == "r4"
         assert await shades.last.get_attribute("data-shade") == "r0"
         await check(page)
-        await page.get_by_label("with importance ratios").uncheck()
+        await page.get_by_label("with a ratio of each token").uncheck()
         await page.locator(".trajectories a", has_text="g00000007.0").press("Enter")
         await page.locator(".detail h2", has_text="g00000007.0").wait_for()
         await page.get_by_role("button", name="importance ratio").press("Enter")

@@ -27,7 +27,8 @@ from launch.trajectories.search import TrajectoryFilter
 from launch.trajectories.sources import BusTrajectories, StoredTrajectories
 from launch.trajectories.token_texts import decoder, token_texts
 from launch.trajectories.training import importance_ratios
-from learner.metrics import trained_advantages
+from learner.metrics import trained_facts
+from learner.metrics.trained_facts import TrainedFacts
 from learner.metrics.trained_logprobs import TrainedLogprobs
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
@@ -228,7 +229,7 @@ async def test_why_a_trajectory_was_not_trained_is_told(tmp_path: Path):
     with (run.path / "lock").open("w"):  # a process that goes on with the run
         assert await told(waiting) == "not trained yet: its group waits for a step"
         assert await told(given) == "given to step 4, which has not ended"
-        trained_advantages.write(run.path, 4, {f"g{given:08}.0": 0.0})
+        trained_facts.write(run.path, 4, {f"g{given:08}.0": TrainedFacts(0.0, None)})
         assert await told(given) == "trained in step 4 with weight 0.25"
 
 

@@ -24,13 +24,14 @@ from bus.trajectory import Trajectory, Turn
 from launch.screens.completion_table import CompletionTable
 from launch.screens.tail import TailOptions, lines, tail_run
 from launch.settings.run_config import validate
+from launch.trajectories.facts import RATIOS
 from launch.trajectories.search import TrajectoryFilter
 from launch.trajectories.sources import BusTrajectories, StoredTrajectories, TrajectorySource
 from storage.model_files.packed_files import bundle
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
-from tests.launch.dashboard.run_on_disk import logprobs_of, make_run, two_turns
+from tests.launch.dashboard.run_on_disk import make_run
 from tests.storage.serving import make_shard, manifest, running, until
 
 VERSION = 7
@@ -168,7 +169,7 @@ def test_control_characters_of_a_text_do_not_reach_the_terminal():
     shown = lines(
         {
             "trajectory_id": "g0", "agent": "solver", "actor": "a", "reward": None, "end": "completed",
-            "label": None, "advantage": None, "importance_ratio": None, "reward_components": {},
+            "label": None, "advantage": None, **dict.fromkeys(RATIOS), "reward_components": {},
             "training": "not trained yet",
             "oldest_version": None, "newest_version": None, "staleness": None, "parts": [part],
         }
@@ -200,13 +201,14 @@ async def test_a_finished_run_is_read_in_its_directory_with_all_that_is_known(
     for wanted in ({"step": -1}, {"version": 2**80}, {"lease": -1}, {"below": 2**80}):
         with pytest.raises(ConfigError, match="it is a whole number from 0 to"):
             TrajectoryFilter(**wanted)
-    last, t = shown[1], two_turns(7, 1, 4)
-    drift = logprobs_of(t) - t.behaviour_logprobs[t.loss_mask]
+    last = shown[1]
     assert (last["label"], last["advantage"], last["steps"]) == ("label 2", 0.5, {"4": 1.0})
-    assert last["importance_ratio"] == pytest.approx(float(np.exp(drift).mean()), rel=1e-6)
+    assert [last[name] for name in RATIOS] == [2.75, 0.25, 4.0, 0.125]
     said = lines(last).splitlines()[1]
-    assert said.startswith("trained in step 4 with weight 1; label label 2; advantage 0.5; importance ratio ")
-    assert said.endswith("; part format 1")
+    assert said.startswith(
+        "trained in step 4 with weight 1; label label 2; advantage 0.5; importance ratio 2.75; "
+    )
+    assert said.endswith("; truncated fraction 0.125; part format 1")
 
 
 def test_the_table_has_a_line_each_of_one_width():

@@ -46,6 +46,8 @@ async def test_lines_and_parquet_say_the_same(stored: RunDirectory, tmp_path: Pa
     assert (found["prompt"], found["label"]) == ("<|user|> sort 4 1 3 <|assistant|> ", "label 2")
     assert found["answer"].startswith("the smallest of them is one , then three and four")
     assert (found["reward"], found["advantage"], found["reward_components"]) == (1.0, 0.5, {"format": 1.0})
+    ratios = {"importance_ratio": 2.75, "importance_ratio_min": 0.25, "importance_ratio_max": 4.0}
+    assert found.items() >= (ratios | {"truncated_fraction": 0.125}).items()
     assert (found["step"], found["weight"], found["training"]) == (4, 1.0, "trained in step 4 with weight 1")
     assert (found["task"], found["metadata"]) == ("task-7", {"id": "task-7"})
     assert (found["token_ids"], found["loss_mask"]) == (t.token_ids.tolist(), t.loss_mask.tolist())
@@ -57,6 +59,8 @@ async def test_filters_choose_the_rows(stored: RunDirectory, tmp_path: Path):
     rows = [json.loads(line) for line in (tmp_path / "some.jsonl").read_text().splitlines()]
     assert [one["trajectory_id"] for one in rows] == [f"g{n:08}.1" for n in range(4, 8)]
     assert "token_ids" not in rows[0]
+    assert await exported(stored, tmp_path / "drifted.jsonl", least_ratio=3.5, most_ratio=3.6) == 1
+    assert json.loads((tmp_path / "drifted.jsonl").read_text())["trajectory_id"] == "g00000010.1"
     assert await exported(stored, tmp_path / "none", text="nowhere") == 0
     assert pyarrow.parquet.read_table(tmp_path / "none").num_rows == 0
 

@@ -346,13 +346,17 @@ def test_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
     answers = worlds.run(case.ranks, train, case, torch.float32)
     expected_steps, expected_weights = reference(case.model)
     assert all(steps == answers[0][0] for steps, _ in answers)
-    for step, (loss, norm), single in zip(
-        answers[0][0], expected_steps, alone(case.model, torch.float32), strict=True
+    of_ranks = zip(*(steps for steps, _ in answers), strict=True)
+    for step, ranks, (loss, norm), single in zip(
+        answers[0][0], of_ranks, expected_steps, alone(case.model, torch.float32), strict=True
     ):
         assert step.loss == pytest.approx(loss, abs=3e-6)
         assert step.grad_norm == pytest.approx(norm, rel=4e-6, abs=2e-5)
         assert step.tokens == single.tokens
         assert step.diagnostics == pytest.approx(single.diagnostics, rel=5e-6, abs=1e-5)
+        ratios = {name: ratios for rank in ranks for name, ratios in rank.ratios.items()}
+        assert ratios.keys() == single.ratios.keys()
+        assert all(ratios[name] == pytest.approx(single.ratios[name], rel=1e-4) for name in ratios)
     exported = answers[0][1]
     assert exported.keys() == expected_weights.keys()
     for weight_name, expected in expected_weights.items():

@@ -11,7 +11,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from tests.learner.reference import reference_optimizer, reference_step
+from tests.learner.reference import reference_optimizer, reference_ratios, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
@@ -67,10 +67,14 @@ def test_steps_follow_plain_torch_adamw(trainer_of, loss, config, temperatures, 
     for step in range(2):
         samples = random_samples(LENGTHS, seed=step, temperatures=temperatures)
         lr = peak * min(1, (step + 1) / 2)
+        ratios = reference_ratios(reference, samples, cap=2.0) if loss == "tis" else {}
         expected = reference_step(reference, optimizer, samples, loss=loss, lr=lr)
         result = trainer.train_step(pack(samples, 56), config, policy_version=3)
         assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)
         assert result.lr == pytest.approx(lr)
+        assert result.ratios.keys() == ratios.keys()
+        for name, expected in ratios.items():
+            assert result.ratios[name] == pytest.approx(expected, rel=1e-4), name
     exported = trainer.export()
     expected = hf_state(reference)
     assert all((exported[name] - expected[name]).abs().max() < 1e-4 for name in exported)

@@ -21,7 +21,7 @@ from learner.config.loss import PPOClipLoss
 from learner.history import retrain
 from learner.history.retrain import last_step, retrain_steps, summary
 from learner.initial.initial import prepare
-from learner.metrics import trained_advantages, trained_logprobs
+from learner.metrics import trained_facts, trained_logprobs
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
@@ -119,11 +119,30 @@ def test_log_probs_of_a_few_trajectories_of_the_first_step_are_recorded(past: Mi
 
 def test_the_advantage_of_every_trajectory_of_every_step_is_recorded(past: MiniRun):
     leases = {lease: [step] for step, line in past.steps().items() for lease in line.leases}
-    recorded = trained_advantages.read(past.directory, leases)
+    recorded = trained_facts.read(past.directory, leases)
     for lease, [step] in leases.items():
         rewards = np.array([t.reward for t in rollouts_of(past, lease)])
         by_hand = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        assert [*recorded[lease][step].values()] == pytest.approx(by_hand.tolist(), rel=1e-5), lease
+        found = [facts.advantage for facts in recorded[lease][step].values()]
+        assert found == pytest.approx(by_hand.tolist(), rel=1e-5), lease
+
+
+def test_the_importance_ratios_of_every_trajectory_are_those_of_the_log_probs_that_are_recorded(
+    past: MiniRun,
+):
+    """The log-probs of the first step are of a pass of their own; the cap is that of token TIS."""
+    leases = {lease: [step] for step, line in past.steps().items() for lease in line.leases}
+    facts = trained_facts.read(past.directory, leases)
+    known = [one.ratios for steps in facts.values() for found in steps.values() for one in found.values()]
+    assert len(known) == sum(len(rollouts_of(past, lease)) for lease in leases)
+    assert all(ratios is not None and ratios.least <= ratios.mean <= ratios.largest for ratios in known)
+    recorded = trained_logprobs.read(past.directory, [1])
+    for name, logprobs in recorded.items():
+        lease, sample = parse_trajectory_name(name)
+        t = rollouts_of(past, lease)[sample]
+        by_hand = np.exp(logprobs.logprobs.astype(np.float64) - t.behaviour_logprobs[t.loss_mask])
+        expected = by_hand.mean(), by_hand.min(), by_hand.max(), (by_hand > 2).mean()
+        assert facts[lease][1][sample].ratios == pytest.approx(expected, rel=1e-5), name
 
 
 def test_from_a_checkpoint_the_steps_before_the_first_are_trained_silently(past: MiniRun):

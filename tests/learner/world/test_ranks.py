@@ -47,7 +47,7 @@ def test_a_trajectory_over_the_budget_is_refused_by_name_where_that_is_asked_for
     assert len(pack(samples, 10)) == 2
     refuse_oversized(samples, 17)
     with pytest.raises(
-        ConfigError, match=r"a sample has 17 tokens, .*tokens_per_micro_batch is 10: raise it to 17"
+        ConfigError, match=r"sample \d+ has 17 tokens, .*tokens_per_micro_batch is 10: raise it to 17"
     ):
         refuse_oversized(samples, 10)
 

@@ -1,34 +1,51 @@
-"""The advantage of every trajectory that a step trained on: a record of 20 bytes each, for people.
+"""Advantage and importance ratios of every trajectory that a step trained on: 36 bytes each, for people.
 
 It loads without torch, since the dashboard and `launch tail` read them."""
 
 import re
 from collections.abc import Collection, Mapping
+from math import isnan, nan
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from bus.messages import parse_trajectory_name
+from learner.data.outcomes import ImportanceRatios
 from storage.disk.atomic_files import make_directory
 from storage.disk.file_errors import naming
 
-_DIRECTORY = "advantages"
+_DIRECTORY = "trained"
 STEPS_A_FILE = 100
 FILES_KEPT = 1000
 """Files that are kept, the newest ones."""
 _NAME = re.compile(r"steps-([0-9]{8,})\.records")
-_RECORD = np.dtype([("lease", "<i8"), ("step", "<i4"), ("sample", "<i4"), ("advantage", "<f4")])
+_RECORD = np.dtype([
+    ("lease", "<i8"), ("step", "<i4"), ("sample", "<i4"), ("advantage", "<f4"),
+    *((name, "<f4") for name in ImportanceRatios._fields),
+])  # fmt: skip
+_UNKNOWN = ImportanceRatios(nan, nan, nan, nan)
 
 
-def write(run: Path, step: int, advantages: Mapping[str, float]) -> None:
-    """Record the advantages of a step by trajectory, in the directory of a run; the oldest files beyond
+class TrainedFacts(NamedTuple):
+    """What a step made of one trajectory."""
+
+    advantage: float
+    """Mean over its trained tokens."""
+    ratios: ImportanceRatios | None
+    """None where they are not known, as in a step that trained the critic alone."""
+
+
+def write(run: Path, step: int, facts: Mapping[str, TrainedFacts]) -> None:
+    """Record the facts of a step by trajectory, in the directory of a run; the oldest files beyond
     `FILES_KEPT` are removed.
 
     A step that is trained again has later records, which count. What a kill cut short is removed."""
     directory = run / _DIRECTORY
     make_directory(directory)
     records = np.array(
-        [(*_place(step, name), advantage) for name, advantage in advantages.items()], dtype=_RECORD
+        [(*_place(step, name), one.advantage, *(one.ratios or _UNKNOWN)) for name, one in facts.items()],
+        dtype=_RECORD,
     )
     path = _path(run, step)
     is_new = not path.exists()
@@ -41,19 +58,21 @@ def write(run: Path, step: int, advantages: Mapping[str, float]) -> None:
             old.unlink(missing_ok=True)
 
 
-def read(run: Path, steps: Mapping[int, Collection[int]]) -> dict[int, dict[int, dict[int, float]]]:
-    """Return the advantages of groups by lease, step and sample, as far as they are recorded here.
+def read(run: Path, steps: Mapping[int, Collection[int]]) -> dict[int, dict[int, dict[int, TrainedFacts]]]:
+    """Return the facts of groups by lease, step and sample, as far as they are recorded here.
 
     `steps` are those that each lease is wanted of."""
-    found: dict[int, dict[int, dict[int, float]]] = {}
+    found: dict[int, dict[int, dict[int, TrainedFacts]]] = {}
     for path in sorted({_path(run, step) for wanted in steps.values() for step in wanted}):
         try:
             records = np.fromfile(path, _RECORD)
         except FileNotFoundError:
             continue
-        for lease, step, sample, advantage in records[np.isin(records["lease"], [*steps])].tolist():
+        of_leases = records[np.isin(records["lease"], [*steps])]
+        for lease, step, sample, advantage, mean, *others in of_leases.tolist():
             if step in steps[lease]:
-                found.setdefault(lease, {}).setdefault(step, {})[sample] = advantage
+                ratios = None if isnan(mean) else ImportanceRatios(mean, *others)
+                found.setdefault(lease, {}).setdefault(step, {})[sample] = TrainedFacts(advantage, ratios)
     return found
 
 
