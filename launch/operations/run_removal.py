@@ -11,7 +11,7 @@ from bus.connection.roles import hold_role
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from bus.topology import remove, stored_bytes
-from launch.run_view.recorded_runs import bytes_of, recorded_runs
+from launch.run_view.recorded_runs import bytes_of, lock_files, recorded_runs
 from launch.run_view.run_files import RunFiles
 from launch.settings.run_config import RunConfig
 from storage.disk.atomic_files import try_lock
@@ -99,7 +99,7 @@ async def _held(where: RunConfig, on_bus: bool, stack: AsyncExitStack) -> tuple[
 
 
 def _refuse_used(directory: Path, stack: ExitStack | AsyncExitStack) -> None:
-    """Take the locks of the run's supervisor and shards. Raises `ConfigError` naming one that is taken."""
-    for path in (directory / "lock", *directory.glob("replay/*/.lock")):
-        if path.exists() and not try_lock(stack.enter_context(path.open("a"))):
+    """Take the locks of the run's processes. Raises `ConfigError` naming one that is taken."""
+    for path in lock_files(directory):
+        if not try_lock(stack.enter_context(path.open("a"))):
             raise ConfigError(f"{path} is held by a running process: stop the run first")

@@ -14,7 +14,7 @@ from launch.settings.tree import nearest
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import is_run, run_directories, written_s
 
-LOCKS = ("lock", "replay/*/.lock")
+LOCKS = ("lock", "storage.lock", "replay/*/.lock")
 """Files that the processes of a run hold open on the host of its directory."""
 
 

@@ -90,7 +90,7 @@ async def test_a_run_that_goes_on_is_not_removed(bus: Bus, where: RunConfig, rol
     assert (where.directory / "test").exists()
 
 
-@pytest.mark.parametrize("lock", ["lock", "replay/shard_00/.lock"])
+@pytest.mark.parametrize("lock", ["lock", "storage.lock", "replay/shard_00/.lock"])
 async def test_a_directory_in_use_is_not_removed(where: RunConfig, lock: str):
     path = where.directory / "test" / lock
     path.parent.mkdir(parents=True, exist_ok=True)

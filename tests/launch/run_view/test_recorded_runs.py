@@ -264,6 +264,8 @@ def test_a_run_whose_learner_waits_for_long_says_for_what_and_since_when(tmp_pat
     (path / "waiting.json").write_text(json.dumps(noted))
     [over] = recorded_runs([path])
     assert (over.state, over.waits_for) == ("stopped", "")  # its learner was killed and waits no more
+    with (path / "storage.lock").open("w"):  # the one file that it holds here if all shards are elsewhere
+        assert recorded_runs([path])[0].state == "waiting"
     with (path / "lock").open("w"):
         [run] = recorded_runs([path])
         facts = facts_of_runs(tmp_path, ["mine"])[0]
