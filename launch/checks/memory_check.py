@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from bus.process.host_limits import memory_bytes
-from launch.plan.memory import checkpoint_bytes, learner_rank, without_passes
+from launch.plan.memory import checkpoint_bytes, held_policies, learner_rank, without_passes
 from launch.plan.plan import GIB, model_of
 from launch.settings.run_config import RunConfig
 
@@ -24,10 +24,12 @@ def refuse_too_large(config: RunConfig, hf_config: PretrainedConfig) -> None:
     on_gpu = torch.cuda.is_available()
     model = model_of(config, hf_config, on_gpu=on_gpu)
     world = config.learner.world
-    rank = without_passes(learner_rank(model, config.learner, world.processes * world.nodes, 1))
+    ranks = world.processes * world.nodes
+    rank = without_passes(learner_rank(model, config.learner, ranks, 1))
     published = model.parameters * model.item_bytes
     named = f"{config.model.path or 'the scratch model'}, {model.parameters / 1e9:.2f} billion weights"
     on_host = 2 * published  # of publications, whose buffers take turns
+    on_host += held_policies(model, config.learner, config.warmup, rank, ranks) * world.processes
     if on_gpu:
         room = torch.cuda.get_device_properties(0).total_memory
         _refuse(named, "of a GPU by weights, gradients and optimizer", rank.state, room, "learner.parallel")

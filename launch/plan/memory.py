@@ -11,6 +11,7 @@ from launch.plan.sizes import layer_elements, size
 from launch.plan.weights import Weight, adapter_elements
 from learner.config.learner import LearnerConfig
 from learner.config.parallel import ParallelConfig
+from learner.config.warmup import WarmupConfig
 
 FLOAT32 = 4
 CUDA_LOGITS_BYTES, CPU_LOGITS_BYTES = 2 << 30, 4 << 20
@@ -277,7 +278,29 @@ def _outside_and_two_layers(model: Model) -> int:
     return outside + 2 * max(layers, default=0)
 
 
-def learner_host(model: Model, learner: LearnerConfig, rank: RankMemory, published: int, ranks: int) -> int:
+def held_policies(
+    model: Model, learner: LearnerConfig, warmup: WarmupConfig, rank: RankMemory, ranks: int
+) -> int:  # fmt: skip
+    """Return the host memory of a rank for frozen policies and, beside them, the current one
+    (learner/backends/contract/frozen_policies.py): what is trained of adapters, else all weights as they lie
+    in the backend. The reference of a loss over pairs and that of reinforcement learning take turns."""
+    to_initial = warmup.steps > 0 and warmup.loss.facts.to_reference
+    policies = sum(one.path is not None for one in learner.used_teachers.values())
+    policies += to_initial or learner.reference.kl_coef > 0
+    if not policies:
+        return 0
+    if learner.lora.exists:
+        each = rank.gradients * (FLOAT32 if learner.backend == "fsdp" else model.item_bytes) // FLOAT32
+    elif learner.backend == "fsdp":
+        each = model.parameters * FLOAT32 // ranks
+    else:
+        each = rank.weights
+    return (policies + 1) * each
+
+
+def learner_host(
+    model: Model, learner: LearnerConfig, warmup: WarmupConfig, rank: RankMemory, published: int, ranks: int
+) -> int:  # fmt: skip
     """Return the host memory of the learner's first host, whose rank 0 publishes.
 
     Two sets of buffers take turns for publications (learner/publication/host_copy.py); of what each rank has
@@ -285,9 +308,7 @@ def learner_host(model: Model, learner: LearnerConfig, rank: RankMemory, publish
     host, and the current one beside them; so does what the optimizer offloads."""
     here = max(1, min(ranks, learner.world.processes))
     saved = (rank.weights + rank.optimizer) * here if model.on_gpu else 0
-    frozen = [one for one in learner.used_teachers.values() if one.path is not None]
-    policies = len(frozen) + (learner.reference.kl_coef > 0 and not learner.lora.exists)
-    held = (policies + 1) * model.parameters * model.item_bytes if policies else 0
+    held = held_policies(model, learner, warmup, rank, ranks) * here
     offloaded = 0.0
     if learner.optimizer.offload and learner.optimizer.offload_directory is None:
         each = FLOAT32 + moment_bytes(learner) + (FLOAT32 if learner.backend == "fsdp" else 0)

@@ -159,7 +159,7 @@ def _plan(config: RunConfig, model: Model, asked: Question) -> Plan:
         engine_gpus=asked.gpus - ranks,
         rank=rank,
         room=int(asked.room),
-        learner_host=learner_host(model, learner, rank, published, ranks),
+        learner_host=learner_host(model, learner, config.warmup, rank, published, ranks),
         actor_host=actor_host(published, embedded=config.actors.engine.in_process),
         checkpoint=checkpoint_bytes(model, learner),
         snapshot=published,

@@ -171,6 +171,22 @@ def test_a_model_larger_than_the_host_is_refused(memory: int, disk: int, said: s
     assert bool(said) == bool(refusal(model))
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_the_reference_of_a_run_on_pairs_counts_as_memory(backend: str, model: Path, monkeypatch):
+    def taken(loss: str) -> int:
+        stage = {"steps": 1, "loss": {"type": loss}, "demonstrations": model / "rows.jsonl"}
+        config = settings(model, backend=backend)
+        asked = resolve(config.model_dump(exclude_unset=True), {"warmup": stage})
+        said = set[int]()
+        monkeypatch.setattr(memory_check, "memory_bytes", lambda: 0)
+        monkeypatch.setattr(memory_check, "_refuse", lambda _, __, needed, *___: said.add(needed))
+        memory_check.refuse_too_large(asked, load_hf_config(model))
+        return max(said)
+
+    of_weights = 4 * sum(each.numel() for each in tiny_model("qwen3", seed=0).parameters())
+    assert taken("dpo") - taken("sft") == 2 * of_weights
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 async def test_the_process_that_looks_tells_what_is_wrong_and_a_killed_one_is_named(model: Path, monkeypatch):

@@ -16,10 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from actors.rewards.builtin.registry import load_reward
 from actors.settings.rewards import RewardConfig
 from bus.errors import ConfigError
+from launch.plan.memory import held_policies, learner_rank
+from launch.plan.plan import model_of
+from launch.settings.run_config import validate
 from learner.backends.contract.backend import Backend
 from learner.checkpoint.commit import save_checkpoint
 from learner.config.batch import BatchConfig
-from learner.config.loss import DPOLoss, RewardModelLoss
+from learner.config.loss import DPOLoss, RewardModelLoss, SFTLoss
 from learner.config.process_settings import LearnerSettings
 from learner.config.warmup import WarmupConfig
 from learner.initial.initial import Initial, prepare
@@ -131,6 +134,22 @@ def test_steps_and_held_out_figures_are_those_of_the_formula_and_a_resume_change
 
 def as_floats(values: dict[str, Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_the_memory_that_a_reference_takes_is_counted(tmp_path: Path, backend: str, rank: int):
+    settings = settings_of_pairs(tmp_path, DPOLoss(), backend=backend, lora={"rank": rank})
+    initial, trained = begun(settings)
+    warm_up_step(trained, settings, initial.demonstrations, 0)
+    both = [*trained.frozen.weights("reference"), *trained.frozen._current]
+    taken = sum(tensor.nbytes for chunk in both for tensor in chunk.values())
+    config = validate({"model": {"dtype": "float32"}, "learner": settings.learner.model_dump()})
+    model = model_of(config, initial.hf_config, on_gpu=False)
+    memory = learner_rank(model, settings.learner, 1, 1)
+    assert held_policies(model, settings.learner, settings.warmup, memory, 1) == taken
+    without = settings.warmup.model_copy(update={"loss": SFTLoss()})
+    assert held_policies(model, settings.learner, without, memory, 1) == 0
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
