@@ -43,6 +43,7 @@ from bus.streams.received import Received
 from bus.trajectory import TRUSTED_ENDS
 from bus.waiting import cancelled
 from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
+from storage.metrics.spans import span
 
 log = structlog.get_logger()
 Rollout = asyncio.Task[Episode | FailedEpisode]
@@ -348,7 +349,9 @@ class Worker:
             self._policy.turns.begin(task.task_id, group.left.pop(sample, ()))
             self.rollouts_running += 1
             try:
-                episode = await self._environment.run(task, self._policy.fresh(task.task_id))
+                with span("rollout", task=task.task_id) as note:
+                    episode = await self._environment.run(task, self._policy.fresh(task.task_id))
+                    note("end", episode.end)
             except (EngineLostError, HandBackError, MemoryError):
                 raise  # this process cannot go on: the lease is another actor's
             # Whatever an environment raises costs its own episode alone, also an exit that it asks for.

@@ -18,6 +18,7 @@ from launch.settings.numerics_checks import engine_of
 from launch.settings.policies import shares_servers
 from launch.settings.run_config import RunConfig, policy_config
 from storage.account.records import ACTORS
+from storage.metrics.spans import traced
 
 if TYPE_CHECKING:
     from actors.other_policies.further_policy import FurtherSettings
@@ -40,6 +41,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
         refuse_open_gateway(config)
         hidden = hidden_files(config)
         async with AsyncExitStack() as opened:
+            await opened.enter_async_context(traced(config.metrics, run=config.run, role="actor"))
             building = built_environment(config.actors, stop, hidden, token=gateway_token(config))
             environment = await opened.enter_async_context(building)
             load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once

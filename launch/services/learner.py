@@ -18,6 +18,7 @@ from learner.config.parallel import WorldConfig
 from storage.built_in_tasks.generators import generate_task
 from storage.disk.atomic_files import one_at_a_time, write_file
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.spans import traced
 
 if TYPE_CHECKING:
     from learner.config.process_settings import LearnerSettings
@@ -73,7 +74,8 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
         write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
 
     settings, demonstrations = await asyncio.to_thread(learner_settings, config, directory)
-    progress = await run(bus, settings, demonstrations, stop, begin=record)
+    async with traced(config.metrics, run=config.run, role="learner"):
+        progress = await run(bus, settings, demonstrations, stop, begin=record)
     if progress is not None:
         log.info("learner_ends", stage=progress.stage, step=progress.step)
 

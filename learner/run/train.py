@@ -46,6 +46,7 @@ from learner.world.rank import Rank
 from learner.world.world import World
 from storage.account.records import TRAINED, AccountRecord, AccountWriter, Kind
 from storage.client.reader import ReplayReader
+from storage.metrics.spans import span
 from storage.weights.blob_stores import BlobStore
 
 LAST_WORDS_S = 5.0
@@ -210,7 +211,9 @@ class Learner:
         progress, learner = self.progress, self._settings.learner
         await self._bus.listen(self._bus.subject(COUNTERS), Metrics, self._policy_alarm.hear)
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
-            if await self._step():
+            with span("step", step=progress.step + 1):
+                has_trained = await self._step()
+            if has_trained:
                 stepped = time.monotonic()
                 await self._checkpoints.after_step()
                 self._checkpoint_s = time.monotonic() - stepped
@@ -225,7 +228,8 @@ class Learner:
         started = time.monotonic()
         self._activity = Activity("waiting for the batch", wait="batch")
         try:
-            lease = await self._next_batch.take(progress.step + 1, self._stop)
+            with span("wait for the batch"):
+                lease = await self._next_batch.take(progress.step + 1, self._stop)
         except NoActorsError:  # what is trained stays: who mends the cause goes on from here
             await self._checkpoints.begin()
             await self._checkpoints.finish()
@@ -240,7 +244,8 @@ class Learner:
         async with self._device.held(self._stop) as ours:
             if not ours:
                 return False
-            batch, result = await self._train_on(lease)
+            with span("train"):
+                batch, result = await self._train_on(lease)
             trained = time.monotonic()
             self._policy_alarm.look(result.diagnostics.get("mismatch_nats"))
             progress.step += 1
@@ -367,17 +372,18 @@ class Learner:
         is_trained = progress.step == 0 or not self._settings.learner.only_critic_trains(progress.step)
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
-            tensors = await copied.arrived()
-            await self._weights.publish(
-                tensors,
-                policy_version=version,
-                stage=stage,
-                trains_from=trains_from,
-                probe=probe,
-                is_trained=is_trained,
-                ess_fraction=None if result is None else result.ess_fraction,
-                why_unchanged=why,
-            )
+            with span("publish weights", policy_version=version):
+                tensors = await copied.arrived()
+                await self._weights.publish(
+                    tensors,
+                    policy_version=version,
+                    stage=stage,
+                    trains_from=trains_from,
+                    probe=probe,
+                    is_trained=is_trained,
+                    ess_fraction=None if result is None else result.ess_fraction,
+                    why_unchanged=why,
+                )
 
         # of the group: where nobody awaits it, since no batch comes without its version, it ends the learner
         self._publishing = self._tasks.create_task(

@@ -1,9 +1,10 @@
-"""Writes a run's metrics to TensorBoard and Weights & Biases, beside metrics.jsonl and never in its way."""
+"""Writes a run's metrics to TensorBoard, W&B and OpenTelemetry, beside metrics.jsonl and never in its way."""
 
 import asyncio
 import importlib.util
 import json
 import queue
+import re
 import secrets
 import threading
 import time
@@ -15,7 +16,7 @@ from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -26,6 +27,9 @@ from storage.disk.atomic_files import read_json, write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, integer, is_counters, number
 from storage.settings.metrics import MetricsConfig, WandbConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
 
 log = structlog.get_logger()
 MOST_ROWS = 10_000
@@ -40,6 +44,10 @@ COUNTERS_PERIOD_S = 10.0
 """Seconds between two points of the actors' counters."""
 COUNTERS_KEPT_S = 60.0
 """Seconds after which an actor that sends no counters is left out of the sums."""
+OTLP_TIMEOUT_S = 5
+"""Whole seconds that a collector of OpenTelemetry may take for one request."""
+_REFUSED_BY_OTLP = re.compile(r"[^A-Za-z0-9_.\-/]")
+"""Characters that a name of OpenTelemetry does not have."""
 _NO_VALUES = {"time_s", "step", "event"}
 _GREATEST = {"engine/probe_nats"}
 """Counters of which the greatest of all actors is drawn: a sum would say nothing."""
@@ -262,6 +270,42 @@ class WandbRun:
         self._run.finish()
 
 
+class OtlpMetrics:
+    """Gauges at a collector of OpenTelemetry. Its headers come from OTEL_EXPORTER_OTLP_HEADERS."""
+
+    def __init__(self, url: str, run: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+        self._url = url
+        self._exporter = OTLPMetricExporter(endpoint=f"{url}/v1/metrics", timeout=OTLP_TIMEOUT_S)
+        self._reader = InMemoryMetricReader()
+        provider = MeterProvider([self._reader], otlp_resource(run, "storage"), shutdown_on_exit=False)
+        self._meter = provider.get_meter("sluice")
+
+    def draw(self, point: Point) -> None:
+        """Send the values, with the step as one more."""
+        from opentelemetry.sdk.metrics.export import MetricExportResult
+
+        for name, value in (point.values | {point.axis: float(point.step)}).items():
+            self._meter.create_gauge(_REFUSED_BY_OTLP.sub("_", f"sluice/{name}")).set(value)
+        found = self._reader.get_metrics_data()
+        if found is not None and self._exporter.export(found) is not MetricExportResult.SUCCESS:
+            raise OSError(f"{self._url} did not take the metrics")
+
+    def close(self) -> None:
+        """Close the connection; each point is sent at once."""
+        self._exporter.shutdown()
+
+
+def otlp_resource(run: str, role: str) -> "Resource":
+    """Return what a collector is told of the process that sends spans or metrics."""
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create({"service.name": "sluice", "sluice.run": run, "sluice.role": role})
+
+
 def wandb_id(run: RunDirectory) -> str:
     """Return the id of this run at Weights & Biases, which is drawn once."""
     path = run.path / "wandb.json"
@@ -272,14 +316,24 @@ def wandb_id(run: RunDirectory) -> str:
 
 def refuse_missing(config: MetricsConfig) -> None:
     """Raise `ConfigError` when a sink is wanted whose package is not installed."""
-    wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb.project is not None}
-    setting = {"tensorboard": "metrics.tensorboard", "wandb": "metrics.wandb.project"}
-    for package, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(package) is None:
+    wanted = (
+        ("metrics.tensorboard", "tensorboard", "tensorboard", config.tensorboard),
+        ("metrics.wandb.project", "wandb", "wandb", config.wandb.project is not None),
+        ("metrics.otlp_url", "opentelemetry.exporter.otlp.proto.http", "otlp", config.otlp_url is not None),
+    )
+    for setting, package, extra, is_wanted in wanted:
+        if is_wanted and not _is_installed(package):
             raise ConfigError(
-                f"{setting[package]} needs the package {package}: pip install 'sluice-rl[{package}]' on the "
-                "host of storage, or leave the setting out"
+                f"{setting} needs the package {package}: pip install 'sluice-rl[{extra}]' on this host, or "
+                "leave the setting out"
             )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 @asynccontextmanager
@@ -297,6 +351,8 @@ async def metric_sinks(
     if config.wandb.project is not None:
         settings = json.loads(config_json)
         sinks.append(ThreadedSink("Weights & Biases", lambda: WandbRun(config.wandb, run, settings)))
+    if (url := config.otlp_url) is not None:
+        sinks.append(ThreadedSink("OpenTelemetry", lambda: OtlpMetrics(url, run.name)))
     try:
         yield sinks
     finally:
