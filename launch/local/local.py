@@ -142,6 +142,10 @@ async def _parts(
                     tasks.create_task(TerminalView(monitor, console).run(gone)),
                     tasks.create_task(_watch_host(supervisor, monitor, run, gone)),
                     tasks.create_task(AlertCalls(config).watch(monitor, gone)),
+                    *(
+                        tasks.create_task(AlertCalls(policy).watch_learner(of_policy, gone))
+                        for policy, of_policy in zip(each[1:], runs[1:], strict=True)
+                    ),
                 ]
                 try:
                     storage, *others = _run_parts(config, run)

@@ -6,21 +6,27 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from tempfile import TemporaryFile
 
 import aiohttp
 import structlog
+from pydantic import TypeAdapter
 
-from bus.errors import ConfigError
+from bus.codec import Json
+from bus.connection.bus import Bus
+from bus.errors import ConfigError, StorageError
+from bus.messages import Status
 from bus.waiting import set_within
 from launch.process.run_ending import error_text
 from launch.process.runtime import SUPERVISOR
-from launch.run_view.monitor import RunMonitor
+from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.run_view.run_files import RunFiles
 from launch.settings.run_config import RunConfig
+from learner.metrics.learning_alarm import STEPS
+from storage.disk.atomic_files import read_json, write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer
 
@@ -30,6 +36,8 @@ LIMIT_S = 10.0
 LOST_S = 120.0
 """Silence after which a learner that was heard counts as lost."""
 LOOK_S = 1.0
+ALARMS = TypeAdapter(dict[str, int])
+ALARMS_REMEDY = "remove it: it only says which alarms were told"
 SHOWN = 500
 """Characters that are logged of what a command writes to stderr."""
 
@@ -39,7 +47,7 @@ class AlertCalls:
 
     def __init__(self, config: RunConfig) -> None:
         """Raises `ConfigError` for a command whose program is not on this host."""
-        self._run = config.run
+        self._config = config
         self._command = shlex.split(config.monitoring.alert_command or "")
         self._url = config.monitoring.alert_url
         if self._command and shutil.which(self._command[0]) is None:
@@ -51,7 +59,7 @@ class AlertCalls:
         """Call with the event as JSON: the command on its standard input, the URL by POST."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         event: dict[str, str | int] = {
-            "run": self._run,
+            "run": self._config.run,
             "state": state,
             "reason": reason,
             "step": step,
@@ -83,14 +91,20 @@ class AlertCalls:
         async with aiohttp.ClientSession() as client, client.post(url, json=event) as answer:
             return "" if answer.ok else f"it answered with status {answer.status}"
 
+    async def watch_learner(self, bus: Bus, stop: asyncio.Event) -> None:
+        """Hear the learner of a run that no screen shows here, and `watch` it."""
+        monitor = RunMonitor(RunSettings.of_run(self._config))
+        await bus.listen(bus.subject("status", "learner"), Status, monitor.on_status)
+        await self.watch(monitor, stop)
+
     async def watch(self, monitor: RunMonitor, stop: asyncio.Event) -> None:
         """Tell of each alarm of the learner that begins, and of a learner that falls silent, until `stop`."""
-        alarm, is_lost = "", False
+        alarms, is_lost = _HeldAlarms(RunDirectory(self._config.directory, self._config.run)), False
         while not stop.is_set():
             learner, values = monitor.processes.get("learner"), monitor.values("learner")
-            before, alarm = alarm, str(values.get("alarm") or "")
-            if alarm and not before:
+            for alarm in alarms.begun(values):
                 await self.tell("alarm", alarm, integer(values, "step"))
+            await asyncio.to_thread(alarms.keep)
             silent_s = 0.0 if learner is None or monitor.stage == "done" else monitor.silent_s(learner)
             if silent_s > LOST_S and not is_lost:
                 why = f"the learner was heard {silent_s:.0f} s ago for the last time"
@@ -116,6 +130,39 @@ class AlertCalls:
         if os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):
             step = RunFiles(run.path, lenient=True).trained_steps or 0
             await self.tell("lost", "the process that supervised the run was killed", step)
+
+
+class _HeldAlarms:
+    """Knows which alarms of a run were told and still hold, also after a restart of who tells of them.
+
+    A learner that starts again says an alarm anew only after some steps: until then it has not ended."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._file = run.alarms
+        self._kept: dict[str, int] = {}
+        if self._file.exists():
+            self._kept = ALARMS.validate_python(read_json(self._file, ALARMS_REMEDY))
+        self._latest = self._kept
+        """Step at which each alarm was said last."""
+
+    def begun(self, values: Mapping[str, Json]) -> list[str]:
+        """Return the alarms that began, in words; none where no learner was heard yet."""
+        said, step = values.get("alarms"), integer(values, "step") + integer(values, "warmup_step")
+        if not isinstance(said, Mapping):
+            return []
+        held = {name: last for name, last in self._latest.items() if name in said or step < last + STEPS}
+        self._latest = held | dict.fromkeys(said, step)
+        return [str(text) for name, text in said.items() if name not in held]
+
+    def keep(self) -> None:
+        """Write which alarms hold, once they were told: one that is told twice harms less than none."""
+        if self._latest == self._kept:
+            return
+        self._kept = self._latest
+        try:
+            write_json(self._file, dict(self._latest))
+        except (OSError, StorageError) as error:  # tried again with the next step
+            log.warning("alarms_not_kept", file=str(self._file), reason=str(error))
 
 
 async def _within_limit(what: str, call: Awaitable[str], state: str) -> None:

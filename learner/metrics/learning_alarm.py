@@ -49,19 +49,24 @@ class LearningAlarm:
 
     @property
     def text(self) -> str:
-        """Return what the latest steps have in common and where to look; empty where that is nothing."""
-        told = [
-            f"{wrong} in {n} steps in a row: {look}"
+        """Return all of `alarms`; empty where there is none."""
+        return "; ".join(self.alarms.values())
+
+    @property
+    def alarms(self) -> dict[str, str]:
+        """Return what the latest steps have in common and where to look, each under a name that stays."""
+        told = {
+            wrong: f"{wrong} in {n} steps in a row: {look}"
             for (wrong, look), n in self._in_a_row.items()
             if n >= STEPS
-        ]
+        }
         if self._rises >= STEPS:
-            told.append(
+            told["held-out loss"] = (
                 f"the held-out loss rose {self._rises} times in a row, to {self._heldout:.4g}: what is "
                 "learned holds for the demonstrations alone; set fewer warmup.steps or a lower "
                 "warmup.optimizer.lr"
             )
-        return "; ".join(told)
+        return told
 
 
 def _in_common(values: Mapping[str, Json]) -> Iterator[Told]:

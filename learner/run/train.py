@@ -439,8 +439,13 @@ class Learner:
         progress = self.progress
         return self._long_wait.look(self._now(), progress.warmup_step, progress.step)
 
+    def _alarms(self) -> dict[str, Json]:
+        """Return what is wrong, each under a name that stays as long as it is."""
+        found = {"policy": self._policy_alarm.text, "weights": self._weights.alarm}
+        return {name: text for name, text in (found | self._learning_alarm.alarms).items() if text}
+
     def _look(self) -> Activity:
-        progress = self.progress
+        progress, alarms = self.progress, self._alarms()
         values: dict[str, Json] = {
             "stage": progress.stage,
             "step": progress.step,
@@ -449,9 +454,8 @@ class Learner:
             "trajectories_trained": progress.trajectories_trained,
             "max_staleness_seen": progress.max_staleness_seen,
             "trained_tokens_per_s": self._tokens_per_s,
-            "alarm": "; ".join(
-                filter(None, [self._policy_alarm.text, self._learning_alarm.text, self._weights.alarm])
-            ),
+            "alarm": "; ".join(map(str, alarms.values())),
+            "alarms": alarms,
             "best": None if progress.best is None else asdict(progress.best),
             "waiting": self._waits_long(),
         }

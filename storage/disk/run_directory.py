@@ -153,6 +153,11 @@ class RunDirectory:
         return self._path / "ending.json"
 
     @property
+    def alarms(self) -> Path:
+        """Return the path of which alarms were told and hold, JSON."""
+        return self.path / "alarms.json"
+
+    @property
     def ledger(self) -> Path:
         """Return the path of the dispatcher's SQLite database."""
         return self.path / "ledger.sqlite"

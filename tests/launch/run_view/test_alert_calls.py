@@ -5,12 +5,15 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from bus.connection.bus import Bus
 from bus.errors import ConfigError
 from launch.process.run_ending import noted_ending
 from launch.process.runtime import SUPERVISOR
@@ -31,7 +34,7 @@ def noting(file: Path, *, status: int = 0, sleep_s: float = 0.0) -> RunConfig:
         f"sys.exit('no route' if {status} else 0)"
     )
     command = shlex.join([sys.executable, "-c", program])
-    return validate({"run": "mine", "monitoring": {"alert_command": command}})
+    return validate({"run": "mine", "directory": file.parent, "monitoring": {"alert_command": command}})
 
 
 def by_shell(script: str) -> RunConfig:
@@ -67,33 +70,75 @@ async def test_a_failure_is_told_to_the_command_with_its_error_and_an_order_to_s
     assert event == {"run": "mine", "state": "failed", "reason": "no such reward", "step": 7}
 
 
-async def test_an_alarm_is_told_when_it_begins_and_a_silent_learner_once(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(alert_calls, "LOOK_S", 0.01)
-    file, clock, stop = tmp_path / "told", Clock(), asyncio.Event()
-    monitor = RunMonitor(FACTS, clock=clock)
-    watching = asyncio.create_task(AlertCalls(noting(file)).watch(monitor, stop))
+@asynccontextmanager
+async def watching(monitor: RunMonitor, file: Path) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Tell of the monitor's run; yields what waits until it was looked at twice."""
+    stop, clock = asyncio.Event(), monitor._clock
+    calls = asyncio.create_task(AlertCalls(noting(file)).watch(monitor, stop))
 
     async def looked_twice() -> None:
         asked = clock.asked
         await until(lambda: clock.asked >= asked + 4, seconds=30)
 
-    for alarm in ("", "each reward was 0 in 3 steps", "each reward was 0 in 4 steps", ""):
-        monitor.on_status(learner(step=20, alarm=alarm))
-        await looked_twice()
-    clock.now_s += 119
-    await looked_twice()
-    clock.now_s += 2
-    await until(lambda: len(told(file)) == 2, seconds=30)
-    await looked_twice()
-    monitor.on_status(learner(step=21, alarm="engine and learner differ"))
-    await until(lambda: len(told(file)) == 3, seconds=30)
+    yield looked_twice
     stop.set()
-    await watching
+    await calls
+
+
+async def test_each_alarm_is_told_when_it_begins_and_a_silent_learner_once(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(alert_calls, "LOOK_S", 0.01)
+    file, clock = tmp_path / "told", Clock()
+    monitor, zero = RunMonitor(FACTS, clock=clock), "each reward was 0"
+    async with watching(monitor, file) as looked_twice:
+        for alarms in (
+            {}, {zero: f"{zero} in 3 steps"}, {zero: f"{zero} in 4 steps"},
+            {zero: f"{zero} in 5 steps", "policy": "engine and learner differ"}, {},
+        ):  # fmt: skip
+            monitor.on_status(learner(step=20, alarms=alarms))
+            await looked_twice()
+        clock.now_s += 119
+        await looked_twice()
+        clock.now_s += 2
+        await until(lambda: len(told(file)) == 3, seconds=30)
+        await looked_twice()
     assert [(one["state"], one["reason"], one["step"]) for one in told(file)] == [
         ("alarm", "each reward was 0 in 3 steps", 20),
+        ("alarm", "engine and learner differ", 20),
         ("lost", "the learner was heard 121 s ago for the last time", 20),
-        ("alarm", "engine and learner differ", 21),
     ]
+
+
+async def test_an_alarm_that_still_holds_after_a_restart_is_not_told_again(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(alert_calls, "LOOK_S", 0.01)
+    file, zero = tmp_path / "told", {"each reward was 0": "each reward was 0 in 3 steps"}
+    for steps in (
+        ((20, zero),),
+        ((20, zero),),  # who tells was started again
+        ((18, {}), (20, {}), (21, zero)),  # the learner as well: it needs steps to see the same again
+        ((23, {}), (24, {}), (25, zero)),  # it ended, and began again
+    ):
+        monitor = RunMonitor(FACTS, clock=Clock())
+        async with watching(monitor, file) as looked_twice:
+            await asyncio.sleep(0)  # the first look, when nobody was heard yet
+            for step, alarms in steps:
+                monitor.on_status(learner(step=step, alarms=alarms))
+                await looked_twice()
+    assert [one["step"] for one in told(file)] == [20, 25]
+
+
+@pytest.mark.nats
+async def test_alarms_of_a_learner_that_no_screen_shows_are_heard(tmp_path: Path, bus: Bus):
+    stop = asyncio.Event()
+    heard = asyncio.create_task(AlertCalls(noting(tmp_path / "told")).watch_learner(bus, stop))
+
+    async def said() -> bool:
+        await bus.notify(bus.subject("status", "learner"), learner(alarms={"policy": "they differ"}))
+        return bool(told(tmp_path / "told"))
+
+    await until(said, seconds=60)
+    stop.set()
+    await heard
+    assert [one["reason"] for one in told(tmp_path / "told")] == ["they differ"]
 
 
 async def test_a_url_gets_the_same_and_a_call_that_fails_is_logged(tmp_path: Path, monkeypatch):
