@@ -22,7 +22,7 @@ def refuse_unknown_choices(prompts: Iterable[Prompt], actors: ActorsConfig, *, w
         where: the prompts came from, for the error.
     """
     environments = actors.by_name
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, 1):
         chosen = chosen_environment(prompt.metadata) if actors.environments else DEFAULT
         problem = refused_environment(chosen, environments)
         if problem is None:

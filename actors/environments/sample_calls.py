@@ -43,7 +43,7 @@ def sample_calls(
         if key not in found and (name not in REWARDS or config.group_reward is not None):
             text = SAMPLE_TEXT if prompt.label is None else prompt.label
             answer = answer_of_nobody(prompt, text, task_id="sample call")
-            found[key] = SampleCall(f"{where}, prompt {number}", name, config, answer)
+            found[key] = SampleCall(f"{where}, prompt {number + 1}", name, config, answer)
     return list(found.values())
 
 
@@ -63,7 +63,7 @@ class FirstCalls:
         is_refused = isinstance(config, RewardConfig) and refused_reward(prompt, config) is not None
         if config is None or is_refused:  # its rollout says so, and what the run does not allow is not loaded
             return
-        for call in sample_calls([prompt], self._actors, where="the prompts of the run"):
+        for call in sample_calls([prompt], self._actors, where="a lease"):
             key = environment, call.name
             if key not in self._called:
                 self._called[key] = asyncio.create_task(check_calls([call]), name=f"call {call.name}")
@@ -86,7 +86,7 @@ def sample_scores(prompts: Sequence[Prompt], actors: ActorsConfig) -> list[str]:
         except RewardError as error:
             found = f"an error ({error})"
         scores.append(f"{text[-40:]!r} has {found}")
-    return [f"The reward {name} of answers to prompt 0: {', '.join(scores)}."]
+    return [f"The reward {name} of answers to prompt 1: {', '.join(scores)}."]
 
 
 def _is_called(config: object) -> bool:

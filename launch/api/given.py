@@ -34,7 +34,7 @@ class GivenFiles:
         if not isinstance(given, Sequence):  # a table's columns would be taken for prompts
             raise ConfigError(f"prompts is {type(given).__name__}: give a list of texts or rows, or a file")
         rows = [{"prompt": one} if isinstance(one, str) else one for one in given]
-        lines = [_json(number, row) for number, row in enumerate(rows)]
+        lines = [_json(number, row) for number, row in enumerate(rows, 1)]
         self._texts["prompts.jsonl"] = "".join(line + "\n" for line in lines)
         return self.directory / "prompts.jsonl"
 
@@ -64,11 +64,11 @@ class GivenFiles:
 
 def _json(number: int, row: object) -> str:
     if not isinstance(row, Mapping):
-        raise ConfigError(f"prompt {number} (from 0) is {type(row).__name__}: make it a text or a row")
+        raise ConfigError(f"prompt {number} is {type(row).__name__}: make it a text or a row")
     try:
         return json.dumps(dict(row))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"prompt {number} (from 0) is no JSON: {error}") from error
+        raise ConfigError(f"prompt {number} is no JSON: {error}") from error
 
 
 class _Source:

@@ -121,7 +121,7 @@ def load_demonstrations(path: Path) -> list[tuple[Prompt, str]]:
     """Read demonstrations from a .jsonl or .parquet file: rows with the keys `prompt` and `response`, or with
     `messages`, a chat, whose response is empty; perhaps with `tools`.
 
-    Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
+    Raises `ConfigError` naming the line or row, what is wrong with it and what to do."""
     pairs = []
     for row in read_rows(path):
         tools = tool_schemas(row.values.get("tools"), f"{row.where}: 'tools'")

@@ -35,8 +35,8 @@ def load_prompts(path: Path, keys: PromptKeys) -> list[Prompt]:
 def each_prompt(path: Path, keys: PromptKeys, images: set[Path] | None = None) -> Iterator[Prompt]:
     """Read the prompts of a .jsonl or .parquet file one by one, or of a slice of it: `file.jsonl@[a:b]`.
 
-    Files of images that are read for them are added to `images`. Raises `ConfigError` naming the line (from
-    1) or row (from 0), what is wrong with it and what to do."""
+    Files of images that are read for them are added to `images`. Raises `ConfigError` naming the line or row,
+    what is wrong with it and what to do."""
     read = set() if images is None else images
     fetch = partial(fetch_images, named=partial(_named_images, path, keys))
     return (_prompt(row, keys, read, fetch) for row in read_rows(path))
@@ -69,11 +69,11 @@ def refuse_large(prompts: Iterable[Prompt], source: str, *, largest_message: int
     """Raise `ConfigError` for a prompt whose lease the bus would not carry, in messages of so many bytes."""
     if isinstance(prompts, StoredPrompts) and prompts.largest_bytes <= largest_message - LEASE_BYTES:
         return
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, 1):
         size = len(encode(prompt))
         if size > largest_message - LEASE_BYTES:
             raise ConfigError(
-                f"{source}: prompt {number} (from 0) has {size} bytes with its label and metadata, and "
+                f"{source}: prompt {number} has {size} bytes with its label and metadata, and "
                 f"messages of this bus have {largest_message} at most: shorten it, or raise max_payload of "
                 "nats-server"
             )

@@ -26,7 +26,7 @@ def own_rows(source: Path, position: int = 0) -> Iterator[tuple[str, dict[str, J
     function: RowSource = load_function("source of prompts", str(source), {})
     what = f"data source {str(source)!r}"
     try:
-        for number, values in enumerate(function(position), start=position):
+        for number, values in enumerate(function(position), start=position + 1):
             yield f"{what}, row {number}", _checked(values, f"{what}, row {number}")
     except SluiceError:
         raise

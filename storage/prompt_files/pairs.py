@@ -16,8 +16,7 @@ def load_pairs(path: Path) -> list[tuple[Prompt, str]]:
 
     `chosen` and `rejected` are texts or messages that answer `prompt`, a text or a chat that may also be
     named `messages`; or they are whole chats, whose common beginning is the prompt. Answers of the prompt are
-    not trained. Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong and what to
-    do."""
+    not trained. Raises `ConfigError` naming the line or row, what is wrong and what to do."""
     return [(prompt, "") for row in read_rows(path) for prompt in _pair(row)]
 
 

@@ -238,7 +238,7 @@ def _read_arrow(file: Path) -> Iterator[Raw]:
 
 def _numbered(file: Path, batches: Iterable["RecordBatch"]) -> Iterator[Raw]:
     values = (row for batch in batches for row in batch.to_pylist())
-    return ((f"{file}, row {number}", row) for number, row in enumerate(values))
+    return ((f"{file}, row {number}", row) for number, row in enumerate(values, 1))
 
 
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".arrow": _read_arrow}

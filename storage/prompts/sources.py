@@ -92,11 +92,11 @@ def _divided(
 ) -> dict[str, tuple[_Part, BufferedRandom]]:
     """Write the prompts of each bucket to a file of its own, so that none stays in memory."""
     buckets: dict[str, tuple[_Part, BufferedRandom]] = {}
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, 1):
         value = prompt.metadata.get(str(configured.buckets))
         if not isinstance(value, str | int | float):
             raise ConfigError(
-                f"{configured.prompts}, prompt {number} (from 0): data.sources {configured.name!r} is "
+                f"{configured.prompts}, prompt {number}: data.sources {configured.name!r} is "
                 f"divided by {configured.buckets!r}, which its metadata lack or which is no text and no "
                 "number: add it, or leave out buckets"
             )

@@ -97,9 +97,11 @@ class PromptStream:
             if self._rows is None:
                 self._next_row = self._data.latest.next_row or 0
                 self._rows = _endless(self._source, self._keys, self._next_row)
-            first_row = self._next_row
+            row = self._next_row + 1
             if self._block is None:
-                self.waits_for = f"waiting for data.prompts {str(self._source)!r} to yield row {first_row}"
+                self.waits_for = (
+                    f"waiting for data.prompts {str(self._source)!r} to yield row {row}"
+                )
                 self._block = await unless(stop, in_daemon_thread(self._read, "data source"))
                 self.waits_for = ""
             if self._block is None:  # stopped

@@ -202,9 +202,7 @@ async def test_a_prompt_that_no_message_of_the_bus_carries_is_refused_before_the
     bus, tmp_path
 ):
     settings = make_settings(tmp_path, "2 + 2 =", "x" * bus.client.max_payload)
-    with pytest.raises(
-        ConfigError, match=r"prompts\.jsonl: prompt 1 \(from 0\) has \d+ bytes .* raise max_payload"
-    ):
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl: prompt 2 has \d+ bytes .* raise max_payload"):
         await run_storage(bus, settings, asyncio.Event())
     assert await bus.get("run", RunRecord) is None
 

@@ -113,7 +113,7 @@ async def test_a_prompt_that_names_an_environment_which_is_not_there_fails_and_i
     refuse_unknown_choices(good, ACTORS, where="mine.jsonl")
     for wrong in ("calk", ["calc"]):
         bad = [*good, Prompt(content="c", label="1", metadata={"environment": wrong})]
-        with pytest.raises(ConfigError, match=r"mine.jsonl, prompt 3: its environment is .* has calc, nim"):
+        with pytest.raises(ConfigError, match=r"mine.jsonl, prompt 4: its environment is .* has calc, nim"):
             refuse_unknown_choices(bad, ACTORS, where="mine.jsonl")
     refuse_unknown_choices(bad, ActorsConfig(), where="mine.jsonl")  # of one environment nobody chooses
 
@@ -122,7 +122,7 @@ def test_a_prompt_may_choose_only_among_the_rewards_of_its_environment():
     contains = Prompt(content="a", label="1", metadata={"reward": "contains"})
     refuse_unknown_choices([contains], ACTORS, where="mine.jsonl")
     there = Prompt(content="a", metadata={"reward": "contains", "environment": "calc"})
-    with pytest.raises(ConfigError, match=r"prompt 0: its metadata choose the reward 'contains'"):
+    with pytest.raises(ConfigError, match=r"prompt 1: its metadata choose the reward 'contains'"):
         refuse_unknown_choices([there], ACTORS, where="mine.jsonl")
 
 

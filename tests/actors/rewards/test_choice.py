@@ -102,7 +102,7 @@ def test_prompts_that_choose_a_reward_which_the_run_does_not_allow_are_refused_b
     bad = [*good, Prompt(content="c", metadata={"reward": "exactt"})]
     with pytest.raises(
         ConfigError,
-        match=r"mine.jsonl, prompt 2: its metadata choose the reward 'exactt': did you mean 'exact'\?",
+        match=r"mine.jsonl, prompt 3: its metadata choose the reward 'exactt': did you mean 'exact'\?",
     ):
         refuse_unknown_choices(bad, config, where="mine.jsonl")
 

@@ -88,10 +88,10 @@ def test_prompts_with_wrong_tests_are_refused_before_the_run_starts():
     plain = Prompt(content="b", label="no tests, and none needed")
     refuse_unknown_choices([right, plain], config, where="mine.jsonl")
     wrong = Prompt(content="c", metadata={"reward": "code", "tests": ["f(1) == 2"]})
-    with pytest.raises(ConfigError, match=r"mine.jsonl, prompt 2: its test 0 asserts nothing"):
+    with pytest.raises(ConfigError, match=r"mine.jsonl, prompt 3: its test 0 asserts nothing"):
         refuse_unknown_choices([right, plain, wrong], config, where="mine.jsonl")
     config = ActorsConfig.model_validate({"environment": {"type": "single_turn", "reward": "code"}})
-    with pytest.raises(ConfigError, match=r"mine.jsonl, prompt 1: its tests are no JSON"):
+    with pytest.raises(ConfigError, match=r"mine.jsonl, prompt 2: its tests are no JSON"):
         refuse_unknown_choices([right, plain], config, where="mine.jsonl")
 
 

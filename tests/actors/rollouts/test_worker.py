@@ -227,7 +227,7 @@ async def test_an_actor_that_is_started_by_itself_calls_a_reward_before_its_firs
         with pytest.raises(ExceptionGroup) as found:
             await actor.worker.run(asyncio.Event(), groups_at_once=1)
     told = leaf(found.value.subgroup(ConfigError))
-    assert "the prompts of the run, prompt 0: the reward 'called_first:score' does not work" in told
+    assert "a lease, prompt 1: the reward 'called_first:score' does not work" in told
     assert "return {}[answer.label]" in told
     assert not engine.requests
 

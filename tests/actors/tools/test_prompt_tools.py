@@ -81,9 +81,9 @@ ACTORS = ActorsConfig.model_validate({
     [
         (
             "calc",
-            "prompt 0: it offers the tool 'weather', .* define it in actors.environment.tools, or leave",
+            "prompt 1: it offers the tool 'weather', .* define it in actors.environment.tools, or leave",
         ),
-        ("nim", "prompt 0: it offers tools, which the environment 'game' does not show"),
+        ("nim", "prompt 1: it offers tools, which the environment 'game' does not show"),
         (
             "panel",
             "'panel' does not show .* use single_turn or tools, or leave them unread by data",
@@ -96,7 +96,7 @@ async def test_tools_that_an_environment_cannot_offer_are_refused_before_and_in_
     with pytest.raises(ConfigError, match=message):
         refuse_unknown_choices([prompt], ACTORS, where="mine.jsonl")
     environment = build_environment(ACTORS.by_name[name])
-    with pytest.raises(EpisodeError, match=message.removeprefix("prompt 0: ")):
+    with pytest.raises(EpisodeError, match=message.removeprefix("prompt 1: ")):
         await environment.run(Task.of(prompt, "t"), Policy(ScriptedEngine(len), tokenizer, LONG))
 
 

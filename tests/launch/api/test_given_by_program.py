@@ -121,8 +121,8 @@ def test_what_no_file_can_hold_is_refused_by_name(given: tuple[Path, list[str]])
             "earlier is not the twice that is defined now",
             "partial(...) has no name of its own",
             "prompts is dict: give a list",
-            "prompt 0 (from 0) is int",
-            "prompt 0 (from 0) is no JSON",
+            "prompt 1 is int",
+            "prompt 1 is no JSON",
         ),
         strict=True,
     ):

@@ -74,7 +74,7 @@ async def dry_run(config):
     [
         (
             {"reward": "my_rewards:raises"},
-            r"(?s)p\.jsonl, prompt 0: the reward 'my_rewards:raises' .*in raises\n.*KeyE",
+            r"(?s)p\.jsonl, prompt 1: the reward 'my_rewards:raises' .*in raises\n.*KeyE",
         ),
         ({"reward": "my_rewards:no_number"}, "returned 'good': a reward is a finite number"),
         ({"reward": "my_rewards:nothing_for_wrong_answers"}, "for the text 'This is a sent.*returned None"),
@@ -113,7 +113,7 @@ async def test_each_source_has_its_reward_called(mine, tmp_path):
             "directory": str(tmp_path / "runs"),
         }
     )
-    with pytest.raises(ConfigError, match=r"prompt 2: the reward 'my_rewards:no_number'"):
+    with pytest.raises(ConfigError, match=r"prompt 3: the reward 'my_rewards:no_number'"):
         await dry_run(config)
     assert (tmp_path / "called").read_text() == f"2\n{OTHER_TEXT}\n"
 
@@ -124,5 +124,5 @@ async def test_a_label_that_a_built_in_reward_cannot_read_is_refused(mine, tmp_p
     (tmp_path / "p.jsonl").write_text("\n".join(lines[:2]))
     assert "may start" in await dry_run(mine(reward="last_number"))
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=r"prompt 2: .*label 'seventy two' is not a number"):
+    with pytest.raises(ConfigError, match=r"prompt 3: .*label 'seventy two' is not a number"):
         await dry_run(mine(reward="last_number"))

@@ -187,7 +187,7 @@ def test_a_character_is_a_token_of_the_scratch_model():
 async def test_three_sample_answers_are_scored_and_a_run_that_is_complete_is_said_so(tmp_path: Path):
     layer = small(tmp_path, run="mine", actors={"environment": {"reward": "last_number"}})
     said = await rehearse_local(resolve(layer), STOP, own_bus=True)
-    assert "The reward last_number of answers to prompt 0: '2' has 1, '42' has 0, '' has 0." in said
+    assert "The reward last_number of answers to prompt 1: '2' has 1, '42' has 0, '' has 0." in said
     run = RunDirectory(tmp_path / "runs", "mine")
     run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "progress.json").write_text('{"stage": "done", "step": 9}')

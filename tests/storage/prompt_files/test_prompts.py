@@ -115,9 +115,9 @@ def test_a_bad_row_is_reported_with_its_line_and_a_remedy(tmp_path, row, message
 
 def test_a_bad_row_of_parquet_is_reported_with_its_number(tmp_path):
     path = parquet(tmp_path, {"prompt": "fine"}, {"prompt": ""})
-    with pytest.raises(ConfigError, match="row 1: 'prompt' is empty"):
+    with pytest.raises(ConfigError, match="row 2: 'prompt' is empty"):
         load_prompts(path, KEYS)
-    with pytest.raises(ConfigError, match="row 1: 'prompt' is empty"):
+    with pytest.raises(ConfigError, match="row 2: 'prompt' is empty"):
         load_prompts(Path(f"{path}@[1:]"), KEYS)
 
 
@@ -130,7 +130,7 @@ def test_a_bad_row_of_parquet_is_reported_with_its_number(tmp_path):
 )
 def test_a_value_of_parquet_that_json_has_not_is_reported_with_row_and_column(tmp_path, metadata, named):
     path = parquet(tmp_path, {"prompt": "fine", "metadata": None}, {"prompt": "a", "metadata": metadata})
-    with pytest.raises(ConfigError, match=rf"train.parquet, row 1: {named}, which cannot be sent: use texts"):
+    with pytest.raises(ConfigError, match=rf"train.parquet, row 2: {named}, which cannot be sent: use texts"):
         load_prompts(path, KEYS)
 
 

@@ -175,7 +175,7 @@ def test_a_bad_row_leaves_no_copy(tmp_path):
 
 def test_the_largest_prompt_is_known_without_reading_all(tmp_path, monkeypatch):
     stored = store_prompts([*PROMPTS, Prompt(content="x" * 5000)], tmp_path)
-    with pytest.raises(ConfigError, match=r"here: prompt 40 \(from 0\) has 50\d\d bytes"):
+    with pytest.raises(ConfigError, match=r"here: prompt 41 has 50\d\d bytes"):
         refuse_large(stored, "here", largest_message=5000)
     monkeypatch.setattr(type(stored), "__iter__", None)
     refuse_large(stored, "here", largest_message=1 << 20)

@@ -169,7 +169,7 @@ def test_prompts_of_a_source_have_its_reward_unless_they_choose_another(tmp_path
 
 def test_a_field_that_cannot_divide_a_source_is_refused(tmp_path):
     file = rows(tmp_path / "a.jsonl", "one", level=None)
-    with pytest.raises(ConfigError, match=r"prompt 0 .*'a' is divided by 'level', which its metadata lack"):
+    with pytest.raises(ConfigError, match=r"prompt 1: .*'a' is divided by 'level', which its metadata lack"):
         load_sources([SourceConfig(name="a", prompts=file, buckets="level")], PromptKeys(), tmp_path)
     many = tmp_path / "many.jsonl"
     many.write_text("\n".join(json.dumps({"prompt": "p", "metadata": {"id": n}}) for n in range(101)))

@@ -157,7 +157,7 @@ async def test_a_source_that_waits_is_named_and_a_stop_ends_the_wait(source):
         assert await storage.issue(4) == rows(0, 4)
         issuing = asyncio.create_task(storage.issue(1))
         assert await asyncio.to_thread(source.waiting.wait, 60)
-        assert storage.stream.waits_for == "waiting for data.prompts 'my_rows:slow' to yield row 4"
+        assert storage.stream.waits_for == "waiting for data.prompts 'my_rows:slow' to yield row 5"
         storage.stop.set()
         assert await issuing == []
 
@@ -180,8 +180,8 @@ async def test_a_block_waits_for_the_bus_and_has_its_long_prompts_skipped():
     ("function", "said"),
     [
         ("nothing", "yields no rows"),
-        ("texts", r"'my_rows:texts', row 1: a str, not an object"),
-        ("questions", "row 0: no key 'prompt'"),
+        ("texts", r"'my_rows:texts', row 2: a str, not an object"),
+        ("questions", "row 1: no key 'prompt'"),
         ("broken", r"(?s)'my_rows:broken' raised ZeroDivisionError.*my_rows\.py.*in broken"),
         ("brokn", "did you mean 'broken'"),
     ],
