@@ -99,9 +99,7 @@ class PromptStream:
                 self._rows = _endless(self._source, self._keys, self._next_row)
             row = self._next_row + 1
             if self._block is None:
-                self.waits_for = (
-                    f"waiting for data.prompts {str(self._source)!r} to yield row {row}"
-                )
+                self.waits_for = f"waiting for data.prompts {str(self._source)!r} to yield row {row}"
                 self._block = await unless(stop, in_daemon_thread(self._read, "data source"))
                 self.waits_for = ""
             if self._block is None:  # stopped
