@@ -56,7 +56,7 @@ class Session:
         """Who has the reward key; None where this run computes rewards itself."""
         self.last: Completion | None = None
         """The newest answer that the agent got itself, as the policy gave it; of choices the first."""
-        self.responses = KeptResponses()
+        self.responses = KeptResponses(config.most_body_bytes)
         self.agents: set[str] = set()
         """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()

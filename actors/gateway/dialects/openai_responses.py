@@ -122,31 +122,40 @@ def _parse(raw: bytes) -> Ask:
 class KeptResponses:
     """The conversations behind the latest answers of a session, for requests that go on from one of them."""
 
-    def __init__(self) -> None:
-        self._items: OrderedDict[str, list[JsonValue]] = OrderedDict()
+    def __init__(self, most_bytes: int) -> None:
+        """Keep nothing yet, and never more than `most_bytes` of JSON: the actor's memory has to hold it."""
+        self._most_bytes = most_bytes
+        self._items: OrderedDict[str, bytes] = OrderedDict()
 
     def whole(self, raw: bytes) -> tuple[bytes, list[JsonValue]]:
         """Return a request with all that it goes on from in its input, and what `keep` takes of it.
 
-        Raises `RefusedError` for a response that is not kept."""
+        Raises `RefusedError` for a response that is not kept, and for a whole that is larger than a body may
+        be."""
         asked = parsed(_Continued, raw)
         message: JsonValue = {"role": "user", "content": str(asked.input)}
         items = [message] if isinstance(asked.input, str) else asked.input
         earlier = asked.previous_response_id
         if earlier is not None:
             if earlier not in self._items:
-                reason = f"{earlier!r} is none of this session's latest {MOST_KEPT}: send the whole input"
+                reason = f"{earlier!r} is none of this session's latest: send the whole input"
                 raise RefusedError(404, "previous_response_not_found", f"previous_response_id: {reason}")
-            items = [*self._items[earlier], *items]
+            items = [*json.loads(self._items[earlier]), *items]
             raw = json.dumps({**json.loads(raw), "input": items}).encode()
+            if len(raw) > self._most_bytes:
+                raise RefusedError(
+                    413, "request_too_large",
+                    f"what it goes on from and the request have {len(raw)} bytes together, more than "
+                    f"{self._most_bytes}: send less, or raise actors.environment.gateway.most_body_bytes",
+                )  # fmt: skip
         return raw, items if asked.store else []
 
     def keep(self, items: list[JsonValue], body: Shown) -> None:
         """Keep an answer behind the items that it answers; there are none where nothing is to be kept."""
         if items:
             assert isinstance(body["output"], list)
-            self._items[str(body["id"])] = [*items, *body["output"]]
-            if len(self._items) > MOST_KEPT:
+            self._items[str(body["id"])] = json.dumps([*items, *body["output"]]).encode()
+            while len(self._items) > MOST_KEPT or sum(map(len, self._items.values())) > self._most_bytes:
                 self._items.popitem(last=False)
 
 

@@ -113,6 +113,20 @@ async def test_the_latest_answers_alone_are_kept(monkeypatch):
             ] == status
 
 
+async def test_what_is_kept_of_responses_is_bounded_whatever_else_their_requests_bring():
+    junk = [{"content": "again?", "left_out": [[]] * 300}]  # each list takes twenty times its bytes
+    async with served(lambda _: "yes", most_body_bytes=4096) as s:
+        path, earlier, statuses = "/v1/responses", None, []
+        for _ in range(3):
+            status, answer = await s.post(path, {"input": junk, "previous_response_id": earlier})
+            statuses.append(status)
+            earlier = answer.get("id", earlier)
+        assert statuses == [200, 200, 413]
+        assert "raise actors.environment.gateway.most_body_bytes" in answer["error"]["message"]
+        kept = s.session.responses._items.values()
+        assert 0 < sum(map(len, kept)) <= 4096
+
+
 async def test_stop_text_ends_the_answer_before_it():
     """smolagents stops before its observations."""
     async with served(lambda _: "I think.Observation: 7") as s:
