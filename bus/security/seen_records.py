@@ -63,7 +63,11 @@ class SeenRecords:
             if order == "newest" and version.digest == newest.digest:
                 return
             where = f" ({self._path} remembers it)" if self._path is not None else ""
-            raise UnsignedError(f"{record} is older than one that was seen before{where}")
+            behind_s = (newest.sequence - version.sequence) / 1e9
+            raise UnsignedError(
+                f"{record} is older than one that was seen before{where}, by {behind_s:.3g} s of their "
+                "signers' clocks: if they are of two hosts, set the clock that is behind"
+            )
         self._newest[record] = version
         self._is_saved = False
 

@@ -94,7 +94,9 @@ def test_what_is_put_back_is_not_acted_on_after_a_restart_either(by: By, tmp_pat
     beside.seen.save()  # which has seen less of one record, and more of another
     again = by("storage", seen=seen)
     for name, data in (("policy", old), ("rpc.resumed", asked), ("rpc.batch", other)):
-        with pytest.raises(UnsignedError, match=r"older than one that was seen before \(.*seen.json"):
+        with pytest.raises(
+            UnsignedError, match=r"seen before \(.*seen.json .* by [\d.e-]+ s of their signers"
+        ):
             again.opened(name, data)
     assert again.opened("policy", new) == b"version 2"
     assert again.opened("policy", learner.sealed("policy", b"version 3")) == b"version 3"
