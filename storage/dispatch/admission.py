@@ -13,6 +13,7 @@ from bus.images import NO_IMAGES
 from bus.messages import GroupRejected, PolicyManifest
 from bus.requests import LeaseState, StoredGroups
 from storage.dispatch.ess_brake import EssBrake
+from storage.dispatch.groups_ahead import GroupsAhead
 from storage.ledger.given_groups import Use
 from storage.ledger.ledger import COMMITTED, Ledger
 from storage.ledger.sampling import Choice, StepRequest, choose, expired, lacking, room
@@ -53,6 +54,7 @@ class Admission:
         self.to_close: set[int] = set()
         """Groups that keep a step for too long: their shards are to close them short."""
         self.brake = EssBrake(ledger, config.ess_brake)
+        self.ahead = GroupsAhead(config)
         self._waiting: tuple[int, float] | None = None
         """The step that waits, and since when nothing happened that could end that."""
 
@@ -109,7 +111,7 @@ class Admission:
             return fewest
         if config.exact_staleness and config.sampler.max_reuse > 1:
             return config.max_staleness - (config.sampler.max_reuse - 1) / 2
-        return config.max_staleness
+        return self.ahead.groups / config.groups_per_step
 
     def issue(self) -> list[int]:
         """Open leases for all the room there is; return the ids of those to roll out.
@@ -151,12 +153,21 @@ class Admission:
             return False  # a late poll must not take back a notice
         if self.is_fenced(manifest.incarnation):
             return False  # nor what the learner before this one left behind
+        if self.policy is not None and manifest.stage == self.policy.stage == "rl":
+            self._note_step(manifest)
         self.policy = manifest
         self.brake.hear(manifest)
         if self._ledger.facts.get(TRAINS_FROM) != str(manifest.trains_from):
             self._ledger.set_fact(TRAINS_FROM, str(manifest.trains_from))
         self._forget_past()
         return True
+
+    def _note_step(self, manifest: PolicyManifest) -> None:
+        """Tell what was complete when the step of a version was done, unless leases are held back."""
+        each, ledger = self._config.groups_per_step, self._ledger
+        next_step = manifest.policy_version - manifest.trains_from + 1
+        if not self.held_back:
+            self.ahead.step_done(len(ledger.stored) + len(ledger.uses(next_step)) - each)
 
     def seen(self, shard: int) -> int:
         """Return how many groups of that shard the ledger knows to be complete."""

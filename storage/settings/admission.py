@@ -99,6 +99,11 @@ class AdmissionConfig(Config):
     max_staleness: int = Field(4, ge=0)
     """Policy versions a trained token may lag behind the learner. 0 is on-policy."""
 
+    ahead: Literal["need", "bound"] = "bound"
+    """How many groups are issued ahead of the next step. `bound`: all that `max_staleness` allows. `need`: as
+    many of them as keep the learner from waiting, so that data is fresher; a sampler other than `fifo`, reuse
+    and exact staleness take `bound` instead."""
+
     exact_staleness: bool = False
     """Whether each step waits for all that is issued by then, so that a group is sampled by the version of
     its issue and, with a `fifo` sampler, trained on exactly `max_staleness` versions later. With `max_reuse`
