@@ -26,7 +26,7 @@ async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyn
                 bus,
                 source=actor_name(),
                 role="actor",
-                look=lambda: Activity("starting its engine", wait="engine"),
+                look=lambda: _doing(engines),
                 stop=finished,
                 waits_for=lambda: "its engine to start",
             )
@@ -49,6 +49,12 @@ async def started(buses: Sequence[Bus], engines: Sequence[Startable], stop: asyn
         return False
     starting.result()
     return True
+
+
+def _doing(engines: Sequence[Startable]) -> Activity:
+    """Return what they do, where they know it."""
+    known = ", ".join(filter(None, (one.starting for one in engines if isinstance(one, Fleet))))
+    return Activity(f"starting its engine{known and ': '}{known}", wait="engine")
 
 
 async def _start_each(engines: Sequence[Startable]) -> None:

@@ -235,6 +235,15 @@ class CountsWork(Protocol):
 
 
 @runtime_checkable
+class TellsStart(Protocol):
+    """An engine that takes long to start, and knows what it does meanwhile."""
+
+    @property
+    def starting(self) -> str:
+        """Return that in words; empty once it has started."""
+
+
+@runtime_checkable
 class TellsContext(Protocol):
     """An engine that knows how long its contexts may be."""
 

@@ -182,6 +182,9 @@ class SglangEngineConfig(EngineSettings):
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server."""
 
+    kernel_cache: Path = Path("~/.cache/sglang")
+    """Directory where servers keep compiled kernels from one start to the next."""
+
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     """Whether prompts are computed by a server of their own."""
 

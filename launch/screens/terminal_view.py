@@ -310,7 +310,8 @@ def _engine(engine: Mapping[str, Json]) -> str:
     restarts = integer(engine, "restarts")
     again = f", restarted {restarts} times" if restarts else ""
     if engine.get("state") != "serving":
-        return f"{engine.get('state')}{again}"
+        doing = f" ({engine['starting']})" if engine.get("starting") else ""
+        return f"{engine.get('state')}{doing}{again}"
     running, waiting = integer(engine, "running"), integer(engine, "waiting")
     return f"{running} running, {waiting} queued, v{integer(engine, 'policy_version')}{again}"
 

@@ -1,43 +1,51 @@
-"""Every run that an actor works for hears that its engines start."""
+"""What screens hear while an actor's engines start."""
 
 import asyncio
 
 import pytest
 
 from actors.engine_start import started
-from bus.config import BusConfig
-from bus.connection.bus import Bus
+from actors.engines.fleet.fleet import Fleet
+from actors.settings.fleet import FleetConfig
+from bus.connection import Bus
 from bus.messages import Status
-from bus.server.nats_server import NatsServer
-from tests.storage.serving import until
-
-pytestmark = pytest.mark.nats
+from tests.actors.scripted_engine import ScriptedEngine
 
 
-async def test_the_runs_of_further_policies_hear_that_engines_start(server: NatsServer):
-    heard: dict[str, str] = {}
-    begun, stop = asyncio.Event(), asyncio.Event()
+class SlowEngine(ScriptedEngine):
+    """An engine that says what it does until it may serve."""
 
-    class Slow:
-        async def start(self) -> None:
-            await begun.wait()
+    starting = "loading the model"
 
-    config = BusConfig(url=server.url)
-    async with (
-        Bus.connect(config, "main", name="actors") as main,
-        Bus.connect(config, "further", name="actors") as further,
-    ):
-        for bus in (main, further):
-            run = bus.topology.run
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: prompt)
+        self.may_serve = asyncio.Event()
 
-            def hear(status: Status, run: str = run) -> None:
-                heard[run] = status.wait
+    async def start(self) -> None:
+        await self.may_serve.wait()
+        self.starting = ""
 
-            await bus.listen(bus.subject("status", "actor"), Status, hear)
-        starting = asyncio.create_task(started([main, further], [Slow()], stop))
-        await until(lambda: heard == {"main": "engine", "further": "engine"})
-        begun.set()
-        assert await starting
-        begun.clear()
-        stop.set()
-        assert not await started([main, further], [Slow()], stop)
+
+@pytest.mark.nats
+async def test_the_status_of_an_actor_says_what_its_engine_does_before_it_serves(bus: Bus):
+    engine, heard = SlowEngine(), asyncio.Queue[Status]()
+
+    async def build() -> SlowEngine:
+        return engine
+
+    async def until_said(doing: str) -> None:
+        async with asyncio.timeout(20):
+            while (await heard.get()).doing != doing:
+                continue
+
+    await bus.listen(bus.subject("status", "actor"), Status, heard.put_nowait)
+    fleet = Fleet({"engine-0": build}, FleetConfig())
+    starting = asyncio.create_task(started([bus], [fleet], asyncio.Event()))
+    await until_said("starting its engine: loading the model")
+    engine.starting = "capturing CUDA graphs"
+    await until_said("starting its engine: capturing CUDA graphs")
+    assert fleet.engines["engine-0"]["starting"] == "capturing CUDA graphs"
+    engine.may_serve.set()
+    assert await starting
+    assert fleet.engines["engine-0"]["starting"] == ""
+    await fleet.close()

@@ -178,9 +178,15 @@ class Fleet:
                 "waiting": member.waiting,
                 "policy_version": member.policy_version,
                 "restarts": member.restarts,
+                "starting": member.starting,
             }
             for member in self._members.values()
         }
+
+    @property
+    def starting(self) -> str:
+        """Return what engines do before they serve, in words; empty where that is not known."""
+        return ", ".join(dict.fromkeys(filter(None, (m.starting for m in self._members.values()))))
 
     async def start(self) -> None:
         """Start the engines; ready with the first that serves when all have been tried once.

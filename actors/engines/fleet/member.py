@@ -17,6 +17,7 @@ from actors.engines.base import (
     HealthChecked,
     SharesDevice,
     TellsContext,
+    TellsStart,
     WorkCounts,
 )
 from actors.engines.fleet.cache_use import CacheUse
@@ -126,6 +127,12 @@ class Member:
     def tokens_generated(self) -> int:
         """Return the number of tokens that all its engines have generated."""
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
+
+    @property
+    def starting(self) -> str:
+        """Return what its engine does before it serves, in words; empty where that is not known."""
+        engine = self._life.engine if self._life else None
+        return engine.starting if isinstance(engine, TellsStart) else ""
 
     @property
     def work_counts(self) -> WorkCounts:

@@ -163,6 +163,11 @@ class SglangEngine:
         return WorkCounts() if self._client is None else self._client.work_counts
 
     @property
+    def starting(self) -> str:
+        """Return what its server does before it serves; empty once it does."""
+        return "" if self.up.is_set() else self._server.phase
+
+    @property
     def url(self) -> str:
         """Return where the server listens now."""
         return self._connected().url

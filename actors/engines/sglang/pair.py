@@ -82,6 +82,11 @@ class Pair:
         self.prefill = prefill
         self.decode = decode
 
+    @property
+    def phase(self) -> str:
+        """Return what both do before they serve."""
+        return " and ".join(dict.fromkeys((self.prefill.phase, self.decode.phase)))
+
     async def start(self) -> SglangClient:
         """Start or find both."""
         return PairClient(*await together(self.prefill.start(), self.decode.start()))

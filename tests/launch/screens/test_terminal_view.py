@@ -128,11 +128,13 @@ def test_screen_shows_each_of_several_engines_and_one_that_was_restarted():
     monitor, _ = make_monitor(actors=0)
     serving = {"state": "serving", "running": 3, "waiting": 1, "policy_version": 7, "restarts": 0}
     waiting = {"state": "waiting", "running": 0, "waiting": 0, "policy_version": -1, "restarts": 2}
-    monitor.on_status(actor(0, engines={"engine-0": serving, "engine-1": waiting}))
+    begins = {"state": "starting", "starting": "capturing CUDA graphs", "policy_version": -1}
+    monitor.on_status(actor(0, engines={"engine-0": serving, "engine-1": waiting, "engine-2": begins}))
     monitor.on_status(actor(1, engines={"engine-0": serving | {"restarts": 1}}))
     monitor.on_status(actor(2, engines={"engine-0": serving}))
     lines = "\n".join(shown(monitor, 200))
-    assert "300 MiB; engine-0 3 running, 1 queued, v7; engine-1 waiting, restarted 2 times\n" in lines
+    assert "300 MiB; engine-0 3 running, 1 queued, v7; engine-1 waiting, restarted 2 times; engine-2" in lines
+    assert "engine-2 starting (capturing CUDA graphs)" in lines.replace("\n" + " " * 19, " ")
     assert "300 MiB; engine-0 3 running, 1 queued, v7, restarted 1 times\n" in lines
     assert lines.endswith("v21, 300 MiB"), "a lone engine is its actor"
 

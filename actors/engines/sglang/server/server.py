@@ -33,6 +33,18 @@ TAIL_BYTES = 32 << 10
 TAIL_LINES = 15
 LOGS_KEPT = 64
 """Log files of engines that a host keeps: each actor process names its own, those of the dead go."""
+PHASES = {
+    "Init torch distributed begin": "preparing its devices",
+    "Init parallel begin": "preparing its devices",
+    "Load weight begin": "loading the model",
+    "Load weight end": "allocating its cache",
+    "Pre-Compile": "compiling kernels",
+    "Compiling": "compiling kernels",
+    "Capture ": "capturing CUDA graphs",
+    "Capturing ": "capturing CUDA graphs",
+    "Application startup complete": "answering its first request",
+}
+"""What a server does before it serves, by what its log says as it begins with that (0.5.17 to 0.5.23)."""
 GONE_POLL_S = 0.05
 GONE_S = 30.0
 """The kernel may take so long to release a killed process's GPU memory."""
@@ -142,6 +154,11 @@ class ServerProcess:
         """Return the last lines that it wrote."""
         return "\n".join(self._tail()[-TAIL_LINES:])
 
+    def phase(self) -> str:
+        """Return what it does before it serves, by the last line of its log that tells."""
+        found = (words for line in reversed(self._tail()) for sign, words in PHASES.items() if sign in line)
+        return next(found, "loading its libraries")
+
     def _tail(self) -> list[str]:
         with self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
@@ -151,6 +168,10 @@ class ServerProcess:
 
 class Server(Protocol):
     """The server of an engine, or the two of a pair."""
+
+    @property
+    def phase(self) -> str:
+        """Return in words what it does before it serves."""
 
     async def start(self) -> SglangClient:
         """Start it or find it; who asks closes the client."""
@@ -170,6 +191,8 @@ class OwnServer:
 
     def __init__(self, config: SglangEngineConfig, model: Path, log_file: Path, first_gpu: int) -> None:
         self.process: ServerProcess | None = None
+        self.phase = "beginning"
+        """What it does before it serves."""
         self._config = config
         self._model = model
         self._log_file = log_file
@@ -191,6 +214,7 @@ class OwnServer:
         while not self.process.ended:
             if await client.healthy(self._config.health_timeout_s):
                 return
+            self.phase = await asyncio.to_thread(self.process.phase)
             if time.monotonic() > deadline:
                 await self.process.kill()
                 raise EngineError(
@@ -224,6 +248,8 @@ class AttachedServer:
     """A server that runs already: it is waited for, watched, and brought to our weights."""
 
     def __init__(self, config: SglangEngineConfig) -> None:
+        self.phase = f"waiting for {config.url}"
+        """What is done before it serves."""
         self._config = config
 
     async def start(self) -> SglangClient:

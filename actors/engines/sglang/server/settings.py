@@ -47,6 +47,16 @@ NEEDS_CUDA = {
     "attn_dp_size": "attention on a CPU cannot fill up the batches of its ranks",
 }
 """Settings that a server on a CPU dies of, and why."""
+KERNEL_CACHES = {
+    "SGLANG_CACHE_DIR": "",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "nv",
+    "FLASHINFER_WORKSPACE_BASE": "",
+}
+"""Variables by which a server and its libraries find what they compiled and tuned before, and the place of
+each in one directory. From 0.5.19 on SGLang sets most of them so itself."""
 LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -109,6 +119,7 @@ def server_settings(
         refuse_wide(given.get("dtype", _dtype(model)), model)
     return {
         "skip_tokenizer_init": True,  # token ids in and out
+        "log_level_http": "warning",  # a line for each request fills the log and says nothing
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
         **(ON_CPU if device == "cpu" else {}),
         **({"enable_return_routed_experts": True} if config.routed_experts else {}),
@@ -132,7 +143,9 @@ def server_environment(config: SglangEngineConfig, settings: Settings, python: P
     shared = python == Path(sys.executable)
     inherited = {name: value for name, value in os.environ.items() if shared or name != "PYTHONPATH"}
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if settings.get("device") == "cpu" else {}
-    return inherited | {"HF_HUB_OFFLINE": "1"} | cpu | config.environment
+    kept = config.kernel_cache.expanduser().absolute()
+    caches = {name: str(kept / below) for name, below in KERNEL_CACHES.items()}
+    return caches | inherited | {"HF_HUB_OFFLINE": "1"} | cpu | config.environment
 
 
 def _streaming(interval: int) -> Settings:

@@ -13,6 +13,7 @@ import torch
 from actors.engines.announced_version import Published
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.server import server as servers
 from actors.settings.engines import SglangEngineConfig
 from actors.settings.fleet import FleetConfig
 from bus.config import BusConfig
@@ -332,6 +333,15 @@ async def test_what_the_server_found_in_its_cache_and_how_full_that_is_are_known
     assert engine.kv_tokens.capacity == 65536
     await engine.abort("held")
     await flight
+
+
+async def test_the_log_says_what_the_start_did_and_has_no_line_for_each_request(engine):
+    process = engine._server.process
+    assert process.phase() in servers.PHASES.values()
+    said = process._log.read_text()
+    assert "Load weight begin" in said
+    await engine.generate(request("unlogged", PROMPT, new=4))
+    assert "POST /generate" not in process._log.read_text()
 
 
 async def test_given_tokens_have_the_log_probs_of_the_weights_loaded_last(engine):

@@ -64,3 +64,31 @@ async def test_logs_of_engines_long_gone_are_removed_and_those_of_other_hosts_st
     await process.kill()
     assert {path.name for path in await asyncio.to_thread(tmp_path.iterdir)} >= names(here[3:], elsewhere)
     assert not names(here[:3]) & {path.name for path in await asyncio.to_thread(tmp_path.iterdir)}
+
+
+async def test_the_log_says_what_a_server_does_before_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The lines are SGLang's own, of 0.5.19 and 0.5.23."""
+    said = {
+        "INFO: starting": "loading its libraries",
+        "[10:00:00] Init torch distributed begin.": "preparing its devices",
+        "[10:00:02] Load weight begin. avail mem=138.74 GB": "loading the model",
+        "Loading safetensors checkpoint shards: 50%": "loading the model",
+        "[10:00:09] Load weight end. elapsed=7.1 s": "allocating its cache",
+        "[10:00:10] Entering DeepGEMM JIT Pre-Compile session. It may take a long time": "compiling kernels",
+        "[10:00:50] Capture decode CUDA graph begin. This can take": "capturing CUDA graphs",
+        "Capturing batches (bs=8 avail_mem=20.10 GB)": "capturing CUDA graphs",
+        "[10:01:00] INFO: Application startup complete.": "answering its first request",
+    }
+    program, log = tmp_path / "echoes.py", tmp_path / "logs/engine.log"
+    program.write_text("import sys\nfor line in sys.stdin: print(line, end='', flush=True)\n")
+    monkeypatch.setattr(servers, "LAUNCHER", program)
+    process = await ServerProcess.start(Path(sys.executable), {}, os.environ, log)
+    for line, words in said.items():
+        process._process.stdin.write(f"{line}\n".encode())
+        async with asyncio.timeout(20.0):
+            while line not in process.tail():  # noqa: ASYNC110 - a file tells nobody
+                await asyncio.sleep(0.01)
+        assert process.phase() == words, line
+    await process.kill()

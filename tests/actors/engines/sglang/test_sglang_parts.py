@@ -18,7 +18,7 @@ from actors.engines.sglang.client.server_facts import ServerFacts
 from actors.engines.sglang.server import settings as sglang_settings
 from actors.engines.sglang.server.gpu_count import base_gpu_id, gpus
 from actors.engines.sglang.server.launcher import _flags
-from actors.engines.sglang.server.settings import server_environment, server_settings
+from actors.engines.sglang.server.settings import KERNEL_CACHES, server_environment, server_settings
 from actors.engines.sglang.weights import HeldWeights, buckets
 from actors.settings.engines import SglangEngineConfig
 from bus.errors import ConfigError, EngineError
@@ -339,6 +339,25 @@ def test_a_server_of_this_interpreter_sees_the_same_packages_and_another_does_no
     assert "PYTHONPATH" not in other
     set_there = SglangEngineConfig(environment={"PYTHONPATH": "/theirs"})
     assert server_environment(set_there, {}, Path("/other/bin/python"))["PYTHONPATH"] == "/theirs"
+
+
+def test_a_server_keeps_its_compiled_kernels_in_one_directory_unless_it_is_told_otherwise(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in KERNEL_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_CACHE_PATH", "/set/here")
+    config = SglangEngineConfig(environment={"TRITON_CACHE_DIR": "/set/there"})
+    found = server_environment(config, {}, Path(sys.executable))
+    assert {name: found[name] for name in KERNEL_CACHES} == {
+        "SGLANG_CACHE_DIR": "/home/me/.cache/sglang",
+        "SGLANG_DG_CACHE_DIR": "/home/me/.cache/sglang/deep_gemm",
+        "TRITON_CACHE_DIR": "/set/there",
+        "TORCHINDUCTOR_CACHE_DIR": "/home/me/.cache/sglang/inductor",
+        "CUDA_CACHE_PATH": "/set/here",
+        "FLASHINFER_WORKSPACE_BASE": "/home/me/.cache/sglang",
+    }
+    other = server_environment(SglangEngineConfig(kernel_cache=Path("/kept")), {}, Path(sys.executable))
+    assert other["SGLANG_CACHE_DIR"] == "/kept"
 
 
 @pytest.mark.parametrize(
