@@ -19,6 +19,7 @@ from bus.errors import ConfigError
 from bus.messages import PolicyManifest
 from bus.process.plugins import refuse_of_record
 from bus.waiting import set_within
+from storage.model_files.model_reading import lack_of_model
 from storage.model_files.packed_files import is_quantised_model
 from storage.weights.blob_sources import BlobSource
 
@@ -133,8 +134,8 @@ def refuse_quantised_directory(setting: str, path: Path) -> None:
 def refuse_other_tokenizer(setting: str, path: Path, model: Path) -> None:
     """Raise `ConfigError` unless the directories `path`, which `setting` names, and `model` have one
     tokenizer."""
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{setting}={path} is no model directory: it has no config.json")
+    if lack := lack_of_model(path):
+        raise ConfigError(f"{setting}={path} is no model directory: {lack}")
     vocabularies = [
         AutoTokenizer.from_pretrained(found, trust_remote_code=False).get_vocab() for found in (path, model)
     ]

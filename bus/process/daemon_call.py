@@ -17,7 +17,7 @@ async def in_daemon_thread(function: Callable[[], T], name: str) -> T:
         future.set_running_or_notify_cancel()
         try:
             future.set_result(function())
-        except StopIteration as error:  # which no future can hold
+        except (StopIteration, SystemExit) as error:  # no future can hold one, the other would end the loop
             future.set_exception(RuntimeError(f"{name} raised {error!r}").with_traceback(error.__traceback__))
         except BaseException as error:  # noqa: BLE001  # the caller raises it
             future.set_exception(error)

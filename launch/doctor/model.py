@@ -14,7 +14,13 @@ from launch.model_files.model_directory import (
 )
 from launch.model_files.weight_files import tensors_in, weight_files
 from launch.settings.run_config import RunConfig
-from storage.model_files.model_reading import context_of, read_config, read_tokenizer, refuse_no_template
+from storage.model_files.model_reading import (
+    context_of,
+    lack_of_model,
+    read_config,
+    read_tokenizer,
+    refuse_no_template,
+)
 
 COMPLETE = "download the directory again: a copy was cut short"
 
@@ -32,9 +38,9 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
             "fetch it before, with `hf download NAME`, or give --model.path a directory",
         )  # fmt: skip
         return
-    if not (path / "config.json").is_file():
+    if lack := lack_of_model(path):
         yield Finding(
-            "model", "error", f"{path} is not a model directory: it has no config.json",
+            "model", "error", f"{path} is not a model directory: {lack}",
             "give --model.path a directory in Hugging Face format, such as `hf download NAME --local-dir "
             "DIR` makes",
         )  # fmt: skip

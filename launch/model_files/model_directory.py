@@ -12,6 +12,7 @@ from launch.model_files.weight_files import all_tensors
 from launch.settings.run_config import RunConfig
 from learner.config.mtp import Heads, refuse_headless
 from storage.disk.run_directory import RunDirectory
+from storage.model_files.model_reading import lack_of_model
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 """Files of which a tokenizer has one at least."""
@@ -22,8 +23,8 @@ def model_directory(path: Path, *, setting: str = "model.path") -> Path:
 
     Raises `ConfigError` when there is no such model."""
     found = fetched(path, setting) if is_hub_name(path) else path
-    if not (found / "config.json").is_file():
-        raise ConfigError(f"{setting}: {found} is not a model directory: it has no config.json; {REMEDY}")
+    if lack := lack_of_model(found):
+        raise ConfigError(f"{setting}: {found} is not a model directory: {lack}; {REMEDY}")
     return found
 
 

@@ -205,7 +205,7 @@ def _queues(storage: dict[str, Json]) -> str:
         return UNKNOWN
     return (
         f"{integer(storage, 'rolling_out')} groups rolling out, {integer(storage, 'stored')} stored; "
-        f"on the bus {integer(storage, 'tasks_pending')} tasks, "
+        f"on the bus {integer(storage, 'tasks_pending')} leases, "
         f"{integer(storage, 'trajectories_pending')} results"
     )
 

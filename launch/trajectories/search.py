@@ -68,11 +68,12 @@ class TrajectoryFilter:
         """Return whether the trajectory is wanted, apart from what its group, its steps and its text
         decide."""
         metadata, is_known = t.metadata, not t.reward_due
+        tasks = (str(metadata[key]) for key in TASK_KEYS if metadata.get(key) is not None)
         return (
             (self.version is None or self.version in t.policy_versions)
             and self.end in (None, t.end)
             and self.source in (None, metadata.get(SOURCE))
-            and (self.task is None or self.task in (str(metadata.get(key)) for key in TASK_KEYS))
+            and (self.task is None or self.task in tasks)
             and (self.least_reward is None or (is_known and t.reward >= self.least_reward))
             and (self.most_reward is None or (is_known and t.reward <= self.most_reward))
         )

@@ -56,13 +56,22 @@ def refusing(what: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {said}: {remedy}") from error
 
 
+def lack_of_model(directory: Path) -> str:
+    """Return why this is no directory of a model; empty where it may be one."""
+    if not directory.exists():
+        return "there is no such directory"
+    if not directory.is_dir():
+        return "it is a file"
+    return "" if (directory / "config.json").is_file() else "it has no config.json"
+
+
 def read_config(directory: Path) -> "PretrainedConfig":
     """Return what `config.json` says, by transformers; programs in the directory are not run.
 
     Raises `ConfigError` when it is missing or unreadable, or names sizes that no model has."""
     file = directory / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{directory} is not a model directory: it has no config.json")
+    if lack := lack_of_model(directory):
+        raise ConfigError(f"{directory} is not a model directory: {lack}")
     with refusing(f"cannot read {file}", AGAIN):
         raw = json.loads(file.read_text())
         _refuse_counts(file, raw)

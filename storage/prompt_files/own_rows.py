@@ -30,7 +30,7 @@ def own_rows(source: Path, position: int = 0) -> Iterator[tuple[str, dict[str, J
             yield f"{what}, row {number}", _checked(values, f"{what}, row {number}")
     except SluiceError:
         raise
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise ConfigError(
             with_traceback(f"{what} raised {error!r} for rows from {position} on", error)
         ) from error

@@ -3,9 +3,10 @@
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from operator import index
 from statistics import fmean
 from typing import NamedTuple
@@ -106,7 +107,7 @@ class PickedPrompts:
             return
         draw, asked_for = self._draw(count), self._data.latest
         self.waits_for = f"waiting for data.sampler {self._name!r} to choose {count} prompts"
-        choosing = in_daemon_thread(lambda: self._function(draw), "sampler")
+        choosing = in_daemon_thread(lambda: self._choice(draw), "sampler")
         try:
             chosen = await unless(stop, asyncio.wait_for(choosing, CHOOSING_S))
         except TimeoutError as error:
@@ -119,6 +120,11 @@ class PickedPrompts:
             picked, state = self._checked(chosen, draw), self._encoded(draw.state)
             self._data.pick(picked)
             self._ledger.set_fact(f"{_STATE}{self._name}", state)
+
+    def _choice(self, draw: Draw) -> object:
+        """Return what the function returns, or the first that it yields: it yields within the time limit."""
+        chosen = self._function(draw)
+        return list(islice(chosen, draw.count + 1)) if isinstance(chosen, Iterator) else chosen
 
     def note(self, lease_id: int, rewards: Sequence[float]) -> None:
         """Count the group of a lease for its prompt, if its rewards are known."""

@@ -125,7 +125,7 @@ def test_local_refuses_prompts_that_it_cannot_read(
         (("--reward", "my_pkg:fn"), "reward 'my_pkg:fn': importing 'my_pkg' failed: ModuleNotFoundError"),
         (("--data.task", "sotr"), "no built-in task 'sotr': did you mean 'sort'?"),
         (("--run", "a b"), "run name 'a b'"),
-        (("--model.path", "nowhere"), "model.path: nowhere is not a model directory: it has no config.json"),
+        (("--model.path", "nowhere"), "model.path: nowhere is not a model directory: there is no such "),
         (("--warmup.demonstrations", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
     ],
 )
@@ -293,7 +293,7 @@ def of_unknown_kind(model: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (None, "is not a model directory: it has no config.json"),
+        (None, "is not a model directory: there is no such directory"),
         (with_torn_config, "config.json"),
         (of_unknown_kind, "mystery"),
         (without_weights, "has neither model.safetensors nor"),

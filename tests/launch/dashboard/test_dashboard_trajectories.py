@@ -68,6 +68,7 @@ async def test_the_newest_come_first_and_filters_choose(stored: RunDirectory):
     assert await names(stored, end="timeout") == []
     assert {name[:9] for name in await names(stored, version=3)} == {f"g0000000{n}" for n in range(4)}
     assert await names(stored, task="task-3") == ["g00000003.0", "g00000003.1"]
+    assert await names(stored, task="None") == []
     assert await names(stored, lease=3, least_reward=1) == ["g00000003.1"]
     assert len(await names(stored, version=4)) == 2 * GROUPS_A_STEP * SAMPLES  # sampled one turn of each
 

@@ -61,7 +61,7 @@ def test_without_a_model_there_is_nothing_to_look_at():
 
 def test_no_model_directory_is_an_error(tmp_path: Path):
     [found] = look(tmp_path / "nowhere")
-    assert (found.level, "has no config.json" in found.found) == ("error", True)
+    assert (found.level, "there is no such directory" in found.found) == ("error", True)
 
 
 def test_a_name_of_the_hub_that_was_not_fetched_is_a_warning():

@@ -50,7 +50,7 @@ def test_screen_says_where_the_run_stands_and_who_waits():
         "tokens/s   8642 generated, 3210 trained",
         "step time  2.00 s = 1.50 s training + 0.40 s waiting + 0.10 s publishing",
         "staleness  2 now, 3 worst, 4 allowed (policy versions)",
-        "queues     64 groups rolling out, 12 stored; on the bus 31 tasks, 2 results",
+        "queues     64 groups rolling out, 12 stored; on the bus 31 leases, 2 results",
         "waiting    engines run 60 requests and 6 more queue, at 8642 tokens/s (144 each)",
         "rollouts   5216 trajectories published, 5120 trained on",
         "rejected   groups: 84 zero_variance, 6 rollout_failed",

@@ -48,6 +48,12 @@ def questions(position):
 def broken(position):
     yield {"prompt": str(1 / 0)}
 
+def exits(position):
+    yield {"prompt": str(raise_system_exit())}
+
+def raise_system_exit():
+    raise SystemExit(3)
+
 def broken_later(position):
     for n in range(position, 6):
         yield {"prompt": f"row {n}"}
@@ -183,6 +189,7 @@ async def test_a_block_waits_for_the_bus_and_has_its_long_prompts_skipped():
         ("texts", r"'my_rows:texts', row 2: a str, not an object"),
         ("questions", "row 1: no key 'prompt'"),
         ("broken", r"(?s)'my_rows:broken' raised ZeroDivisionError.*my_rows\.py.*in broken"),
+        ("exits", r"(?s)'my_rows:exits' raised SystemExit.*my_rows\.py.*in exits"),
         ("brokn", "did you mean 'broken'"),
     ],
 )

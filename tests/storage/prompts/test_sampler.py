@@ -1,6 +1,7 @@
 """A sampler of the user's own: what it is told, that a restart draws the same, and what is refused."""
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def last(draw: Draw) -> list[int]:
 
 def hangs(draw: Draw) -> list[int]:
     return [asyncio.run(asyncio.sleep(3600))]
+
+
+def hangs_before_it_yields(draw: Draw) -> Iterator[int]:
+    yield asyncio.run(asyncio.sleep(3600))
+
+
+def exits(draw: Draw) -> list[int]:
+    raise SystemExit(3)
 
 
 class Storage:
@@ -184,10 +193,12 @@ async def test_prompts_are_chosen_as_late_as_can_be(tmp_path):
         (stops, r"(?s)stops' raised .*StopIteration.*test_sampler\.py.*in stops"),
         (keeps_a_set, r"what is no JSON in draw\.state"),
         (hangs, r"took longer than 0\.01 s"),
+        (hangs_before_it_yields, r"took longer than 0\.01 s"),
+        (exits, r"exits' raised .*SystemExit\(3\)"),
     ],
 )
 async def test_what_a_sampler_must_not_do_ends_the_run_with_its_name(tmp_path, monkeypatch, function, said):
-    monkeypatch.setattr(sampler, "CHOOSING_S", 0.01 if function is hangs else 60.0)
+    monkeypatch.setattr(sampler, "CHOOSING_S", 0.01 if "hangs" in function.__name__ else 60.0)
     with process(tmp_path, function) as storage:
         with pytest.raises(ConfigError, match=said):
             await storage.issue(2)
