@@ -56,7 +56,7 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     if settings.warmup.steps and settings.warmup.loss.facts.of_scores:
         hf_config, state = as_reward_model(hf_config, state, tokenizer, seed=settings.seed)
     else:
-        refuse_reward_model(settings.model_directory, hf_config)
+        refuse_reward_model(settings.model_directory, hf_config, settings.model_directory)
     images = ImageChat.of(settings.model_directory, tokenizer)
     if images is not None and (problem := settings.learner.unseeing_teachers):
         raise ConfigError(f"{settings.model_directory} is a vision-language model; {problem}")

@@ -53,7 +53,7 @@ def refuse_unfit_checkpoint(begin: Beginning, hf_config: PretrainedConfig) -> No
     theirs = load_hf_config(checkpoint)
     refuse_other_model(checkpoint, differences(fingerprint(theirs), fingerprint(hf_config)))
     if not begin.gives_scores:
-        refuse_reward_model(checkpoint, theirs)
+        refuse_reward_model(checkpoint, theirs, checkpoint.parents[1] / "export")
     if not adapters_in(manifest).exists:
         load_hf_directory(checkpoint)
     elif begin.with_optimizer and not adapters_go_on(manifest, begin.backend, begin.lora):

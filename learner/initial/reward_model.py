@@ -38,13 +38,14 @@ def as_reward_model(
     return config, JoinedWeights(body, _Head(drawn))
 
 
-def refuse_reward_model(directory: Path, hf_config: PretrainedConfig) -> None:
-    """Raise `ConfigError` for a reward model where a policy is to be trained."""
+def refuse_reward_model(directory: Path, hf_config: PretrainedConfig, exported: Path) -> None:
+    """Raise `ConfigError` for a reward model where a policy is to be trained; `exported` is where a reward is
+    read from."""
     if is_reward_model(hf_config):
         raise ConfigError(
             f"{directory} is a reward model, whose output is a score and no token: begin with the model that "
-            "it was made of. What its run exported rewards answers: --reward reward_model "
-            "--actors.environment.reward-model.path runs/RUN/export"
+            "it was made of. It rewards answers with --reward reward_model "
+            f"--actors.environment.reward-model.path {exported}"
         )
 
 

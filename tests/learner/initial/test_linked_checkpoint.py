@@ -17,7 +17,7 @@ from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.parallel import UNDIVIDED
 from learner.data.packing import pack
 from learner.initial.initial import prepare
-from learner.model_directories.model_directory import load_tokenizer
+from learner.model_directories.model_directory import load_tokenizer, save_hf_directory
 from learner.progress.progress import Progress, checkpoint_step
 from learner.run.restore import restore_alone, restore_backend
 from learner.step.warmup import warm_up_step
@@ -235,7 +235,7 @@ def test_a_reward_model_is_refused_as_a_policy_before_a_start(tmp_path, lora):
     warm_up_step(trained, settings, initial.demonstrations, 0)
     save_checkpoint(trained, run.checkpoints, 0, asdict(Progress(stage="done", warmup_step=1)), keep=1)
     with pytest.raises(
-        ConfigError, match=r"is a reward model, whose output is a score .*--reward reward_model"
+        ConfigError, match=r"step_00000000 is a reward model, .*\.reward-model\.path .*/rm/export"
     ):
         refuse_model(config_of(tmp_path, "rl", "megatron", model={"from_run": "rm"}))
     for name, others in (("on", lora), ("whole", {})):
@@ -246,6 +246,9 @@ def test_a_reward_model_is_refused_as_a_policy_before_a_start(tmp_path, lora):
         settings, _ = learner_settings(further, RunDirectory(tmp_path, name))
         going_on = restore_backend(settings, prepare(settings, file), None, Progress(), UNDIVIDED)
         assert differing(weights(going_on), weights(trained)) == []
+    save_hf_directory(run.export, trained.hf_config, trained.export(), settings.model_directory)
+    with pytest.raises(ConfigError, match=r"rm/export is a reward model, whose output is a score"):
+        refuse_model(config_of(tmp_path, "rl", "megatron", model={"path": tmp_path / "rm/export"}))
 
 
 def test_what_cannot_be_begun_with_is_refused_by_name(tmp_path):
