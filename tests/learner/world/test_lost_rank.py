@@ -12,9 +12,9 @@ from bus.errors import WorldError
 from learner.world.rank import translated
 
 
-async def two_ranks(timeout_s: float) -> list[dist.ProcessGroupGloo]:
+async def two_ranks() -> list[dist.ProcessGroupGloo]:
     """Two ranks of one group, both in this process, which keeps the group of its other tests."""
-    store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
+    store, timeout = dist.HashStore(), timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
         loop = asyncio.get_running_loop()
         made = [loop.run_in_executor(pool, dist.ProcessGroupGloo, store, rank, 2, timeout) for rank in (0, 1)]
@@ -26,11 +26,13 @@ async def test_collective_of_an_installed_gloo_that_has_lost_a_rank_is_told_as_t
     monkeypatch: pytest.MonkeyPatch, is_silent: bool
 ):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    ranks = await two_ranks(timeout_s=0.2 if is_silent else 60)
-    if not is_silent:
+    ranks, options = await two_ranks(), dist.AllreduceOptions()
+    if is_silent:
+        options.timeout = timedelta(milliseconds=50)
+    else:
         del ranks[1]
     with pytest.raises(WorldError, match=r"rank 0 of the learner lost another: .*gloo"):
-        await translated(asyncio.to_thread(lambda: ranks[0].allreduce([torch.ones(1)]).wait()))
+        await translated(asyncio.to_thread(lambda: ranks[0].allreduce([torch.ones(1)], options).wait()))
 
 
 async def test_other_errors_of_a_rank_are_its_own():
