@@ -6,6 +6,7 @@ from bus.codec import Message
 from bus.decoded_size import MemoryLimit
 from bus.errors import SchemaError
 from bus.messages import BlobRef, PolicyManifest, Prompt
+from bus.trajectory import TrajectoryBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,13 @@ class EvaluationTask(Message, tag="evaluation_task"):
     max_new_tokens: int | None = None
     answered_by: str = ""
     """Opponent that answers instead of `policy`; its result stands beside that of each version."""
+    kept_answers: int = 0
+    """Most answers that storage keeps of it, for people: all of the first prompts."""
+
+    @property
+    def kept_prompts(self) -> int:
+        """Return of how many prompts the answers are kept: each has one for each sample, and a greedy one."""
+        return self.kept_answers // (self.samples + 1)
 
     def check(self) -> None:
         """Refuse numbers k that so many samples cannot estimate, and sampling that there cannot be."""
@@ -45,6 +53,27 @@ class PromptSet(Message, tag="prompt_set", memory=MemoryLimit(expansion=32, most
     """Prompts that travel together: the held-out set, or the data of a run."""
 
     prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutAnswers(Message, tag="held_out_answers"):
+    """All answers to one held-out prompt by one policy version, for people to see."""
+
+    policy_version: int
+    prompt: int
+    """Place of the prompt in its data set, from 0."""
+    batch: TrajectoryBatch
+    """The answers: samples in their order, and the greedy one last."""
+    data_set: str = ""
+    label: str | None = None
+    """Label of the prompt."""
+
+    def check(self) -> None:
+        """Refuse a trajectory that could be trained: nobody may mistake these for others."""
+        if trainable := [
+            t.trajectory_id for t in self.batch.trajectories if t.trainable or t.loss_mask.any()
+        ]:
+            raise SchemaError(f"{trainable[0]} answers a held-out prompt and must not be trainable")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

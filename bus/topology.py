@@ -108,6 +108,7 @@ class Topology:
             ("TASKS", self._rollouts()),
             ("TASKS", self._consumer("evaluation", "tasks", "evaluation")),
             ("OUTCOMES", self._consumer("dispatcher", "outcomes", "rejected")),
+            ("OUTCOMES", self._consumer("answers", "outcomes", "answers")),
             *(("OUTCOMES", self._consumer(f"rewards-{n}", "outcomes", "rewards", n)) for n in range(shards)),
             *(("TRAJECTORIES", self._consumer(f"shard-{n}", "trajectories", n)) for n in range(shards)),
         )

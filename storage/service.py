@@ -29,6 +29,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.dispatch.absent_actors import REMEDY
 from storage.dispatch.dispatcher import Counting, Dispatcher
 from storage.ledger.ledger import Ledger
+from storage.metrics.held_out_answers import HeldOutStore, keep_held_out_answers
 from storage.metrics.recorder import Sink, record_metrics
 from storage.model_files.packed_files import vocabulary_size
 from storage.prompt_files.dataset import refuse_large
@@ -90,6 +91,8 @@ class StorageSettings:
     """Whether the images of each group are counted, for a learner whose balance of ranks is by work."""
     measures: bool = True
     """Whether held-out prompts are announced, for the learner to have answered."""
+    kept_evaluations: int = 1
+    """Number of evaluations of each data set whose answers are kept."""
     rolls_out: bool = True
     """Whether the run trains on answers to prompts, and not on demonstrations alone."""
     sinks: tuple[Sink, ...] = ()
@@ -257,6 +260,12 @@ class _Service:
                     parts.create_task(self._dispatcher.run(stop, reissue=reissue))
                     parts.create_task(self._admit_when_checked(stop))
                     parts.create_task(self._data_updates.run(stop))
+                    parts.create_task(
+                        keep_held_out_answers(
+                            self._bus, HeldOutStore(self._settings.run.held_out_answers), stop,
+                            evaluations=self._settings.kept_evaluations,
+                        )
+                    )  # fmt: skip
                     parts.create_task(
                         report_sources(self._bus, self._ledger, self._data, self._success, stop)
                     )

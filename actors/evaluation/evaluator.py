@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from statistics import fmean
 
+import numpy as np
 import structlog
 
 from actors.engines.base import Engine, Sampling
 from actors.environments.base import Environment
 from actors.environments.failures import EnvironmentFailures, end_after, is_cancelled
-from actors.episodes.episode import Episode
+from actors.episodes.episode import Episode, FailedEpisode
 from actors.episodes.errors import EpisodeError, raised_by_environment
+from actors.episodes.sent_trajectories import PlacedPart, trajectories_of
 from actors.episodes.task import Task
 from actors.evaluation.engines import EvaluationEngines
 from actors.policy.chat_format import Tokenizer
@@ -23,12 +25,12 @@ from actors.settings.groups import FailureLimitsConfig, InterruptionConfig
 from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError, in_short
-from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
-from bus.messages import BlobRef, Prompt
+from bus.evaluation_messages import EvaluationResult, EvaluationTask, HeldOutAnswers, PromptSet
+from bus.messages import BlobRef, Lease, Prompt
 from bus.streams.blob_store import get_blob
 from bus.streams.consume import Inbox, consume
 from bus.streams.publish import Publisher, together
-from bus.trajectory import TRUSTED_ENDS, End
+from bus.trajectory import TRUSTED_ENDS, End, TrajectoryBatch
 from bus.waiting import unless
 from storage.images.chat import ImageChat
 
@@ -75,6 +77,8 @@ class _Answer:
     """Versions of the weights that sampled the tokens."""
     failure: str = ""
     """Why there is no reward."""
+    episode: Episode | None = None
+    """What was said, where it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,8 @@ class Evaluator:
         self._publisher = Publisher(bus)
         self._prompts: dict[str, Sequence[Prompt]] = {}
         self._stop = asyncio.Event()
+        self._unsent: list[HeldOutAnswers] = []
+        """Answers of the evaluation that goes on, for storage to keep."""
         self._latest: dict[str, tuple[EvaluationTask, EvaluationResult]] = {}
         """Latest task and result of each data set, without those of which rollouts failed."""
         self._failures: dict[str, EnvironmentFailures] = {}
@@ -139,7 +145,7 @@ class Evaluator:
     async def _on_task(self, task: EvaluationTask) -> None:
         version = task.policy.policy_version
         on = f" on {task.data_set}" if task.data_set else ""
-        self.doing = f"evaluating version {version}{on}"
+        self.doing, self._unsent = f"evaluating version {version}{on}", []
         try:
             result = await self._evaluated_unless_stopped(task)
         except EngineLostError:
@@ -149,6 +155,7 @@ class Evaluator:
         else:
             if result is not None:
                 await self._publish(result)
+                await self._send_answers(result)
         finally:
             self.doing = ""
 
@@ -177,10 +184,14 @@ class Evaluator:
         failures.forget_judged()
         tasks, once = (_tasks(task.data_set, prompts, samples) for samples in (task.samples, 1))
         try:
-            sampled = await self._answers(tasks, engine, _sampling(task, self.parts.sampled), failures)
+            sampled = await self._answers(
+                tasks, engine, _sampling(task, self.parts.sampled), failures,
+                kept=task.kept_prompts * task.samples,
+            )  # fmt: skip
             greedy = await self._answers(
-                once, engine, _sampling(task, self.parts.greedy, temperature=0.0), failures
-            )
+                once, engine, _sampling(task, self.parts.greedy, temperature=0.0), failures,
+                kept=task.kept_prompts,
+            )  # fmt: skip
         except EngineLostError as error:
             raise await self._engines.after_loss(task.policy, error) from error
         answers = (*sampled, *greedy)
@@ -210,6 +221,12 @@ class Evaluator:
             samples=task.samples,
             scores=_scores(task, sampled),
         )
+        self._unsent = [
+            _held_out_answers(
+                task, number, prompts[number], [*sampled[number * task.samples :][: task.samples], one]
+            )
+            for number, one in enumerate(greedy[: task.kept_prompts])
+        ]
         self._skipped.pop(task.data_set, None)
         self._latest.pop(task.data_set, None)
         if not result.failed:
@@ -261,6 +278,16 @@ class Evaluator:
         answers = oldest == newest == version if self._engines.exact else oldest >= version
         return result if same and answers else None
 
+    async def _send_answers(self, result: EvaluationResult) -> None:
+        """Give storage the answers that it keeps. Nobody waits for them: what cannot be sent is left out."""
+        of = f"{result.incarnation}-{result.policy_version}-{result.data_set}"
+        subject = self._bus.subject("outcomes", "answers")
+        try:
+            for one in self._unsent:
+                await self._publisher.publish(subject, encode(one), message_id=f"answers-{of}-{one.prompt}")
+        except BusError as error:
+            log.warning("answers_not_sent", data_set=result.data_set, reason=str(error))
+
     async def _publish(self, result: EvaluationResult) -> None:
         name = f"evaluation-{result.incarnation}-{result.policy_version}"
         if result.data_set:
@@ -280,9 +307,12 @@ class Evaluator:
         )
 
     async def _answers(
-        self, tasks: Sequence[Task], engine: Engine, sampling: Sampling, failures: EnvironmentFailures
-    ) -> Sequence[_Answer]:
+        self, tasks: Sequence[Task], engine: Engine, sampling: Sampling, failures: EnvironmentFailures, *,
+        kept: int,
+    ) -> Sequence[_Answer]:  # fmt: skip
         """Carry out every task; return one answer for each, and note in `failures` what fails.
+
+        The first `kept` answers have what was said.
 
         Raises `HandBackError` when this process is to end before all of them began,
         and `EngineLostError` when no engine is left."""
@@ -292,13 +322,14 @@ class Evaluator:
         )  # fmt: skip
         places = asyncio.Semaphore(self._engines.prompts_at_once or len(tasks))
 
-        async def answer(task: Task) -> _Answer:
+        async def answer(number: int, task: Task) -> _Answer:
             async with places:
                 if self._stop.is_set():
                     raise _stopped()
-                return await self._answer(task, policy, failures)
+                found = await self._answer(task, policy, failures)
+                return found if number < kept else replace(found, episode=None)
 
-        return await together(map(answer, tasks))
+        return await together(answer(number, task) for number, task in enumerate(tasks))
 
     async def _answer(self, task: Task, policy: Policy, failures: EnvironmentFailures) -> _Answer:
         """Answer one prompt. A rollout that fails, or whose reward is not known at once, has no reward.
@@ -316,14 +347,17 @@ class Evaluator:
         [first, *_] = episode.trajectories
         if first.reward_due:  # as the environment is meant to be, though an evaluation cannot wait for it
             log.warning("evaluation_rollout_failed", task=task.task_id, reason=LATE)
-            return _Answer(reward=None, failure=LATE)
+            return _Answer(reward=None, failure=LATE, episode=episode)
         if episode.end not in TRUSTED_ENDS:
-            return self._failed(task, EpisodeError(f"it ended as {episode.end}"), episode.end, failures)
+            failed = self._failed(task, EpisodeError(f"it ended as {episode.end}"), episode.end, failures)
+            return replace(failed, episode=episode)
         failures.worked(task, episode.fault)
         others = self.parts.others.names
         own = next((part for part in episode.trajectories if part.policy not in others), first)
         reward = own.reward if episode.outcome is None else episode.outcome
-        return _Answer(reward=reward, versions=_versions(episode, others))
+        counted = replace(own, reward=reward)
+        said = tuple(counted if part is own else part for part in episode.trajectories)
+        return _Answer(reward, _versions(episode, others), episode=replace(episode, trajectories=said))
 
     def _failed(self, task: Task, error: BaseException, end: End, failures: EnvironmentFailures) -> _Answer:
         reason = f"{type(error).__name__}: {error}"
@@ -334,7 +368,7 @@ class Evaluator:
             exc_info=raised_by_environment(error),
         )
         failures.failed(task, error, end)
-        return _Answer(reward=None, failure=reason)
+        return _Answer(reward=None, failure=reason, episode=FailedEpisode(end, reason).as_episode(1))
 
     async def _heldout(self, ref: BlobRef) -> Sequence[Prompt]:
         if ref.digest not in self._prompts:
@@ -342,6 +376,34 @@ class Evaluator:
                 del self._prompts[next(iter(self._prompts))]
             self._prompts[ref.digest] = decode(await get_blob(self._bus, ref), PromptSet).prompts
         return self._prompts[ref.digest]
+
+
+def _held_out_answers(
+    task: EvaluationTask, number: int, prompt: Prompt, answers: Sequence[_Answer]
+) -> HeldOutAnswers:
+    """Return the answers to a prompt as trajectories of which nothing is trained, without what only training
+    needs."""
+    parts = [
+        (
+            rollout,
+            replace(
+                part, trainable=False, loss_mask=np.zeros_like(part.loss_mask), routed_experts=None, kept=None
+            ),
+        )
+        for rollout, answer in enumerate(answers)
+        if answer.episode is not None
+        for part in answer.episode.trajectories
+    ]
+    version = task.policy.policy_version
+    lease = Lease(lease_id=number, prompt=prompt, samples=len(answers), policy_version=version)
+    placed = [PlacedPart(place, *one) for place, one in enumerate(parts)]
+    return HeldOutAnswers(
+        policy_version=version,
+        prompt=number,
+        batch=TrajectoryBatch.of(trajectories_of(lease, placed, size=len(placed))),
+        data_set=task.data_set,
+        label=prompt.label,
+    )
 
 
 def _said(data_set: str) -> str:

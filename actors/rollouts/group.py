@@ -7,24 +7,17 @@ from functools import partial
 from itertools import chain, count
 
 from actors.episodes.episode import AgentTrajectory, Episode, FailedEpisode
+from actors.episodes.sent_trajectories import PlacedPart, trajectories_of
 from actors.policy.rollout_turns import SampledTurn
 from actors.rewards.group_filters import EpisodeSize
 from actors.rollouts.held_lease import HeldLease
 from bus.agent_rewards import AgentReward
-from bus.codec import Json, decode, encode
+from bus.codec import decode, encode
 from bus.errors import SchemaError
-from bus.messages import Lease, trajectory_name
-from bus.older_kv import older_kv_bytes
+from bus.messages import Lease
 from bus.policy_names import DEFAULT_POLICY
 from bus.requests import GroupStatus
-from bus.trajectory import (
-    SOURCE,
-    TASK_KEYS,
-    Parent,
-    Trajectory,
-    TrajectoryBatch,
-    refuse_impossible_logprobs,
-)
+from bus.trajectory import TrajectoryBatch, refuse_impossible_logprobs
 
 NOTHING = GroupStatus(group_size=0)
 MANY_IMAGES_BYTES = 64 << 20
@@ -218,77 +211,17 @@ class Group:
     def _batch(self, samples: list[int]) -> TrajectoryBatch:
         parts = self._parts(samples)
         size = len(parts) if self.each is None else self.each * self.samples
-        places = {(rollout, part.strand): place for place, rollout, part in parts}
-        return TrajectoryBatch.of(
-            [
-                self._trajectory(place, size, rollout, part, self._parent(part, rollout, places))
-                for place, rollout, part in parts
-            ]
-        )
+        return TrajectoryBatch.of(trajectories_of(self.lease, parts, size=size, actor=self.actor))
 
-    def _parts(self, samples: list[int]) -> list[tuple[int, int, AgentTrajectory]]:
+    def _parts(self, samples: list[int]) -> list[PlacedPart]:
         """Return the trajectories with their places in the group and their rollouts."""
         parts = [(sample, part) for sample in samples for part in self.episodes[sample].trajectories]
         places = chain.from_iterable(map(self._places, samples)) if self.each else count()
-        return [(place, sample, part) for place, (sample, part) in zip(places, parts, strict=False)]
+        return [PlacedPart(place, sample, part) for place, (sample, part) in zip(places, parts, strict=False)]
 
     def _places(self, sample: int) -> range:
         each = self.each or 1
         return range(sample * each, (sample + 1) * each)
-
-    def _parent(
-        self, part: AgentTrajectory, rollout: int, places: Mapping[tuple[int, int], int]
-    ) -> Parent | None:
-        """Return what it was forked from, unless the environment left that out of the episode."""
-        if part.fork is None or (rollout, part.fork.strand) not in places:
-            return None
-        place = places[rollout, part.fork.strand]
-        return Parent(trajectory_name(self.lease.lease_id, place), part.fork.token)
-
-    def _named(self, metadata: Mapping[str, Json]) -> dict[str, Json]:
-        """Return a trajectory's metadata with source and task of its prompt, unless it has its own."""
-        given = self.lease.prompt.metadata
-        tasks = {key: given[key] for key in TASK_KEYS if isinstance(given.get(key), str | int)}
-        source = given.get(SOURCE)
-        return {**({SOURCE: source} if isinstance(source, str) else {}), **tasks, **metadata}
-
-    def _trajectory(
-        self, place: int, size: int, rollout: int, part: AgentTrajectory, parent: Parent | None
-    ) -> Trajectory:
-        routed = part.routed_experts
-        layers, per_token = (0, 0) if routed is None else routed.shape[1:]
-        return Trajectory(
-            trajectory_id=trajectory_name(self.lease.lease_id, place),
-            group_id=self.lease.group_id,
-            lease_id=self.lease.lease_id,
-            sample=place,
-            group_size=size,
-            rollout=rollout,
-            token_ids=part.token_ids,
-            loss_mask=part.loss_mask,
-            behaviour_logprobs=part.behaviour_logprobs,
-            policy_versions=part.policy_versions,
-            turns=part.turns,
-            reward=part.reward,
-            end=part.end,
-            agent=part.agent,
-            policy=part.policy,
-            parent=parent,
-            trainable=part.trainable,
-            reward_components=dict(part.reward_components),
-            actor=self.actor,
-            metadata=self._named(part.metadata),
-            reward_due=part.reward_due,
-            reward_source=part.reward_source,
-            run=self.lease.run,
-            routed_experts=b"" if routed is None else routed.tobytes(),
-            moe_layers=layers,
-            experts_per_token=per_token,
-            kept_counts=b"" if part.kept is None else part.kept.counts.tobytes(),
-            kept_tokens=b"" if part.kept is None else part.kept.token_ids.tobytes(),
-            images=part.images,
-            older_kv=older_kv_bytes(part.kv_versions, part.policy_versions),
-        )
 
 
 def _is_of(policy: str, part: AgentTrajectory) -> bool:

@@ -116,7 +116,7 @@ def _actor(t: Topology) -> Permissions:
             *_read_blobs(t),
             *_keys(t, f"{USERS}.*", "role.engine.*"),
             dead,
-            *_subjects(t, "trajectories.*", "outcomes.rejected"),
+            *_subjects(t, "trajectories.*", "outcomes.rejected", "outcomes.answers"),
             *_subjects(t, "events.metrics", "events.evaluation", COUNTERS),
             *_subjects(t, "rpc.lease", "rpc.group_status.*", "rpc.kept_turns.*"),
             *_subjects(t, "access.*", "broadcast.*", "relay.*", "status.actor"),

@@ -47,6 +47,10 @@ class Wanted:
     task: Annotated[
         str | None, _filter("--task", 'Whose prompt has this "id" or "task_id" in its metadata.')
     ] = None
+    data_set: Annotated[str | None, _filter("--data-set", "Of this held-out set, with --held-out.")] = None
+    held_out: Annotated[
+        bool, Parameter(name="--held-out", negative=(), group=WANTED, help="That answer held-out prompts.")
+    ] = False
     lease: Annotated[int | None, _filter("--lease", "Of the group of this lease.")] = None
     end: Annotated[str | None, _filter("--end", "That ended so, such as completed or length.")] = None
     below: Annotated[int | None, _filter("--below", "Of earlier leases than this, for older ones.")] = None
@@ -92,7 +96,11 @@ def tail(
     if token_ids and not (as_json or export):
         raise ConfigError("--token-ids is for --json and --export: give one of these too")
     configure_logging("error")
-    source, chosen = _source(live_run), TrajectoryFilter(**asdict(wanted))
+    if wanted.data_set and not wanted.held_out:
+        raise ConfigError("--data-set is for answers to held-out prompts: give --held-out too")
+    filters = asdict(wanted)
+    source = _source(live_run, held_out=filters.pop("held_out"))
+    chosen = TrajectoryFilter(**filters)
     if export is not None:
         count = run(partial(export_run, source, chosen, export, token_ids=token_ids))
         print(f"{count} trajectories in {export}")  # noqa: T201 - the user's terminal
@@ -102,13 +110,16 @@ def tail(
     run(partial(tail_run, source, options, lambda found: print(write(found), flush=True)))  # noqa: T201
 
 
-def _source(live_run: LiveRun) -> "TrajectorySource":
+def _source(live_run: LiveRun, *, held_out: bool) -> "TrajectorySource":
     """Return what reads the trajectories: the stores in the run's directory, or else its shards."""
+    from launch.trajectories.held_out import HeldOutTrajectories
     from launch.trajectories.sources import BusTrajectories, StoredTrajectories
     from launch.trajectories.stored_groups import has_stores
     from storage.disk.run_directory import RunDirectory
 
     directory = RunDirectory(live_run.directory, live_run.run_name)
+    if held_out:
+        return HeldOutTrajectories(directory)
     if has_stores(directory):
         return StoredTrajectories(directory)
     where = live_run.config(*READERS, "learner")

@@ -37,6 +37,7 @@ from launch.dashboard.status_watch import StatusWatch
 from launch.dashboard.timeline import timeline
 from launch.dashboard.trajectories import one_group, one_trajectory, trajectory_list
 from launch.run_view.run_files import RunFiles
+from launch.trajectories.held_out import PREFIX
 from launch.trajectories.search import LARGEST_NUMBER, TrajectoryFilter
 from storage.disk.run_directory import RunDirectory
 
@@ -157,19 +158,21 @@ class Dashboard:
 
     async def list_trajectories(self, request: Request) -> Response:
         """Answer with the newest trajectories that the query's filters want."""
-        source = self._runs.trajectories(self._name(request))
+        source = self._runs.trajectories(self._name(request), held_out="held_out" in request.query_params)
         return JSONResponse(await trajectory_list(source, _wanted(request.query_params)))
 
     async def trajectory(self, request: Request) -> Response:
         """Answer with one trajectory, token by token."""
         name = self._name(request)
-        source, trajectory = self._runs.trajectories(name), str(request.path_params["trajectory"])
+        trajectory = str(request.path_params["trajectory"])
+        source = self._runs.trajectories(name, held_out=trajectory.startswith(PREFIX))
         return JSONResponse(await one_trajectory(source, trajectory, labelled=self._shows_labels(name)))
 
     async def group(self, request: Request) -> Response:
         """Answer with the trajectories of a group, side by side."""
         name = self._name(request)
-        source, lease = self._runs.trajectories(name), int(request.path_params["lease"])
+        source = self._runs.trajectories(name, held_out="held_out" in request.query_params)
+        lease = int(request.path_params["lease"])
         return JSONResponse(await one_group(source, lease, labelled=self._shows_labels(name)))
 
     def _shows_labels(self, name: str) -> bool:
@@ -225,6 +228,7 @@ def _wanted(query: Mapping[str, str]) -> TrajectoryFilter:
         most_ratio=_number("ratio_most", given["ratio_most"]) if "ratio_most" in given else None,
         end=given.get("end"),
         source=given.get("source"),
+        data_set=given.get("data_set"),
         task=given.get("task"),
         recorded="ratios" in given,
         text=given.get("text"),

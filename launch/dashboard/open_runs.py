@@ -11,6 +11,7 @@ from launch.dashboard.curve_feed import CurveFeed
 from launch.dashboard.metrics_source import Locate
 from launch.dashboard.run_list import run_names
 from launch.dashboard.status_watch import StatusWatch
+from launch.trajectories.held_out import HeldOutTrajectories
 from launch.trajectories.sources import BusTrajectories, StoredTrajectories, TrajectorySource
 from launch.trajectories.stored_groups import has_stores
 from storage.disk.run_directory import RunDirectory
@@ -34,7 +35,7 @@ class OpenRuns:
         self._feeds: OrderedDict[str, CurveFeed] = OrderedDict()
         self._watches: dict[str, StatusWatch] = {}
         self._alerts: dict[str, RunAlerts] = {}
-        self._sources: dict[tuple[str, bool], TrajectorySource] = {}
+        self._sources: dict[tuple[str, str], TrajectorySource] = {}
 
     def names(self) -> list[str]:
         """Return the names of the runs, that of the command line first, then the latest used."""
@@ -62,14 +63,16 @@ class OpenRuns:
             self._alerts[name] = RunAlerts(self.root, name)
         return self._alerts[name]
 
-    def trajectories(self, name: str) -> TrajectorySource:
-        """Return what reads the trajectories of a run: its stores, once they are here."""
+    def trajectories(self, name: str, *, held_out: bool = False) -> TrajectorySource:
+        """Return what reads the trajectories of a run: its stores, once they are here.
+
+        With `held_out`, return what reads its answers to held-out prompts."""
         run = RunDirectory(self.root, name)
-        here = has_stores(run)
-        if (name, here) not in self._sources:
-            source = StoredTrajectories(run) if here else BusTrajectories(partial(self._locate, name))
-            self._sources[name, here] = source
-        return self._sources[name, here]
+        if held_out:
+            return self._sources.setdefault((name, "held out"), HeldOutTrajectories(run))
+        if has_stores(run):
+            return self._sources.setdefault((name, "stored"), StoredTrajectories(run))
+        return self._sources.setdefault((name, "bus"), BusTrajectories(partial(self._locate, name)))
 
     async def remove(self, name: str) -> None:
         """Remove a run, and what is held of it. Raises `ConfigError` for one that goes on."""
@@ -78,8 +81,8 @@ class OpenRuns:
         await self._remove(name)
         self._feeds.pop(name, None)
         self._alerts.pop(name, None)
-        for here in (True, False):
-            self._sources.pop((name, here), None)
+        for kind in ("held out", "stored", "bus"):
+            self._sources.pop((name, kind), None)
         if (watch := self._watches.pop(name, None)) is not None:
             await watch.close()
 

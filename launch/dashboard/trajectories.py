@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from bus.codec import Json
 from bus.errors import ConfigError, SchemaError
-from bus.messages import parse_trajectory_name
 from bus.trajectory import Trajectory
 from launch.trajectories.facts import ratios_of
+from launch.trajectories.held_out import group_of
 from launch.trajectories.search import (
     TrajectoryFilter,
     answer_text,
+    known_reward,
     newest,
     opened,
     prompt_text,
@@ -61,7 +62,7 @@ def _summary(t: Trajectory, decode: Decode) -> dict[str, Json]:
         "agent": t.agent,
         "policy": t.policy,
         "actor": t.actor,
-        "reward": None if t.reward_due else t.reward,
+        "reward": known_reward(t),
         "end": t.end,
         "trained": t.is_trained,
         "tokens": len(t.token_ids),
@@ -78,7 +79,7 @@ async def one_trajectory(source: TrajectorySource, name: str, *, labelled: bool 
 
     Without `labelled` the label of its task is left out."""
     try:
-        lease = parse_trajectory_name(name)[0]
+        lease, _ = group_of(name)
     except SchemaError as error:
         raise ConfigError(f"{name} names no trajectory: write it as g00000012.3") from error
     group = await _group(source, lease)

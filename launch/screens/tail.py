@@ -13,7 +13,7 @@ from itertools import groupby
 
 from bus.codec import Json
 from bus.errors import BusError
-from bus.trajectory import Trajectory
+from bus.trajectory import TRUSTED_ENDS, Trajectory
 from bus.waiting import set_within
 from launch.screens.completion_table import number, reward_parts
 from launch.trajectories.facts import RATIOS, facts_of
@@ -164,7 +164,8 @@ def _part(t: Trajectory, decode: Decode, start: int, stop: int, number: int | No
 
 def lines(found: dict[str, Json]) -> str:
     """Return the object of `describe` as lines for a terminal, without the text's control characters."""
-    reward = "reward due" if found["reward"] is None else f"reward {found['reward']:g}"
+    due = "reward due" if found["end"] in TRUSTED_ENDS else "no reward"
+    reward = due if found["reward"] is None else f"reward {found['reward']:g}"
     stale = "" if found["staleness"] is None else f", staleness {found['staleness']}"
     parts = [(f"part {name}", value) for name, value in reward_parts(found)]
     known = [(name.replace("_", " "), found[name]) for name in ("label", "advantage", *RATIOS)]

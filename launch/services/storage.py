@@ -80,6 +80,7 @@ async def _serve_from(
         config_json=config.model_dump_json(),
         model=model_here(config.model.path, directory),
         evaluation_sets=config.evaluation.sets,
+        kept_evaluations=config.evaluation.kept_evaluations,
         shares_prefixes=config.learner.batch.share_prefixes,
         counts_images=counts_images(config),
         measures=config.trains == DEFAULT_POLICY,

@@ -37,11 +37,13 @@ ROWS_A_FILE = 50_000
 Row = dict[str, Json]
 _TEXT = (
     "trajectory_id", "agent", "policy", "actor", "source", "task", "label", "reward_source", "end",
-    "training", "prompt", "answer",
+    "training", "prompt", "answer", "data_set",
 )  # fmt: skip
 _WHOLE = (
     "lease_id", "rollout", "step", "tokens", "masked_tokens", "oldest_version", "newest_version",
+    "evaluated_version",
 )  # fmt: skip
+_FLAGS = ("trained", "held_out", "greedy")
 _NUMBERS = ("reward", "advantage", "weight", *RATIOS)
 _OBJECTS = ("reward_components", "metadata")
 """Objects, which Parquet has as JSON: their keys differ from row to row."""
@@ -222,7 +224,7 @@ def _schema(*, token_ids: bool) -> "pyarrow.Schema":
     columns = [
         *((name, pa.string()) for name in (*_TEXT, *_OBJECTS)),
         *((name, pa.int64()) for name in _WHOLE),
-        ("trained", pa.bool_()),
+        *((name, pa.bool_()) for name in _FLAGS),
         *((name, pa.float64()) for name in _NUMBERS),
         *((name, pa.list_(pa.type_for_alias(kind))) for name, kind in _ARRAYS.items() if token_ids),
     ]

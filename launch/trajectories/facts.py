@@ -4,7 +4,8 @@ from math import isfinite
 
 from bus.codec import Json
 from bus.trajectory import SOURCE, Trajectory
-from launch.trajectories.training import GroupTraining
+from launch.trajectories.search import known_reward
+from launch.trajectories.training import GroupTraining, is_greedy
 from learner.data.outcomes import ImportanceRatios
 
 RATIOS = ("importance_ratio", "importance_ratio_min", "importance_ratio_max", "truncated_fraction")
@@ -13,7 +14,8 @@ RATIOS = ("importance_ratio", "importance_ratio_min", "importance_ratio_max", "t
 
 def facts_of(t: Trajectory, training: GroupTraining) -> dict[str, Json]:
     """Return the facts of a trajectory, whose names docs/operations.md describes."""
-    has_mask = bool(t.loss_mask.any())
+    evaluation = training.evaluation
+    versions = t.policy_versions[t.loss_mask if evaluation is None else t.policy_versions >= 0]
     source = t.metadata.get(SOURCE)
     return {
         "trajectory_id": t.trajectory_id,
@@ -24,7 +26,7 @@ def facts_of(t: Trajectory, training: GroupTraining) -> dict[str, Json]:
         "actor": t.actor,
         "source": None if source is None else str(source),
         "label": training.label,
-        "reward": None if t.reward_due else t.reward,
+        "reward": known_reward(t),
         "reward_components": dict(t.reward_components),
         "reward_source": t.reward_source,
         "advantage": training.advantage(t),
@@ -34,8 +36,12 @@ def facts_of(t: Trajectory, training: GroupTraining) -> dict[str, Json]:
         "training": training.told(t),
         "tokens": len(t.token_ids),
         "masked_tokens": int(t.loss_mask.sum()),
-        "oldest_version": t.oldest_version if has_mask else None,
-        "newest_version": t.newest_version if has_mask else None,
+        "oldest_version": int(versions.min()) if len(versions) else None,
+        "newest_version": int(versions.max()) if len(versions) else None,
+        "held_out": evaluation is not None,
+        "evaluated_version": evaluation and evaluation.policy_version,
+        "data_set": evaluation and evaluation.data_set,
+        "greedy": is_greedy(t),
         "metadata": dict(t.metadata),
     }
 

@@ -11,12 +11,14 @@ from typing import get_args
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import parse_trajectory_name
-from bus.trajectory import SOURCE, TASK_KEYS, End, Trajectory
+from bus.trajectory import SOURCE, TASK_KEYS, TRUSTED_ENDS, End, Trajectory
 from launch.trajectories.sources import Groups, TrajectorySource
 from launch.trajectories.token_texts import Decode
 
 AT_ONCE = 4
 """Groups that are read at a time."""
+DATA_SET = "data_set"
+"""Entry of the metadata of an answer to a held-out prompt: the name of its data set."""
 LARGEST_NUMBER = 2**53
 """Largest step, version or lease that may be asked for: a browser knows whole numbers up to there."""
 
@@ -39,6 +41,8 @@ class TrajectoryFilter:
     """Name of the source of its prompt."""
     task: str | None = None
     """Name of its task, as the metadata of its prompt has it."""
+    data_set: str | None = None
+    """Name of the held-out set that it answers a prompt of."""
     lease: int | None = None
     recorded: bool = False
     """Whether only those are wanted of which the importance ratio of each token is known."""
@@ -67,15 +71,16 @@ class TrajectoryFilter:
     def matches(self, t: Trajectory) -> bool:
         """Return whether the trajectory is wanted, apart from what its group, its steps and its text
         decide."""
-        metadata, is_known = t.metadata, not t.reward_due
+        metadata, reward = t.metadata, known_reward(t)
         tasks = (str(metadata[key]) for key in TASK_KEYS if metadata.get(key) is not None)
         return (
             (self.version is None or self.version in t.policy_versions)
             and self.end in (None, t.end)
             and self.source in (None, metadata.get(SOURCE))
+            and self.data_set in (None, metadata.get(DATA_SET))
             and (self.task is None or self.task in tasks)
-            and (self.least_reward is None or (is_known and t.reward >= self.least_reward))
-            and (self.most_reward is None or (is_known and t.reward <= self.most_reward))
+            and (self.least_reward is None or (reward is not None and reward >= self.least_reward))
+            and (self.most_reward is None or (reward is not None and reward <= self.most_reward))
         )
 
 
@@ -130,7 +135,8 @@ class Search:
         training = await self._source.training({t.lease_id for group in groups for t in group})
         if any(one.use is None for one in training.values()):
             raise ConfigError(
-                "importance ratios are known on the host of the run's learner only: leave them out"
+                "importance ratios are known of trained trajectories, where the learner's files are: leave "
+                "them out"
             )
         known = ((t, training[t.lease_id].importance_ratios(t)) for group in groups for t in group)
         wanted = {t.trajectory_id for t, found in known if self._wanted.matches_ratio(found and found.mean)}
@@ -188,6 +194,11 @@ async def newest(search: Search, most: int, *, groups: int | None = None, second
             found += group
     more = leases[searched - 1] if searched and searched < len(leases) else None
     return Found(found, searched, more)
+
+
+def known_reward(t: Trajectory) -> float | None:
+    """Return the reward; None while it is due, and where a failure of what surrounds the policy left none."""
+    return None if t.reward_due or t.end not in TRUSTED_ENDS else t.reward
 
 
 def prompt_text(t: Trajectory, decode: Decode) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,13 @@ OVER = frozenset({"finished", "stopped", "failed", "lost"})
 """States of a run in which no step goes on."""
 
 
+class Evaluation(NamedTuple):
+    """What an evaluation measured."""
+
+    policy_version: int
+    data_set: str
+
+
 @dataclass(frozen=True)
 class GroupTraining:
     """What the files of a run say of one group; nothing is known where they are on another host."""
@@ -37,6 +45,8 @@ class GroupTraining:
     """Log-probs of its trajectories under the learner's weights, by name, where they are recorded."""
     label: str | None = None
     """Label of the prompt that was asked."""
+    evaluation: Evaluation | None = None
+    """Evaluation that its trajectories are answers of, which are held out of training; None for others."""
 
     @property
     def weights(self) -> dict[int, float]:
@@ -73,6 +83,10 @@ class GroupTraining:
 
     def told(self, t: Trajectory) -> str:
         """Return in which steps a trajectory was trained, with which weights, or why it was not."""
+        if self.evaluation is not None:
+            version, data_set = self.evaluation
+            how = "greedy" if is_greedy(t) else "sampled"
+            return f"held out of training, evaluated at version {version} on {data_set}, {how}"
         if not t.trainable:
             return f"not trained, because {t.agent} is not the policy that is trained"
         if t.end not in TRUSTED_ENDS:
@@ -91,6 +105,11 @@ class GroupTraining:
         if self.use.weights:
             return f"given to step {max(self.use.weights)}, which has not ended"
         return "not trained yet: its group waits for a step"
+
+
+def is_greedy(t: Trajectory) -> bool:
+    """Return whether all its tokens were chosen, not drawn."""
+    return bool(t.turns) and all(turn.is_greedy for turn in t.turns)
 
 
 def ended_state(run: RunDirectory) -> str:

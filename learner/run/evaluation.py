@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
@@ -22,12 +23,13 @@ class HeldOut:
 
     def __init__(
         self, bus: Bus, incarnation: str, on_result: Callable[[EvaluationResult], None], patience_s: float,
-        sets: Sequence[EvaluationSetConfig] = (),
+        sets: Sequence[EvaluationSetConfig] = (), kept_answers: int = 0,
     ) -> None:  # fmt: skip
         """Ask on behalf of `incarnation`, also about `sets`, and tell `on_result` what comes of it."""
         self.prompts: BlobRef | None = None
         """The run's held-out prompts, None if it has none; known after `find`."""
         self._sets = sets
+        self._kept_answers = kept_answers
         self._wanted: list[tuple[BlobRef, EvaluationSetConfig | None]] = []
         """Prompts of each data set, with its settings; None for those of the held-out prompts."""
         self._bus = bus
@@ -65,7 +67,10 @@ class HeldOut:
         version = manifest.policy_version
         if version in self._asked:
             return
-        tasks = [_task(manifest, prompts, one) for prompts, one in self._wanted]
+        tasks = [
+            replace(_task(manifest, prompts, one), kept_answers=self._kept_answers)
+            for prompts, one in self._wanted
+        ]
         self._asked[version] = {task.data_set: asyncio.Event() for task in tasks}
         for task in tasks:
             name = f"evaluate-{self._incarnation}-{version}" + (f"-{task.data_set}" if task.data_set else "")

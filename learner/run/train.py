@@ -91,7 +91,10 @@ class Learner:
             on_wait=partial(self._waits.__setitem__, "devices"),
         )  # fmt: skip
         evaluation = settings.evaluation
-        self._heldout = HeldOut(bus, incarnation, self._on_evaluation, evaluation.patience_s, evaluation.sets)
+        self._heldout = HeldOut(
+            bus, incarnation, self._on_evaluation, evaluation.patience_s, evaluation.sets,
+            kept_answers=evaluation.kept_answers,
+        )  # fmt: skip
         self._best = BestCheckpoint(evaluation.best, progress, warms_up=settings.warmup.steps > 0)
         self._publishing: asyncio.Task[None] | None = None
         self._probes = ProbeTurns(at_each=settings.model.numerics != "fast")

@@ -158,6 +158,11 @@ class RunDirectory:
         return self.path / "alarms.json"
 
     @property
+    def held_out_answers(self) -> Path:
+        """Return the database of answers to held-out prompts."""
+        return self.path / "held_out.sqlite"
+
+    @property
     def ledger(self) -> Path:
         """Return the path of the dispatcher's SQLite database."""
         return self.path / "ledger.sqlite"

@@ -91,6 +91,13 @@ class EvaluationConfig(Config):
     `learner.target_accuracy` seems reached and, with evaluations on the engines that roll out, before the
     first step of reinforcement learning."""
 
+    kept_answers: int = Field(256, ge=0)
+    """Most answers to each data set that storage keeps of an evaluation, for people: all to the first
+    prompts. 0 keeps none."""
+
+    kept_evaluations: int = Field(20, ge=1)
+    """Number of evaluations of each data set whose answers are kept, the latest ones."""
+
     sets: tuple[EvaluationSetConfig, ...] = ()
     """Data sets besides the held-out prompts."""
 

@@ -34,7 +34,9 @@ export class Trajectories {
       number("step", "step"), number("version", "version"), number("least", "reward from", "any"), number("most", "to", "any"),
       number("ratio_least", "ratio from", "any"), number("ratio_most", "to", "any"),
       make("label", {}, "end", make("select", { name: "end" }, make("option", { value: "" }, "any"), ENDS.map((end) => make("option", { value: end }, words(end))))),
-      make("label", { title: "Those of which the learner recorded log-probs" }, make("input", { type: "checkbox", name: "ratios" }), "with a ratio of each token"));
+      make("label", { title: "Those of which the learner recorded log-probs" }, make("input", { type: "checkbox", name: "ratios" }), "with a ratio of each token"),
+      make("label", { title: "Answers of the latest evaluations, which nothing trains on" }, make("input", { type: "checkbox", name: "held_out" }), "answers to held-out prompts"),
+      make("label", {}, "held-out set", make("input", { type: "text", name: "data_set", maxlength: "40", size: "10" })));
   }
 
   async open() {
@@ -95,10 +97,10 @@ export class Trajectories {
   async choose(id) {
     this.chosen = id;
     this.mark();
-    const group = /^g0*(\d+)$/.exec(id);
+    const group = /^[gh]0*(\d+)$/.exec(id);
     try {
-      const found = await ask(`${runPath(this.run)}/${group ? `groups/${group[1]}` : `trajectories/${encodeURIComponent(id)}`}`);
-      if (this.chosen === id) (group ? this.showGroup(found) : this.showOne(found));
+      const found = await ask(`${runPath(this.run)}/${group ? `groups/${group[1]}${isHeldOut(id) ? "?held_out=on" : ""}` : `trajectories/${encodeURIComponent(id)}`}`);
+      if (this.chosen === id) (group ? this.showGroup(found, id) : this.showOne(found));
     } catch (error) {
       if (this.chosen !== id) return;
       show(this.detail, make("p", { class: "sentence trouble", role: "alert" }, error.message));
@@ -114,7 +116,7 @@ export class Trajectories {
 
   showOne({ trajectory: one, components, reward_source, metadata, label, advantage, training, ratios, group, learner, parts }) {
     const versions = one.versions ? (one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions.join(" to v")}`) : UNKNOWN;
-    const figures = [["reward", one.reward === null ? "due" : value(one.reward)], ["end", words(one.end)], ["advantage", value(advantage)],
+    const figures = [["reward", rewardText(one)], ["end", words(one.end)], ["advantage", value(advantage)],
       ...Object.entries(components).map(([name, number]) => [`reward: ${name}`, value(number)]),
       ["importance ratio", known(ratios.importance_ratio, `${value(ratios.importance_ratio)} (${value(ratios.importance_ratio_min)} to ${value(ratios.importance_ratio_max)})`)],
       ["truncated", known(ratios.truncated_fraction, `${value(100 * ratios.truncated_fraction)} % of the tokens`)],
@@ -133,13 +135,13 @@ export class Trajectories {
   }
 
   /** Show the answers of a group side by side. */
-  showGroup({ lease, label, prompt, answers }) {
+  showGroup({ lease, label, prompt, answers }, id) {
     const shown = ["reward", "advantage", "components", "end", "tokens"];
-    const fact = { reward: (one) => (one.reward === null ? "due" : value(one.reward)), advantage: (one) => value(one.advantage),
+    const fact = { reward: rewardText, advantage: (one) => value(one.advantage),
       components: (one) => Object.entries(one.components).map(([name, number]) => `${name} ${value(number)}`).join(", ") || UNKNOWN,
       end: (one) => words(one.end), tokens: (one) => value(one.tokens) };
     this.detail.replaceChildren(
-      make("h2", {}, `Group of lease ${lease}`),
+      make("h2", {}, isHeldOut(id) ? `Answers to held-out prompt ${id}` : `Group of lease ${lease}`),
       ...label === null ? [] : [make("p", {}, `Label: ${label}`)],
       make("details", {}, make("summary", {}, "Prompt"), make("pre", { tabindex: "0", "aria-label": "Prompt" }, visible(prompt))),
       make("div", { class: "answers", tabindex: "0", role: "group", "aria-label": "Answers side by side" }, answers.map((one) =>
@@ -181,12 +183,14 @@ function grouped(group) {
 
 const known = (number, text) => (number === null ? UNKNOWN : text);
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
+const isHeldOut = (id) => id.startsWith("h");
 const words = (end) => end.replaceAll("_", " ");
-const reward = (one) => make("span", { class: "reward" }, one.reward === null ? "due" : value(one.reward));
+const rewardText = (one) => (one.reward !== null ? value(one.reward) : TRUSTED.includes(one.end) ? "due" : "none");
+const reward = (one) => make("span", { class: "reward" }, rewardText(one));
 const ending = (one) => make("span", { class: TRUSTED.includes(one.end) ? "" : "untrusted" }, words(one.end));
 
 function facts(one) {
   const versions = one.versions ? `v${one.versions[0] === one.versions[1] ? one.versions[0] : one.versions.join("–")}` : "no version";
-  const frozen = one.trained ? "" : " · not trained";
+  const frozen = isHeldOut(one.id) ? " · held out" : one.trained ? "" : " · not trained";
   return `${one.agent} · ${one.turns} ${one.turns === 1 ? "turn" : "turns"} · ${value(one.tokens)} tokens · ${versions}${frozen}`;
 }

@@ -35,9 +35,12 @@ class SomeRight:
         return Episode(trajectories=policy.trajectories(float(right)))
 
 
-async def ask(bus, manifest, **settings):
-    prompts = PromptSet(prompts=tuple(Prompt(content=str(n)) for n in range(3)))
-    ref = await put_blob(bus, Publisher(bus), encode(prompts), f"heldout-{settings.get('data_set', '')}")
+PROMPTS = tuple(Prompt(content=str(n)) for n in range(3))
+
+
+async def ask(bus, manifest, prompts=PROMPTS, **settings):
+    held_out = PromptSet(prompts=tuple(prompts))
+    ref = await put_blob(bus, Publisher(bus), encode(held_out), f"heldout-{settings.get('data_set', '')}")
     task = EvaluationTask(policy=manifest, prompts=ref, **settings)
     await Publisher(bus).publish(
         bus.subject("tasks", "evaluation"), encode(task), message_id=f"{manifest.policy_version}-{settings}"

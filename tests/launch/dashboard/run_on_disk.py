@@ -12,14 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
+from bus.evaluation_messages import HeldOutAnswers
 from bus.messages import Metrics, Prompt
-from bus.trajectory import Trajectory, Turn
+from bus.trajectory import Trajectory, TrajectoryBatch, Turn
 from launch.settings.run_config import validate
 from learner.data.outcomes import ImportanceRatios
 from learner.metrics import trained_facts, trained_logprobs
 from learner.metrics.trained_facts import TrainedFacts
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
+from storage.metrics.held_out_answers import HeldOutStore
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
 from storage.prompts.data_sets import DataSets
 from storage.store.replay import ReplayStore
@@ -94,6 +96,25 @@ def make_run(root: Path, name: str, *, steps: int = 40, seed: int = 0, shards: i
         recorded = {f"g{lease:08}.1": logprobs_of(two_turns(lease, 1, step))}
         trained_logprobs.write(run.path, step, step, recorded)
     return run
+
+
+def write_held_out_answers(run: RunDirectory, version: int, data_set: str = "") -> None:
+    """Keep a sampled and a greedy answer to each of two held-out prompts."""
+    found = []
+    for prompt in range(2):
+        sampled, chosen = (two_turns(prompt, n, version, trainable=False) for n in range(SAMPLES))
+        greedy = tuple(turn._replace(temperature=0.0) for turn in chosen.turns)
+        answers = [
+            replace(one, loss_mask=np.zeros_like(one.loss_mask))
+            for one in (sampled, replace(chosen, turns=greedy))
+        ]
+        batch = TrajectoryBatch.of(answers)
+        found.append(
+            HeldOutAnswers(
+                policy_version=version, prompt=prompt, data_set=data_set, label="1 3 4", batch=batch
+            )
+        )
+    HeldOutStore(run.held_out_answers).keep(found, evaluations=20)
 
 
 def facts_of(leases: Sequence[int]) -> dict[str, TrainedFacts]:

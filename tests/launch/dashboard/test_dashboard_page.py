@@ -21,7 +21,7 @@ from launch.dashboard.open_runs import OpenRuns
 from launch.run_view import run_status
 from launch.settings.run_config import RunConfig
 from storage.metrics.records import append_records, metrics_record
-from tests.launch.dashboard.run_on_disk import make_run, make_supervised_run
+from tests.launch.dashboard.run_on_disk import make_run, make_supervised_run, write_held_out_answers
 from tests.launch.dashboard.test_dashboard_server import TOKEN, no_bus, served
 from tests.launch.messages import actor, learner, metrics, storage
 from tests.launch.run_view.test_run_status import answer
@@ -297,6 +297,23 @@ async def test_filters_choose_and_say_what_is_wrong(root: Path):
         await page.get_by_text("0 trajectories").wait_for()
         await page.locator("select[name=end]").select_option("timeout")
         await page.get_by_text("0 trajectories").wait_for()
+
+
+async def test_answers_to_held_out_prompts_are_shown_as_what_they_are(tmp_path: Path):
+    run = make_run(tmp_path, "measured", steps=5)
+    write_held_out_answers(run, 3)
+    async with served(OpenRuns(tmp_path, no_bus)) as url, opened(url) as page:
+        await go(page, url, "runs/measured/trajectories", ".trajectories a")
+        await page.get_by_label("answers to held-out prompts").check()
+        await page.get_by_text("4 trajectories, newest first, of 2 complete groups", exact=True).wait_for()
+        assert await page.locator(".trajectories a", has_text="held out").count() == 4
+        await page.locator(".trajectories a", has_text="h00000001.1").press("Enter")
+        said = "Held out of training, evaluated at version 3 on heldout, greedy."
+        await page.get_by_text(said, exact=True).wait_for()
+        await check(page)
+        await page.get_by_role("link", name="Side by side").press("Enter")
+        await page.get_by_role("heading", name="Answers to held-out prompt h00000001").wait_for()
+        assert await page.locator(".answers article").count() == 2
 
 
 @pytest.mark.nightly

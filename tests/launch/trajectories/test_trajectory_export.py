@@ -12,17 +12,27 @@ import pytest
 
 from bus.errors import ConfigError
 from launch.trajectories import export
+from launch.trajectories.held_out import HeldOutTrajectories
 from launch.trajectories.search import TrajectoryFilter
 from launch.trajectories.sources import StoredTrajectories
 from storage.disk.run_directory import RunDirectory
-from tests.launch.dashboard.run_on_disk import GROUPS_A_STEP, SAMPLES, make_run, two_turns
+from tests.launch.dashboard.run_on_disk import (
+    GROUPS_A_STEP,
+    SAMPLES,
+    make_run,
+    two_turns,
+    write_held_out_answers,
+)
 
 EVERYTHING = 3 * GROUPS_A_STEP * SAMPLES
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return make_run(tmp_path_factory.mktemp("runs"), "done", steps=5)
+    run = make_run(tmp_path_factory.mktemp("runs"), "done", steps=5)
+    write_held_out_answers(run, 3)
+    write_held_out_answers(run, 5, "aime")
+    return run
 
 
 async def exported(run: RunDirectory, path: Path, *, token_ids: bool = False, **wanted: object) -> int:
@@ -63,6 +73,35 @@ async def test_filters_choose_the_rows(stored: RunDirectory, tmp_path: Path):
     assert json.loads((tmp_path / "drifted.jsonl").read_text())["trajectory_id"] == "g00000010.1"
     assert await exported(stored, tmp_path / "none", text="nowhere") == 0
     assert pyarrow.parquet.read_table(tmp_path / "none").num_rows == 0
+
+
+async def test_answers_to_held_out_prompts_are_apart_and_say_what_they_are(
+    stored: RunDirectory, tmp_path: Path
+):
+    source, stop = HeldOutTrajectories(stored), asyncio.Event()
+    for path in (tmp_path / "held.jsonl", tmp_path / "held.parquet"):
+        assert await export.export_run(source, TrajectoryFilter(), path, stop) == 8
+    read = pyarrow.parquet.read_table(tmp_path / "held.parquet").to_pylist()
+    rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()]
+    names = (
+        "trajectory_id", "label", "reward", "held_out", "greedy", "evaluated_version", "data_set", "trained",
+    )  # fmt: skip
+    told = [[row[name] for name in names] for row in rows]
+    assert told == [[row[name] for name in names] for row in read]
+    assert told[:2] == [
+        ["h00000001.0", "1 3 4", 0.0, True, False, 3, "heldout", False],
+        ["h00000001.1", "1 3 4", 1.0, True, True, 3, "heldout", False],
+    ]
+    assert rows[0]["training"] == "held out of training, evaluated at version 3 on heldout, sampled"
+    assert rows[7]["training"] == "held out of training, evaluated at version 5 on aime, greedy"
+    assert (rows[0]["oldest_version"], rows[0]["newest_version"], rows[0]["masked_tokens"]) == (3, 4, 0)
+    assert (rows[0]["step"], rows[0]["weight"], rows[0]["advantage"]) == (None, None, None)
+    wanted = TrajectoryFilter(data_set="aime", least_reward=1.0, text="SMALLEST")
+    assert await export.export_run(source, wanted, tmp_path / "some.jsonl", stop) == 2
+    assert await exported(stored, tmp_path / "trained.jsonl", data_set="aime") == 0
+    for filters in ({"step": 4}, {"recorded": True}, {"least_ratio": 1.0}):
+        with pytest.raises(ConfigError, match=r"leave (them )?out"):
+            await export.export_run(source, TrajectoryFilter(**filters), tmp_path / "no.jsonl", stop)
 
 
 async def test_a_path_that_cannot_be_is_refused_and_what_is_not_whole_is_not_left(

@@ -1,0 +1,87 @@
+"""Reads the answers to held-out prompts that storage keeps, as trajectories that nothing trains on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from bus.errors import ConfigError
+from bus.evaluation_messages import HeldOutAnswers
+from bus.messages import parse_trajectory_name
+from bus.trajectory import Parent, Trajectory
+from launch.trajectories.search import DATA_SET
+from launch.trajectories.sources import Groups, StoredTrajectories
+from launch.trajectories.training import Evaluation, GroupTraining
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.held_out_answers import HeldOutStore
+from storage.settings.evaluation import HELD_OUT
+
+PREFIX = "h"
+"""Begins the names of these trajectories, where those of others begin with g."""
+NOT_TRAINED = "answers to held-out prompts are not trained: leave out steps and importance ratios"
+
+
+def group_of(name: str) -> tuple[int, bool]:
+    """Return the number of the group of a trajectory's name, and whether it answers a held-out prompt.
+
+    Raises `SchemaError` for what is no such name."""
+    is_held_out = name.startswith(PREFIX)
+    return parse_trajectory_name(f"g{name[1:]}" if is_held_out else name)[0], is_held_out
+
+
+class HeldOutTrajectories(StoredTrajectories):
+    """Reads the answers to held-out prompts of a run whose directory is here.
+
+    The answers to one prompt by one version are a group, whose number stands in the place of a lease."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__(run)
+        self._store = HeldOutStore(run.held_out_answers)
+
+    @asynccontextmanager
+    async def groups(self) -> AsyncIterator[Groups]:
+        """Return what reads them. Raises `ConfigError` where storage's directory is elsewhere."""
+        if not self._run.exists:
+            raise ConfigError("answers to held-out prompts are kept on the host of the run's storage only")
+        yield _HeldOutGroups(self._store)
+
+    async def of_step(self, step: int) -> list[int]:
+        """Raise `ConfigError`: no step trains on them."""
+        raise ConfigError(NOT_TRAINED)
+
+    async def recorded(self) -> set[str]:
+        """Raise `ConfigError`: the learner never sees them."""
+        raise ConfigError(NOT_TRAINED)
+
+    async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
+        """Return what they are answers of."""
+        found = await asyncio.to_thread(self._store.read, [*leases])
+        return {number: _training(one) for number, one in found.items()}
+
+
+class _HeldOutGroups:
+    def __init__(self, store: HeldOutStore) -> None:
+        self._store = store
+
+    async def leases(self) -> list[int]:
+        """Return the numbers of the groups, ascending."""
+        return await asyncio.to_thread(self._store.numbers)
+
+    async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
+        """Return the groups that are still kept of these."""
+        found = await asyncio.to_thread(self._store.read, leases)
+        return [[_named(t, number, one) for t in one.batch.whole] for number, one in found.items()]
+
+
+def _training(one: HeldOutAnswers) -> GroupTraining:
+    return GroupTraining(label=one.label, evaluation=Evaluation(one.policy_version, one.data_set or HELD_OUT))
+
+
+def _named(t: Trajectory, number: int, one: HeldOutAnswers) -> Trajectory:
+    """Return an answer under a name of its own: in its message the place of its prompt is that of a lease."""
+    group = f"{PREFIX}{number:08}"
+    parent = t.parent and Parent(f"{group}.{t.parent.trajectory_id.rpartition('.')[2]}", t.parent.token)
+    return replace(
+        t, trajectory_id=f"{group}.{t.sample}", group_id=group, lease_id=number, parent=parent,
+        metadata={**t.metadata, DATA_SET: one.data_set or HELD_OUT},
+    )  # fmt: skip
