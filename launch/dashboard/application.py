@@ -119,8 +119,10 @@ class Dashboard:
             )
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise HTTPException(415, "a change is sent as application/json")
+        if not (body := await _body(request, LARGEST_CHANGE_BYTES)):
+            raise HTTPException(413, f"a change has 1 to {LARGEST_CHANGE_BYTES} bytes: send a shorter one")
         try:
-            sent = json.loads(await _body(request, LARGEST_CHANGE_BYTES))
+            sent = json.loads(body)
         except ValueError as error:
             raise HTTPException(400, f"what was sent is not JSON: {error}") from error
         return sent if isinstance(sent, dict) else {}

@@ -1,5 +1,6 @@
 """What the files of a run's directory say of it: every command and every screen reads them here."""
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -8,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import structlog
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
@@ -175,8 +177,12 @@ class RunFiles:
 
     @cached_property
     def waiting(self) -> Waiting | None:
-        """Return what its learner waits for, if it noted a long wait; a killed one leaves its note."""
-        return self._json("waiting.json", WAITING, WAITING_REMEDY)[1]
+        """Return what its learner waits for, if it noted a long wait; the note of one that was killed on this
+        host is none."""
+        found: tuple[Any, Waiting | None] = self._json("waiting.json", WAITING, WAITING_REMEDY)
+        noted, waiting = found
+        was_here = waiting is not None and noted.get("host") == platform.node()
+        return None if was_here and not psutil.pid_exists(noted["pid"]) else waiting
 
     @property
     def origin(self) -> Origin | None:

@@ -114,16 +114,27 @@ def _stage(monitor: RunMonitor) -> str:
 
 
 def _rows(monitor: RunMonitor) -> Iterator[Text]:
-    learner, storage, last = monitor.values("learner"), monitor.values("storage"), monitor.history.last
+    learner, last = monitor.values("learner"), monitor.history.last
     for name, policy in monitor.policies.items():
         yield _row(name[: LABEL - 1], policy_text(policy))
     recent, latest = monitor.history.recent_reward(), last.reward_mean if last else None
-    yield _row("reward", f"{fraction(recent)} mean of the last 10 steps, latest {fraction(latest)}")
-    yield _row("held-out", _held_out(monitor))
+    if monitor.settings.steps:
+        yield _row("reward", f"{fraction(recent)} mean of the last 10 steps, latest {fraction(latest)}")
+    if monitor.settings.steps or monitor.history.evaluations:
+        yield _row("held-out", _held_out(monitor))
     yield from (_row(label, text) for label, text in _measured(monitor))
     trained = count(number(learner, "trained_tokens_per_s"))
     mfu = f", MFU {fraction(last.mfu)}" if last and isfinite(last.mfu) else ""
     yield _row("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained{mfu}")
+    if monitor.settings.steps:
+        yield from _rows_of_rollouts(monitor)
+    elif monitor.full_disk:
+        yield _row("waiting", monitor.full_disk)
+
+
+def _rows_of_rollouts(monitor: RunMonitor) -> Iterator[Text]:
+    """Yield what a run on demonstrations alone has not."""
+    learner, storage, last = monitor.values("learner"), monitor.values("storage"), monitor.history.last
     yield _row("step time", _step_time(last))
     yield _row("staleness", f"{_staleness(monitor)} (policy versions)")
     yield _row("queues", _queues(storage))
@@ -340,8 +351,8 @@ def status_line(monitor: RunMonitor) -> str:
     storage = monitor.values("storage")
     parts = [
         f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",
-        f"reward {fraction(reward if isfinite(reward) else None)}",
-        f"held-out {held_out}",
+        *([f"reward {fraction(reward if isfinite(reward) else None)}"] if monitor.settings.steps else []),
+        *([f"held-out {held_out}"] if monitor.settings.steps or latest else []),
         f"tokens/s {count(monitor.generated_tokens_per_s)} generated {count(trained)} trained",
         f"staleness {_staleness(monitor)}",
         f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",

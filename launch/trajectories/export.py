@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 8
 """Groups that are read at a time."""
+TRAINED_AT_ONCE = 4096
+"""Groups of which is read at a time what the learner made of them."""
 ROW_GROUP, ROW_GROUP_BYTES = 4096, 64 << 20
 """Rows of a group of Parquet's, and their bytes, from which it is written."""
 ROWS_A_FILE = 50_000
@@ -78,8 +80,7 @@ async def export_run(
             leases = await search.leases()
             writer = _writer(path.suffix, temporary, token_ids=token_ids)
             try:
-                for first in range(0, len(leases), AT_ONCE):
-                    rows = await _rows(source, search, leases[first : first + AT_ONCE], token_ids=token_ids)
+                async for rows in _each_rows(source, search, leases, token_ids=token_ids):
                     await asyncio.to_thread(writer.write, rows)
                     count += len(rows)
                     if stop.is_set():
@@ -89,20 +90,24 @@ async def export_run(
     return count
 
 
-async def _rows(
+async def _each_rows(
     source: TrajectorySource, search: Search, leases: Sequence[int], *, token_ids: bool
-) -> list[Row]:
-    groups = await search.read(leases)
-    training = await source.training([group[0].lease_id for group in groups])
+) -> AsyncIterator[list[Row]]:
+    """Yield the rows of a few groups at a time. What was made of many is read at once: that reads the whole
+    ledger."""
+    for start in range(0, len(leases), TRAINED_AT_ONCE):
+        many = leases[start : start + TRAINED_AT_ONCE]
+        training = await source.training(many)
+        for first in range(0, len(many), AT_ONCE):
+            groups = await search.read(many[first : first + AT_ONCE])
+            yield await asyncio.to_thread(_rows, groups, training, search.decode, token_ids=token_ids)
 
-    def rows() -> list[Row]:
-        return [
-            row_of(t, training[t.lease_id], search.decode, token_ids=token_ids)
-            for group in groups
-            for t in group
-        ]
 
-    return await asyncio.to_thread(rows)
+def _rows(
+    groups: Sequence[Sequence[Trajectory]], training: Mapping[int, GroupTraining], decode: Decode, *,
+    token_ids: bool,
+) -> list[Row]:  # fmt: skip
+    return [row_of(t, training[t.lease_id], decode, token_ids=token_ids) for group in groups for t in group]
 
 
 def row_of(t: Trajectory, training: GroupTraining, decode: Decode, *, token_ids: bool) -> Row:

@@ -1,6 +1,8 @@
 """Notes that the learner waits for long: in its status, and in the run's directory for who lists runs."""
 
 import asyncio
+import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,6 @@ class LongWait:
             if found is None:
                 self._file.unlink(missing_ok=True)
             else:
-                write_json(self._file, found)
+                write_json(self._file, {**found, "host": platform.node(), "pid": os.getpid()})
         except OSError as error:  # a full disk may be what is waited for
             log.warning("wait_not_noted", file=str(self._file), reason=str(error))

@@ -128,6 +128,7 @@ async def test_a_reader_with_the_token_notes_something_and_removes_a_run_that_is
             ({"json": {"text": "the good one"}}, 200),
             ({"data": '{"text": "another page"}'}, 415),
             ({"json": {"text": "x" * 2001}}, 404),
+            ({"json": {"text": "x" * 20_000}}, 413),
         ):
             async with client.post("/api/runs/demo/note", **sent) as answer:
                 assert answer.status == status

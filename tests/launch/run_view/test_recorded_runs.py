@@ -2,7 +2,9 @@
 
 import json
 import os
+import platform
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -266,7 +268,14 @@ def test_a_run_whose_learner_waits_for_long_says_for_what_and_since_when(tmp_pat
     assert (over.state, over.waits_for) == ("stopped", "")  # its learner was killed and waits no more
     with (path / "storage.lock").open("w"):  # the one file that it holds here if all shards are elsewhere
         assert recorded_runs([path])[0].state == "waiting"
+    learner = subprocess.Popen(["sleep", "600"])
     with (path / "lock").open("w"):
+        (path / "waiting.json").write_text(json.dumps(noted | {"host": platform.node(), "pid": learner.pid}))
+        assert recorded_runs([path])[0].state == "waiting"
+        learner.kill()
+        learner.wait()
+        assert recorded_runs([path])[0].state == "training"
+        (path / "waiting.json").write_text(json.dumps(noted | {"host": "elsewhere", "pid": learner.pid}))
         [run] = recorded_runs([path])
         facts = facts_of_runs(tmp_path, ["mine"])[0]
         shown = [" ".join(printed(*words).split()) for words in (("list",), ("show", "--run", "mine"))]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -61,6 +62,15 @@ def test_screen_says_where_the_run_stands_and_who_waits():
         "actor-host-1000    generating; 30 running, 3 queued, 4321 tok/s, v21, 300 MiB",
         "actor-host-1001    generating; 30 running, 3 queued, 4321 tok/s, v21, 300 MiB",
     ]
+
+
+def test_a_run_on_demonstrations_alone_has_no_rows_of_rewards():
+    monitor = RunMonitor(replace(FACTS, steps=0), clock=Clock())
+    monitor.on_status(learner(stage="warmup", step=0, doing="training step 7"))
+    labels = [line.partition(" ")[0] for line in shown(monitor)]
+    assert labels == ["demo", "tokens/s", "learner"]
+    assert "reward" not in status_line(monitor)
+    assert "held-out" not in status_line(monitor)
 
 
 def test_screen_writes_no_line_for_an_actor_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):

@@ -104,6 +104,20 @@ async def test_answers_to_held_out_prompts_are_apart_and_say_what_they_are(
             await export.export_run(source, TrajectoryFilter(**filters), tmp_path / "no.jsonl", stop)
 
 
+async def test_what_the_learner_made_of_many_groups_is_read_once(stored: RunDirectory, tmp_path: Path):
+    source, asked = StoredTrajectories(stored), []
+
+    class Counting(StoredTrajectories):
+        async def training(self, leases):
+            asked.append(list(leases))
+            return await source.training(asked[-1])
+
+    lines, stop = tmp_path / "all.jsonl", asyncio.Event()
+    assert await export.export_run(Counting(stored), TrajectoryFilter(), lines, stop) == EVERYTHING
+    assert asked == [list(range(EVERYTHING // SAMPLES))]
+    assert len({json.loads(line)["training"] for line in lines.read_text().splitlines()}) == 3  # of each step
+
+
 async def test_a_path_that_cannot_be_is_refused_and_what_is_not_whole_is_not_left(
     stored: RunDirectory, tmp_path: Path
 ):
