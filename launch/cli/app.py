@@ -16,7 +16,6 @@ from pydantic import PlainValidator, ValidationError
 from bus.config import LOG_FORMAT_VARIABLE, URL_VARIABLE
 from bus.errors import ConfigError
 from bus.security.credentials import VARIABLE, load_credentials
-from bus.security.permissions import ROLES
 from launch.cli.settings_help import show_summary
 from launch.process.log_settings import LogFormat, LogLevel, configure_logging
 from launch.settings.environment_variables import (
@@ -292,7 +291,8 @@ class LiveRun:
         """Return the settings that say where the run is, with credentials of one of these roles if any is
         named. Raises `ConfigError` as `with_bus_of_run` and `with_role_of` do."""
         named = {"run": self.run_name, "directory": self.directory, **short_forms(self.bus, self.creds)}
-        return with_role_of(validate(with_bus_of_run(named)), roles or ROLES)
+        where = validate(with_bus_of_run(named))
+        return with_role_of(where, roles) if roles else where
 
     def live_config(self, *roles: str) -> RunConfig:
         """Return them for a command that asks the run's processes. Raises `ConfigError` if these ended."""
