@@ -179,7 +179,8 @@ class RunFiles:
     def waiting(self) -> Waiting | None:
         """Return what its learner waits for, if it noted a long wait; the note of one that was killed on this
         host is none."""
-        noted, waiting = self._json("waiting.json", WAITING, WAITING_REMEDY)
+        found = self._json("waiting.json", WAITING, WAITING_REMEDY)
+        noted, waiting = found
         was_here = waiting is not None and noted.get("host") == platform.node()
         return None if was_here and not psutil.pid_exists(noted["pid"]) else waiting
 
