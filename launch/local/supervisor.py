@@ -27,6 +27,8 @@ TAIL_LINES = 15
 POLL_S = 0.05
 LOG_CHECK_S = 10.0
 """Seconds between two looks at the sizes of log files."""
+SAY_AFTER_S = 3.0
+"""Time after which it is said which part a stop waits for."""
 ROOM_PERIOD_S = 1.0
 """Seconds between two looks at a full disk."""
 MOST_DOUBLINGS = 30
@@ -214,13 +216,15 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         patience_s = min(part.drain_s, self._longest_drain_s)
-        try:
-            async with asyncio.timeout(patience_s):
-                await process.wait()
-        except TimeoutError:
+        ending = asyncio.create_task(process.wait())
+        await asyncio.wait([ending], timeout=min(SAY_AFTER_S, patience_s))
+        if not ending.done() and patience_s > SAY_AFTER_S:
+            log.warning("part_still_ends", part=part.name, killed_after_s=patience_s)
+            await asyncio.wait([ending], timeout=patience_s - SAY_AFTER_S)
+        if not ending.done():
             log.warning("part_killed", part=part.name, waited_s=patience_s)
             _kill(part)
-            await process.wait()
+        await ending
 
     def _failure(self, part: Part, status: int, when: str) -> SluiceError:
         """Return why the run cannot go on, in the part's own message to the user or by its last lines."""

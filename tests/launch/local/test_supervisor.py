@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, LostDataError, SluiceError
 from launch.local import supervisor as supervising
@@ -266,15 +267,18 @@ time.sleep(60)
 
 
 async def test_a_part_that_ignores_the_request_to_stop_is_killed_with_its_children(
-    supervisor: Supervisor, tmp_path: Path
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(supervising, "SAY_AFTER_S", 0.05)
     await supervisor.start(part("stubborn", STUBBORN, drain_s=0.1))
     log = tmp_path / "stubborn.log"
     await until(lambda: log.read_text().endswith("\n"))
     child = int(log.read_text())
 
-    await supervisor.end()
+    with capture_logs() as said:
+        await supervisor.end()
 
+    assert [one["event"] for one in said] == ["part_still_ends", "part_killed"]
     assert supervisor.pids("stubborn") == []
     await until(lambda: not alive(child))
 
