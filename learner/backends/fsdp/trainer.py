@@ -103,7 +103,8 @@ class FsdpTrainer:
         self._tensors = lasting_tensors(hf_model)
         self._adapters: ModelAdapters | None = None
         if lora.exists:
-            base = SomeWeights(state, self._names.files.keys() - {SCORE_HEAD})
+            frozen = {name: shape for name, shape in self._names.files.items() if name != SCORE_HEAD}
+            base = SomeWeights(state, frozen)
             self._adapters = ModelAdapters(lora, adapted, base, self._tensors, dtype)
         load_weights(self._tensors, self._names, state)
         refuse_other_results(self.model, hf_config.get_text_config().vocab_size, dtype)

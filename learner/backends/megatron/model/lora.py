@@ -118,7 +118,8 @@ class ChunkAdapters:
         self._beside = weights_beside(hf_config, base)
         self._whole = [SCORE_HEAD] if is_reward_model(hf_config) else []
         """Names of weights that are trained whole beside adapters."""
-        self._base = SomeWeights(base, [*names.keys() - self._whole, *self._beside])
+        frozen = [name for name in names if name not in self._whole]
+        self._base = SomeWeights(base, [*frozen, *self._beside])
         self._norms = BaseNorms(self._base, next(chunks[0].parameters()).dtype)
         linear, self._targets = _linear_layers(hf_config, config)
         self._adapted = {
