@@ -72,5 +72,7 @@ class Answer:
     """Further fields of the task."""
     token_count: int = 0
     """Number of sampled tokens, special ones included."""
+    tools: Sequence[ChatMessage] = ()
+    """Functions that the prompt offered to the policy, as those of a `Task`."""
     reward: float | None = None
     """Reward that the answer has alone, where a group reward gives the final one; else None."""

@@ -23,7 +23,13 @@ def load_pairs(path: Path) -> list[tuple[Prompt, str]]:
 def _pair(row: Row) -> list[Prompt]:
     tools = tool_schemas(row.values.get("tools"), f"{row.where}: 'tools'")
     answers = [_messages(row, key, "assistant") for key in SIDES]
-    if all(_role(answer[0]) != "assistant" for answer in answers):  # whole chats
+    whole = [_role(answer[0]) != "assistant" for answer in answers]
+    if any(whole) and not all(whole):
+        raise ConfigError(
+            f"{row.where}: {SIDES[whole.index(True)]!r} is a whole chat, {SIDES[whole.index(False)]!r} the "
+            "answer alone: give both as whole chats, or both as answers to 'prompt'"
+        )
+    if all(whole):
         shorter = min(map(len, answers))
         same = (n for n in range(shorter) if n == shorter - 1 or answers[0][n] != answers[1][n])
         begun = next(same)

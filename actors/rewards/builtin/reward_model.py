@@ -82,7 +82,8 @@ def scoring(path: Path, device: str) -> Callable[[Answer], float]:
 
     @torch.inference_mode()
     def score(answer: Answer) -> float:
-        asked = template.render([dict(message) for message in answer.messages])
+        messages, tools = ([dict(one) for one in each] for each in (answer.messages, answer.tools))
+        asked = template.render(messages, tools)
         parts = tokenizer([asked, with_start(answer.text, start)], add_special_tokens=False)["input_ids"]
         tokens = torch.tensor([[*parts[0], *parts[1], end]], device=device)
         return float(model(tokens).logits[0, 0])

@@ -31,6 +31,7 @@ def answer_to(task: Task, text: str, finish_reason: FinishReason, *, token_count
         label=task.label,
         metadata=task.metadata,
         token_count=token_count,
+        tools=task.tools,
     )
 
 

@@ -54,4 +54,5 @@ def answer_of_nobody(prompt: Prompt, text: str, *, task_id: str) -> Answer:
         finish_reason="stop",
         label=task.label,
         metadata=task.metadata,
+        tools=task.tools,
     )

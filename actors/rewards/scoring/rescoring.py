@@ -112,4 +112,5 @@ def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answe
         label=prompt.label,
         metadata=prompt.metadata,
         token_count=len(token_ids),
+        tools=task.tools,
     )

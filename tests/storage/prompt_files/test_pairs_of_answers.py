@@ -66,6 +66,10 @@ def test_answers_before_the_two_are_not_trained_and_those_after_them_are(tmp_pat
             {"chosen": said(("user", "a"), RIGHT), "rejected": said(("user", "b"), WRONG)},
             "line 1: the chats 'chosen' and 'rejected' begin with other messages",
         ),
+        (
+            {"prompt": "1+1", "chosen": said(ASKED, RIGHT), "rejected": "3"},
+            "line 1: 'chosen' is a whole chat, 'rejected' the answer alone: give both as whole chats",
+        ),
     ],
 )
 def test_a_bad_pair_is_reported_with_its_line(tmp_path: Path, row, message):
