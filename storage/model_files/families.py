@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from bus.errors import ConfigError
+
 BY_SOFTMAX = "learner.backends.fsdp.router_replay:by_softmax"
 BY_SIGMOIDS = "learner.backends.fsdp.router_replay:by_sigmoids"
 CONVERSION = "learner.backends.megatron.conversion"
@@ -66,8 +68,13 @@ class ModelFamily:
     """Some versions of SGLang choose its experts by the weights of their first pass for ever."""
     sglang_numerics: bool = False
     """SGLang has the arithmetic of `model.numerics=sglang` for it."""
+    transformers_from: tuple[int, int] = (0, 0)
+    """First version of transformers by which it is computed right; earlier ones miss fields of its
+    configuration, or have other layers (`tests/versions`)."""
 
 
+FIELDS_FROM = 5, 19
+"""Transformers 5.12 lacks fields of these configurations or has other layers; 5.19 passes all tests."""
 FAMILIES = {
     **dict.fromkeys(
         ("cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3", "gpt_bigcode", "persimmon"),
@@ -78,6 +85,7 @@ FAMILIES = {
         router=Router("DeepseekV3TopkRouter", BY_SIGMOIDS),
         heads_counted_in="num_nextn_predict_layers",
         one_head_by_default=True,
+        transformers_from=FIELDS_FROM,
     ),
     "gemma3_text": ModelFamily(megatron=f"{CONVERSION}.gemma3:gemma3", sglang_loads_output=False),
     "glm4": ModelFamily(megatron=f"{CONVERSION}.glm4:glm4"),
@@ -87,11 +95,13 @@ FAMILIES = {
         heads_counted_in="num_nextn_predict_layers",
         one_head_by_default=True,
         sglang_kept_routers=True,
+        transformers_from=FIELDS_FROM,
     ),
     "glm4_moe_lite": ModelFamily(megatron=f"{CONVERSION}.deepseek_v3:deepseek_v3"),
     "gpt_oss": ModelFamily(
         megatron=f"{CONVERSION}.gpt_oss:gpt_oss",
         router=Router("GptOssTopKRouter", "learner.backends.fsdp.router_replay:by_softmax_of_chosen"),
+        transformers_from=FIELDS_FROM,
     ),
     "kimi_k2": ModelFamily(published_as="deepseek_v3"),
     "lfm2": ModelFamily(recurrent=Recurrent("conv", "Lfm2ShortConv")),
@@ -122,11 +132,13 @@ FAMILIES = {
         recurrent=Recurrent("linear_attention", "Qwen3_5MoeGatedDeltaNet"),
         heads_counted_in="mtp_num_hidden_layers",
         stacks_experts=True,
+        transformers_from=FIELDS_FROM,
     ),
     "qwen3_5_text": ModelFamily(
         megatron=f"{CONVERSION}.qwen3_next:qwen3_5",
         recurrent=Recurrent("linear_attention", "Qwen3_5GatedDeltaNet"),
         heads_counted_in="mtp_num_hidden_layers",
+        transformers_from=FIELDS_FROM,
     ),
     "qwen3_moe": ModelFamily(
         megatron=f"{CONVERSION}.qwen3_moe:QWEN3_MOE",
@@ -138,8 +150,11 @@ FAMILIES = {
         router=Router("Qwen3NextTopKRouter", BY_SOFTMAX),
         recurrent=Recurrent("linear_attention", "Qwen3NextGatedDeltaNet"),
         heads_counted_in="num_nextn_predict_layers",
+        transformers_from=FIELDS_FROM,
     ),
-    "qwen3_vl": ModelFamily(sees_images=True, sglang_sees=True, sglang_copies="always"),
+    "qwen3_vl": ModelFamily(
+        sees_images=True, sglang_sees=True, sglang_copies="always", transformers_from=FIELDS_FROM
+    ),
 }
 """Families by `model_type` of the transformers configuration."""
 _OTHER = ModelFamily()
@@ -148,6 +163,17 @@ _OTHER = ModelFamily()
 def family_named(model_type: object) -> ModelFamily:
     """Return what is known of a `model_type`, which may be whatever a file says; the defaults for another."""
     return FAMILIES.get(str(model_type), _OTHER)
+
+
+def refuse_older_transformers(model_type: object, installed: str) -> None:
+    """Raise `ConfigError` for a model that the installed version of transformers gets wrong."""
+    first = family_named(model_type).transformers_from
+    if tuple(int(part) for part in installed.split(".")[:2]) < first:
+        raise ConfigError(
+            f"a {model_type} needs transformers {first[0]}.{first[1]} or later, and {installed} is installed "
+            "here: install a newer one. Where SGLang pins this one, give SGLang an environment of its own "
+            "(actors.engine.python)"
+        )
 
 
 def families_with(has: Callable[[ModelFamily], object]) -> list[str]:

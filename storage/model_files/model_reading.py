@@ -10,6 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from bus.errors import ConfigError, SluiceError
+from storage.model_files.families import refuse_older_transformers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -76,9 +77,11 @@ def read_config(directory: Path) -> "PretrainedConfig":
         raw = json.loads(file.read_text())
         _refuse_counts(file, raw)
         with _IMPORTING:
-            from transformers import AutoConfig
+            from transformers import AutoConfig, __version__
         found: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         text = found.get_text_config()
+        for model_type in (found.model_type, text.model_type):
+            refuse_older_transformers(model_type, __version__)
         for name, (least, most) in _BOUNDS.items():
             _refuse_size(file, name, getattr(text, name, None), least, most)
     return found

@@ -116,6 +116,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         """Return -1: it grows."""
         return -1
 
+    # The cache of transformers 5.12, which three releases of SGLang pin, asks by this name.
+    get_max_cache_shape = get_max_length
+
 
 class SlotCache(Cache):  # type: ignore[misc]
     """The cache of a running batch, layer by layer."""

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import time
 
 import pytest
@@ -47,3 +48,27 @@ def test_a_directory_that_cannot_be_written_is_said_and_the_profile_told_all_the
 def test_spans_that_overlap_count_once():
     assert covered([(0, 2), (1, 3), (1, 2), (5, 6), (6, 7)]) == 5
     assert covered([]) == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_named_and_a_snapshot_of_its_memory_is_written(tmp_path):
+    square = torch.ones(4096, 4096, device="cuda")
+    square @ square  # what a first call loads is no part of the profile
+    torch.cuda.synchronize()
+    profiler = Profiler()
+    profiler.begin()
+    for _ in range(5):
+        square @ square
+    torch.cuda.synchronize()
+    time.sleep(0.3)  # nothing runs
+    found = profiler.end(tmp_path, 0)
+    assert found.on_gpu
+    assert found.top[0].calls == 5, found.top
+    assert "aten::" not in found.top[0].name, "the kernel, not the operator that launches it"
+    assert 0 < (1 - found.idle_fraction) * found.seconds < found.seconds - 0.3
+    assert sum(one.seconds for one in found.top) == pytest.approx(
+        (1 - found.idle_fraction) * found.seconds, rel=0.1
+    )
+    snapshot = pickle.loads((tmp_path / "rank-0.memory.pickle").read_bytes())
+    assert snapshot["device_traces"][0], "allocations while it was recorded"
+    assert (tmp_path / "rank-0.trace.json.gz").exists()

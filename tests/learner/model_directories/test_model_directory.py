@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
 
 from bus.errors import ConfigError
 from learner.model_directories.model_directory import (
@@ -81,3 +81,17 @@ def test_every_place_that_loads_a_model_directory_leaves_its_programs_alone():
     assert len(loads) > 10
     for file, load in loads:
         assert "trust_remote_code=False" in ast.unparse(load), f"{file}:{load.lineno}"
+
+
+def test_a_family_that_an_older_transformers_gets_wrong_is_refused_with_the_version_that_it_needs(
+    tmp_path, monkeypatch
+):
+    for kind, config in (("gpt_oss", GptOssConfig()), ("qwen3", Qwen3Config())):
+        config.save_pretrained(tmp_path / kind)
+        load_hf_config(tmp_path / kind)
+    monkeypatch.setattr("transformers.__version__", "5.12.1")
+    load_hf_config(tmp_path / "qwen3")
+    with pytest.raises(ConfigError, match=r"a gpt_oss needs transformers 5\.19 or later, and 5\.12\.1 is"):
+        load_hf_config(tmp_path / "gpt_oss")
+    monkeypatch.setattr("transformers.__version__", "5.19.0")
+    load_hf_config(tmp_path / "gpt_oss")

@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, __version__
 
 from bus.errors import ConfigError
 from learner.backends.megatron.conversion.base import (
@@ -14,7 +14,7 @@ from learner.backends.megatron.conversion.base import (
     Rule,
     Shape,
 )
-from storage.model_files.families import families_with, family_named
+from storage.model_files.families import families_with, family_named, refuse_older_transformers
 
 LLAMA = Family(layer_rules=SHARED_LAYER)
 MISTRAL = Family(layer_rules=SHARED_LAYER)
@@ -26,6 +26,7 @@ def family_of(hf_config: PretrainedConfig) -> Family:
     """Find a model's family. Raises `ConfigError` with those known for one that is not among them."""
     if problem := unknown(hf_config):
         raise ConfigError(problem)
+    refuse_older_transformers(hf_config.model_type, __version__)
     found: Family | Callable[[PretrainedConfig], Family]
     found = resolve_name(family_named(hf_config.model_type).megatron)
     return found if isinstance(found, Family) else found(hf_config)

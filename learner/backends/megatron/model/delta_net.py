@@ -151,6 +151,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core is u
         widths = [sizes.key_width, sizes.key_width, sizes.values_of_key_head * sizes.value_width]
         query, key, value = heads.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
         value = value.reshape(*value.shape[:2], -1, sizes.value_width)
+        # Transformers before 5.24 wants queries and keys once for each head of the values.
+        if (repeats := sizes.values_of_key_head) > 1:
+            query, key = query.repeat_interleave(repeats, dim=2), key.repeat_interleave(repeats, dim=2)
         found, _state = torch_chunk_gated_delta_rule(
             query, key, value, g=decay, beta=step, use_qk_l2norm_in_kernel=True
         )
