@@ -110,7 +110,11 @@ def _make_devices(copied: Sequence[tuple[Path, int]]) -> None:
 
 def _cover(path: str, size_bytes: int) -> None:
     place = Path(path)
-    if place.is_dir():
+    try:
+        is_directory = place.is_dir()
+    except PermissionError:  # the program's user does not reach it either
+        return
+    if is_directory:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount("program", path, "tmpfs", flags, f"size={size_bytes},mode=1777")
     elif place.exists():

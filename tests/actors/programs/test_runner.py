@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,21 @@ async def test_root_may_run_programs_as_an_ordinary_user(monkeypatch, allows_nam
     end = await ran(runner, "id -u; id -g; touch mine && ls")
     assert end.output.split() == ["54321", "54321", "mine"]
     await runner.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts programs as others")
+async def test_what_is_hidden_may_lie_where_the_programs_user_does_not_reach(monkeypatch):
+    """As the caches and keys in root's home do."""
+    monkeypatch.setattr(hidden, "_hidden", set())
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as home:  # mode 0700
+        (Path(home) / "keys").mkdir()
+        hidden.hide([Path(home) / "keys"])
+        runner = ProgramRunner(IsolationConfig(user="54321"))
+        assert (await ran(runner, f"id -u; ls {home}/keys 2>/dev/null || echo no")).output.split() == [
+            "54321",
+            "no",
+        ]
+        await runner.close()
 
 
 async def test_directory_to_write_may_lie_in_one_to_read(tmp_path):
