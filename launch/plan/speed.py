@@ -10,18 +10,21 @@ from learner.config.learner import LearnerConfig
 from learner.data.balancing import FORWARD_AND_BACKWARD, forward_flops
 from learner.metrics.gpus import Gpu
 
-LARGE = 2_000_000_000
-"""Parameters from which the figures of an 8B stand for a dense model, and below which those of a 0.6B."""
+LARGE = 1_500_000_000
+"""Parameters from which the figures of large models stand, and below which those of small ones."""
 MFU = {
     ("megatron", "small"): 0.47,
     ("megatron", "large"): 0.54,
-    ("megatron", "mixture"): 0.24,
+    ("megatron", "small mixture"): 0.24,
+    ("megatron", "large mixture"): 0.35,
     ("fsdp", "small"): 0.35,
     ("fsdp", "large"): 0.40,
-    ("fsdp", "mixture"): 0.28,
+    ("fsdp", "small mixture"): 0.28,
+    ("fsdp", "large mixture"): 0.28,
 }
-"""Measured share of a GPU's peak FLOPs by backend and kind of model, without recompute: a Qwen3-0.6B, an 8B
-shape, a mixture of 1.0 billion weights. The 8B on FSDP is not measured: by the ratio of the 0.6B."""
+"""Measured share of a GPU's peak FLOPs by backend and kind of model, without recompute: a Qwen3-0.6B, the
+shapes of 1.7B to 8B, a mixture of 1.0 billion weights, four layers of a 30B-A3B. Large models on FSDP are not
+measured: the dense ones go by the ratio of the 0.6B, the mixture by the small one."""
 RECOMPUTED = 0.80
 """Speed with full recompute, in units of that without: 0.80 of the 0.6B and of the 8B shape."""
 LORA = 1.03
@@ -42,7 +45,7 @@ def mfu(model: Model, learner: LearnerConfig, ranks: int, micro_batches: int) ->
     config, parallel = model.hf_config.get_text_config(), learner.parallel
     kind = "large" if model.parameters >= LARGE else "small"
     if is_mixture(config, model.layers - 1):
-        kind = "mixture"
+        kind += " mixture"
     found = MFU[learner.backend, kind]
     found *= RECOMPUTED if parallel.recompute == "full" else 1.0
     found *= LORA if learner.lora.exists else 1.0

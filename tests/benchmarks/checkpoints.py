@@ -26,6 +26,7 @@ from benchmarks.learner_workloads import Workload
 from benchmarks.model_shapes import SHAPES
 from benchmarks.random_models import shape
 from bus.codec import Json
+from launch.process.log_settings import configure_logging
 from learner.algorithms.losses.objective import Objective
 from learner.backends.contract.backend import Backend
 from learner.backends.factory import BACKENDS, close_world, init_world
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps before and beside each save, at least")
     parser.add_argument("--directory", type=Path, help="where checkpoints go; default: a temporary one")
     given = parser.parse_args()
+    configure_logging("warning")  # the JSON stands alone
     init_world(backend=given.backend)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     workload = Workload(shape(given.model), dtype, min(2048, given.tokens), given.tokens, 1, rounds=0)
