@@ -24,10 +24,6 @@ SMALL = (
     "--learner.steps", str(STEPS), "--policies.rival.learner.steps", str(RIVAL_STEPS),
     "--policies.rival.warmup.steps", "21",
     "--policies.rival.learner.before-step.function", "killing:kill_once",
-    "--policies.rival.learner.diagnostics.largest-mismatch-nats", "0",
-    "--policies.rival.learner.diagnostics.mismatch-pause-steps", "none",
-    "--policies.rival.learner.diagnostics.mismatch-end-steps", "none",
-    "--monitoring.alert-command", "tee -a told.jsonl",
 )  # fmt: skip
 KILLING = """
 import os, pathlib, signal
