@@ -102,7 +102,7 @@ def test_the_parts_of_a_run_are_of_that_run_whatever_the_environment_says(
     """They inherit the variables of `launch local`."""
     config = resolve({"run": "mine", "directory": tmp_path, "data": {"task": "sort"}})
     run = RunDirectory(tmp_path, "mine")
-    run.config.write_text(config.model_dump_json())
+    run.asked_config.write_text(config.model_dump_json())
     monkeypatch.setenv("SLUICE_RUN", "other")
     monkeypatch.setenv("SLUICE_DIRECTORY", "elsewhere")
     for part in _run_parts(config, run):
