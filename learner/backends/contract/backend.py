@@ -316,7 +316,8 @@ class Backend(Protocol):
         """Return where training stands, and what of it must be the same to go on from there."""
 
     def stage_checkpoint(self, directory: Path) -> StagedFiles:
-        """Copy weights, optimizer, random generators, own frozen policies and critic, to be written there."""
+        """Begin to copy weights, optimizer, random generators, own frozen policies and critic, to be written
+        there. Training may go on at once: whatever changes them waits for the copy."""
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         """Raise `ConfigError` when a checkpoint of that `training_state` does not fit this backend."""

@@ -67,17 +67,20 @@ def _in_row(shape: tuple[int, ...], number: int, start: int, end: int) -> Iterat
         yield (number, *offsets), (1, *sizes)
 
 
-def _own_shards(optimizer: DistributedOptimizer, weights: Mapping[str, Any]) -> list[ShardedTensor]:
-    """Return this rank's part of the state, cut and named as the weights are."""
+def _own_shards(optimizer: DistributedOptimizer, weights: Mapping[str, Any]) -> dict[int, ShardedTensor]:
+    """Return this rank's part of the state, cut and named as the weights are.
+
+    It is a dict as in loading, or megatron-core could not merge what a rank without parameters has saved."""
     entries, _ = extract_sharded_tensors_and_factories(weights)
     entry_of = {entry.data: entry for entry in nested_values(entries)}
-    return [
+    parts = (
         part
         for parameter, main, start in main_shards(optimizer)
         for key, tensor in {"param": main, **optimizer.optimizer.state[main]}.items()
         if key != "step"  # is saved once for all
         for part in _shards(entry_of[parameter], key, tensor.detach(), start)
-    ]
+    )
+    return dict(enumerate(parts))
 
 
 def _shards(entry: Any, key: str, mine: Tensor, start: int) -> Iterator[ShardedTensor]:
