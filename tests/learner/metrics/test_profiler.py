@@ -47,6 +47,7 @@ def test_a_directory_that_cannot_be_written_is_said_and_the_profile_told_all_the
 
 def test_spans_that_overlap_count_once():
     assert covered([(0, 2), (1, 3), (1, 2), (5, 6), (6, 7)]) == 5
+    assert covered([(0, 4), (1, 2), (3, 5)]) == 5, "one within another ends nothing"
     assert covered([]) == 0
 
 
