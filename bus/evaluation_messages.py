@@ -69,7 +69,9 @@ class HeldOutAnswers(Message, tag="held_out_answers"):
     """Label of the prompt."""
 
     def check(self) -> None:
-        """Refuse a trajectory that could be trained: nobody may mistake these for others."""
+        """Refuse no answers, and a trajectory that could be trained: nobody may mistake these for others."""
+        if not self.batch.trajectories:
+            raise SchemaError(f"there are no answers to held-out prompt {self.prompt}")
         if trainable := [
             t.trajectory_id for t in self.batch.trajectories if t.trainable or t.loss_mask.any()
         ]:

@@ -414,6 +414,8 @@ class _Service:
             return f"issuing {room} leases", ""
         if dispatcher.held_back:
             return dispatcher.held_back, "throttle"
+        if self._settings.admission.ahead == "need":
+            return "all that keeps the learner from waiting is rolling out or stored", "staleness"
         return "all that the staleness bound allows is rolling out or stored", "staleness"
 
 

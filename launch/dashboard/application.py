@@ -160,8 +160,13 @@ class Dashboard:
 
     async def list_trajectories(self, request: Request) -> Response:
         """Answer with the newest trajectories that the query's filters want."""
-        source = self._runs.trajectories(self._name(request), held_out="held_out" in request.query_params)
-        return JSONResponse(await trajectory_list(source, _wanted(request.query_params)))
+        held_out, wanted = "held_out" in request.query_params, _wanted(request.query_params)
+        if wanted.data_set is not None and not held_out:
+            raise ConfigError(
+                "data_set is of answers to held-out prompts alone: choose these too, or leave it out"
+            )
+        source = self._runs.trajectories(self._name(request), held_out=held_out)
+        return JSONResponse(await trajectory_list(source, wanted))
 
     async def trajectory(self, request: Request) -> Response:
         """Answer with one trajectory, token by token."""
@@ -174,7 +179,7 @@ class Dashboard:
         """Answer with the trajectories of a group, side by side."""
         name = self._name(request)
         source = self._runs.trajectories(name, held_out="held_out" in request.query_params)
-        lease = int(request.path_params["lease"])
+        lease = _whole("lease", str(request.path_params["lease"]))
         return JSONResponse(await one_group(source, lease, labelled=self._shows_labels(name)))
 
     def _shows_labels(self, name: str) -> bool:

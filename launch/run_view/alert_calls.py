@@ -26,7 +26,7 @@ from launch.run_view.monitor import RunMonitor, RunSettings
 from launch.run_view.run_files import RunFiles
 from launch.settings.run_config import RunConfig
 from learner.metrics.learning_alarm import STEPS
-from storage.disk.atomic_files import read_json, write_json
+from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer
 
@@ -37,7 +37,6 @@ LOST_S = 120.0
 """Silence after which a learner that was heard counts as lost."""
 LOOK_S = 1.0
 ALARMS = TypeAdapter(dict[str, int])
-ALARMS_REMEDY = "remove it: it only says which alarms were told"
 SHOWN = 500
 """Characters that are logged of what a command writes to stderr."""
 
@@ -140,8 +139,12 @@ class _HeldAlarms:
     def __init__(self, run: RunDirectory) -> None:
         self._file = run.alarms
         self._kept: dict[str, int] = {}
-        if self._file.exists():
-            self._kept = ALARMS.validate_python(read_json(self._file, ALARMS_REMEDY))
+        try:
+            self._kept = ALARMS.validate_json(self._file.read_bytes())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # what was told is told again
+            log.warning("alarms_not_read", file=str(self._file), reason=str(error))
         self._latest = self._kept
         """Step at which each alarm was said last."""
 

@@ -178,7 +178,8 @@ def _no_leases(state: RunState) -> str:
     leases = state.consumers.get("TASKS/rollout")
     if leases is not None and leases.num_pending:
         return f"{leases.num_pending} leases lie on the bus, which it is about to take"
-    if storage.wait == "staleness":
+    needed = state.config is not None and state.config.admission.ahead == "need"
+    if storage.wait == "staleness" and not needed:
         bound = integer(storage.values, "max_staleness")
         version = "the newest version" if state.policy is None else f"version {state.policy.policy_version}"
         return f"the dispatcher holds leases back, staleness bound {bound} is reached by {version}"

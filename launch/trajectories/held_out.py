@@ -37,13 +37,15 @@ class HeldOutTrajectories(StoredTrajectories):
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(run)
         self._store = HeldOutStore(run.held_out_answers)
+        self._training: dict[int, GroupTraining] = {}
+        """What groups that were read are answers of: storage may have removed them since."""
 
     @asynccontextmanager
     async def groups(self) -> AsyncIterator[Groups]:
         """Return what reads them. Raises `ConfigError` where storage's directory is elsewhere."""
         if not self._run.exists:
             raise ConfigError("answers to held-out prompts are kept on the host of the run's storage only")
-        yield _HeldOutGroups(self._store)
+        yield _HeldOutGroups(self._store, self._training)
 
     async def of_step(self, step: int) -> list[int]:
         """Raise `ConfigError`: no step trains on them."""
@@ -54,14 +56,14 @@ class HeldOutTrajectories(StoredTrajectories):
         raise ConfigError(NOT_TRAINED)
 
     async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
-        """Return what they are answers of."""
-        found = await asyncio.to_thread(self._store.read, [*leases])
-        return {number: _training(one) for number, one in found.items()}
+        """Return what these groups, which were read, are answers of."""
+        return {number: self._training[number] for number in leases}
 
 
 class _HeldOutGroups:
-    def __init__(self, store: HeldOutStore) -> None:
+    def __init__(self, store: HeldOutStore, training: dict[int, GroupTraining]) -> None:
         self._store = store
+        self._training = training
 
     async def leases(self) -> list[int]:
         """Return the numbers of the groups, ascending."""
@@ -70,6 +72,7 @@ class _HeldOutGroups:
     async def read(self, leases: Sequence[int]) -> list[list[Trajectory]]:
         """Return the groups that are still kept of these."""
         found = await asyncio.to_thread(self._store.read, leases)
+        self._training.update({number: _training(one) for number, one in found.items()})
         return [[_named(t, number, one) for t in one.batch.whole] for number, one in found.items()]
 
 

@@ -153,8 +153,9 @@ class Admission:
             return False  # a late poll must not take back a notice
         if self.is_fenced(manifest.incarnation):
             return False  # nor what the learner before this one left behind
-        if self.policy is not None and manifest.stage == self.policy.stage == "rl":
-            self._note_step(manifest)
+        before = self.policy
+        if before is not None and manifest.stage == before.stage == "rl":
+            self._note_step(manifest, before)
         self.policy = manifest
         self.brake.hear(manifest)
         if self._ledger.facts.get(TRAINS_FROM) != str(manifest.trains_from):
@@ -162,11 +163,12 @@ class Admission:
         self._forget_past()
         return True
 
-    def _note_step(self, manifest: PolicyManifest) -> None:
-        """Tell what was complete when the step of a version was done, unless leases are held back."""
+    def _note_step(self, manifest: PolicyManifest, before: PolicyManifest) -> None:
+        """Tell what was complete when the step of a version was done, unless leases are held back, or the
+        version before is announced once more, such as with a snapshot, while the next step goes on."""
         each, ledger = self._config.groups_per_step, self._ledger
         next_step = manifest.policy_version - manifest.trains_from + 1
-        if not self.held_back:
+        if manifest.policy_version > before.policy_version and not self.held_back:
             self.ahead.step_done(len(ledger.stored) + len(ledger.uses(next_step)) - each)
 
     def seen(self, shard: int) -> int:

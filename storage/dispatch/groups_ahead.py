@@ -21,14 +21,7 @@ class GroupsAhead:
 
     def __init__(self, config: AdmissionConfig) -> None:
         """Begin with all that the staleness bound allows, as after every start of storage."""
-        sampler = config.sampler
-        self._follows_need = (
-            config.ahead == "need"
-            and not config.exact_staleness
-            and sampler.type == "fifo"
-            and sampler.max_reuse == 1
-            and sampler.min_samples_per_insert == 1
-        )
+        self._follows_need = config.ahead == "need"
         self._most = config.max_staleness * config.groups_per_step
         self.groups = self._most
         self._groups_per_step = config.groups_per_step

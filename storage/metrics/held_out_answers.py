@@ -61,6 +61,8 @@ class HeldOutStore:
 
     def read(self, numbers: Sequence[int]) -> dict[int, HeldOutAnswers]:
         """Return the answers of these numbers that are still there."""
+        if not self.path.exists():
+            return {}
         query = "SELECT body FROM answers WHERE number = ?"
         with self._opened("ro") as sql:
             found = ((number, sql.execute(query, (number,)).fetchone()) for number in numbers)

@@ -101,8 +101,8 @@ class AdmissionConfig(Config):
 
     ahead: Literal["need", "bound"] = "bound"
     """How many groups are issued ahead of the next step. `bound`: all that `max_staleness` allows. `need`: as
-    many of them as keep the learner from waiting, so that data is fresher; a sampler other than `fifo`, reuse
-    and exact staleness take `bound` instead."""
+    many of them as keep the learner from waiting, so that data is fresher, with the sampler `fifo`, no reuse
+    and staleness that is not exact."""
 
     exact_staleness: bool = False
     """Whether each step waits for all that is issued by then, so that a group is sampled by the version of
@@ -141,6 +141,24 @@ class AdmissionConfig(Config):
                 f"admission.ess_brake.below={self.ess_brake.below:g} has no effect with "
                 "admission.max_staleness=0, which issues leases for the next step alone: leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _need_can_be_known(self) -> Self:
+        """Refuse settings with which groups that are left over do not tell what the next steps need."""
+        sampler = self.sampler
+        others = {
+            "exact_staleness": (self.exact_staleness, False),
+            "sampler.type": (sampler.type, FifoSampler().type),
+            "sampler.max_reuse": (sampler.max_reuse, 1),
+            "sampler.min_samples_per_insert": (sampler.min_samples_per_insert, 1),
+        }
+        for name, (value, wanted) in others.items():
+            if self.ahead == "need" and value != wanted:
+                raise ValueError(
+                    f"admission.ahead=need with admission.{name}={value}: what the next steps need is known "
+                    f"with {name}={wanted} only; set that, or admission.ahead=bound"
+                )
         return self
 
     @model_validator(mode="after")

@@ -435,3 +435,17 @@ async def test_labels_are_shown_to_who_may_see_them(tmp_path: Path):
     run.config.write_text(json.dumps(secured))
     assert await labels(None) == [None, None]
     assert await labels(TOKEN) == ["label 2", "label 2"]
+
+
+async def test_held_out_answers_that_are_not_there_are_told_as_such(tmp_path: Path):
+    make_run(tmp_path, "measured", steps=3)
+    async with served(OpenRuns(tmp_path, no_bus)) as url, ClientSession(url) as client:
+        for asked, said in (
+            ("groups/5?held_out=on", "the group of lease 5 is not complete"),
+            ("groups/99999999999999999999?held_out=on", "it is a whole number from 0 to"),
+            ("trajectories/h00000005.0", "h00000005.0 is not among the complete groups"),
+            ("trajectories?data_set=aime", "is of answers to held-out prompts alone"),
+        ):
+            answer = await get(client, f"/api/runs/measured/{asked}")
+            assert said in answer.text
+            assert answer.status < 500

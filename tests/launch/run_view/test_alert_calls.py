@@ -126,6 +126,19 @@ async def test_an_alarm_that_still_holds_after_a_restart_is_not_told_again(tmp_p
     assert [one["step"] for one in told(file)] == [20, 25]
 
 
+@pytest.mark.parametrize("garbled", ["", "[1]", '{"policy": "x"}'])
+async def test_a_garbled_note_of_what_was_told_ends_nothing(tmp_path: Path, monkeypatch, garbled: str):
+    monkeypatch.setattr(alert_calls, "LOOK_S", 0.01)
+    RunDirectory(tmp_path, "mine").alarms.write_text(garbled)
+    monitor = RunMonitor(FACTS, clock=Clock())
+    with capture_logs() as logged:
+        async with watching(monitor, tmp_path / "told") as looked_twice:
+            monitor.on_status(learner(step=20, alarms={"policy": "they differ"}))
+            await looked_twice()
+    assert [one["reason"] for one in told(tmp_path / "told")] == ["they differ"]
+    assert "alarms.json" in next(one["file"] for one in logged if one["event"] == "alarms_not_read")
+
+
 @pytest.mark.nats
 async def test_alarms_of_a_learner_that_no_screen_shows_are_heard(tmp_path: Path, bus: Bus):
     stop = asyncio.Event()

@@ -25,6 +25,7 @@ from launch.run_view.run_status import RunState, look_at_run
 from launch.run_view.waiting_reasons import problems, waits
 from launch.screens.status_report import WIDTH, report, screen
 from launch.settings.run_config import RunConfig, validate
+from storage.settings.admission import AdmissionConfig
 from tests.bus.security.secured import by_role, make_streams, secured_bus
 from tests.launch.messages import actor, learner, state_of, storage
 
@@ -276,6 +277,11 @@ def test_actors_that_wait_at_the_staleness_bound_are_counted_with_the_bound():
     found = waits(state(learner(), bound, actor(0, **idle), actor(1, **idle)))
     assert found == [
         "2 actors wait: the dispatcher holds leases back, staleness bound 4 is reached by the newest version"
+    ]
+    need = replace(storage(), doing="all that is needed is rolling out or stored", wait="staleness")
+    by_need = CONFIG.model_copy(update={"admission": AdmissionConfig(ahead="need")})
+    assert waits(replace(state(learner(), need, actor(0, **idle)), config=by_need)) == [
+        "1 actor waits: storage says: all that is needed is rolling out or stored"
     ]
 
 

@@ -176,3 +176,14 @@ def test_datasets_reads_the_directory(stored: RunDirectory, tmp_path: Path):
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout) == [["train"], EVERYTHING, EVERYTHING, 0.5, [0, 1, 2]]
+
+
+async def test_answers_that_storage_removes_meanwhile_are_told_of_as_they_were_read(tmp_path: Path):
+    run = make_run(tmp_path, "live", steps=3)
+    write_held_out_answers(run, 3)
+    source = HeldOutTrajectories(run)
+    async with source.groups() as groups:
+        [[t, _]] = await groups.read([1])
+        run.held_out_answers.unlink()
+        assert await groups.read([1]) == []
+    assert (await source.training([1]))[1].told(t).startswith("held out of training, evaluated at version 3")

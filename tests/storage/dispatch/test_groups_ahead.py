@@ -4,10 +4,11 @@ import heapq
 import random
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import pytest
+from pydantic import ValidationError
 from scipy.stats import kstest, lognorm
 
 from bus.requests import StoredGroups
@@ -15,7 +16,7 @@ from storage.dispatch.admission import Admission
 from storage.dispatch.groups_ahead import STEPS, GroupsAhead
 from storage.ledger.ledger import Ledger
 from storage.ledger.ledger_schema import prepare
-from storage.settings.admission import AdmissionConfig, FifoSampler
+from storage.settings.admission import AdmissionConfig, FifoSampler, UniformSampler
 from tests.storage.serving import manifest
 
 GROUPS = 16
@@ -51,21 +52,46 @@ def test_what_is_complete_beyond_the_next_step_is_kept_by_its_spread():
     assert ahead.groups == 40 - (20 - 4)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"ahead": "bound"},
-        {"exact_staleness": True},
-        {"sampler": FifoSampler(max_reuse=2)},
-        {"sampler": FifoSampler(min_samples_per_insert=0.5)},
-    ],
-)
-def test_other_settings_issue_all_that_the_bound_allows(changes):
-    settings = {"ahead": "need", **changes}
-    ahead = GroupsAhead(AdmissionConfig(groups_per_step=10, max_staleness=4, **settings))
+def test_all_that_the_bound_allows_is_issued_where_that_is_asked_for():
+    ahead = GroupsAhead(AdmissionConfig(groups_per_step=10, max_staleness=4))
     for _ in range(STEPS):
         ahead.step_done(30)
     assert ahead.groups == 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"exact_staleness": True}, "exact_staleness=True"),
+        ({"sampler": UniformSampler()}, "sampler.type=uniform"),
+        ({"sampler": FifoSampler(max_reuse=2)}, "sampler.max_reuse=2"),
+        ({"sampler": FifoSampler(min_samples_per_insert=0.5)}, "sampler.min_samples_per_insert=0.5"),
+    ],
+)
+def test_settings_with_which_the_need_is_not_known_are_refused(changes, named):
+    with pytest.raises(
+        ValidationError, match=f"admission.ahead=need with admission.{named}: .* set that, or"
+    ):
+        AdmissionConfig(ahead="need", **changes)
+    AdmissionConfig(**changes)
+
+
+def test_a_version_that_is_announced_again_in_mid_step_is_no_step():
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        prepare(connection)
+        config = AdmissionConfig(groups_per_step=1, max_staleness=4, ahead="need")
+        admission = Admission(Ledger(connection), config, seed=0)
+        admission.opened = True
+        admission.resume(0, "a")
+        admission.on_policy(manifest(0))
+        leases = tuple(admission.issue())
+        admission.on_stored(StoredGroups(shard=0, after=0, lease_ids=leases, total=len(leases)))
+        for version in range(1, STEPS):
+            assert admission.on_policy(manifest(version))
+            assert admission.on_policy(replace(manifest(version), snapshot_version=0))
+        assert admission.ahead.groups == 4
+        admission.on_policy(manifest(STEPS))
+        assert admission.ahead.groups == 1
 
 
 @dataclass

@@ -66,7 +66,10 @@ def test_what_could_be_trained_and_what_is_no_database_is_refused(tmp_path: Path
         message = encode(replace(one, batch=TrajectoryBatch.of([changed])))
         with pytest.raises(SchemaError, match="answers a held-out prompt and must not be trainable"):
             decode(message, HeldOutAnswers)
+    with pytest.raises(SchemaError, match="there are no answers to held-out prompt 0"):
+        decode(encode(replace(one, batch=TrajectoryBatch.of([]))), HeldOutAnswers)
     path = tmp_path / "held_out.sqlite"
+    assert HeldOutStore(path).read([1]) == {}
     path.write_bytes(os.urandom(4096))
     with pytest.raises(StorageError, match=r"held_out\.sqlite cannot be used .*: restore or remove it"):
         HeldOutStore(path).keep([one], evaluations=2)
