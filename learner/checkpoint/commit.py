@@ -7,7 +7,7 @@ name when all of it is on disk.
 
 import time
 from collections.abc import Callable, Container, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class PendingCheckpoint:
     def __init__(
         self,
         staged: StagedFiles,
-        publish: Callable[[Mapping[str, str]], None],
+        publish: Callable[[Mapping[str, str]], list[Path]],
         temporary: Path,
         final: Path,
     ) -> None:
@@ -53,9 +53,9 @@ class PendingCheckpoint:
         self._publish = publish
         self._final = final
         self._deadline = time.monotonic() + WRITING_TIMEOUT_S
-        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = thread.submit(_written, staged, temporary, final)
-        thread.shutdown(wait=False)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = self._thread.submit(_written, staged, temporary, final)
+        self._removing: Future[None] | None = None
 
     @property
     def written(self) -> bool:
@@ -82,8 +82,15 @@ class PendingCheckpoint:
         digests = {name: digest for part in gathered(self._writing.result()) for name, digest in part.items()}
         if dist.get_rank() == 0:
             with naming(self._final):
-                self._publish(digests)
-        dist.barrier()  # nobody prunes or commits before the checkpoint has its name
+                pruned = self._publish(digests)
+            self._removing = self._thread.submit(checkpoints.discard, pruned)
+        self._thread.shutdown(wait=False)
+        dist.barrier()  # nobody commits before the checkpoint has its name
+
+    def old_removed(self) -> None:
+        """Wait until the checkpoints that this one took the place of are gone. Raises `OSError`."""
+        if self._removing is not None:
+            self._removing.result(WRITING_TIMEOUT_S)
 
     def amend(self, extra: Mapping[str, JsonValue]) -> None:
         """Keep `extra` with the checkpoint instead of what was kept. Every rank calls this.
@@ -136,6 +143,8 @@ def start_checkpoint(
     """
     if after is not None:
         after.finish()
+        with naming(root):
+            after.old_removed()
     if dist.get_rank() == 0:
         checkpoints.recover(root)
         checkpoints.temporary(root, step)
@@ -145,13 +154,13 @@ def start_checkpoint(
         staged = backend.stage_checkpoint(temporary)
     training = backend.training_state()
 
-    def publish(digests: Mapping[str, str]) -> None:
+    def publish(digests: Mapping[str, str]) -> list[Path]:
         backend.hf_config.save_pretrained(temporary)
         write_manifest(
             temporary, model=backend.fingerprint(), training=training, extra=extra, digests=digests
         )
         checkpoints.replace(temporary, final)
-        checkpoints.prune(root, keep, besides=besides)
+        return checkpoints.prune(root, keep, besides=besides)
 
     return PendingCheckpoint(staged, publish, temporary, final)
 
@@ -189,7 +198,9 @@ def save_checkpoint(
     backend: Backend, root: Path, step: int, extra: Mapping[str, JsonValue], *, keep: int
 ) -> None:
     """Write a checkpoint; on return it survives a power cut. Every rank calls this."""
-    start_checkpoint(backend, root, step, extra, keep=keep).finish()
+    pending = start_checkpoint(backend, root, step, extra, keep=keep)
+    pending.finish()
+    pending.old_removed()
 
 
 def load_checkpoint(backend: Backend, directory: Path, *, verified: bool = False) -> dict[str, JsonValue]:

@@ -1,10 +1,12 @@
 """Checkpoints as directories named by step, each there whole or not at all.
 
-A save: fill `temporary(root, step)`, `replace` what `directory(root, step)` holds by it, then `prune`. Steps
-of the supervised stage, which comes before the others, are numbers below 0 here (`supervised`)."""
+A save: fill `temporary(root, step)`, `replace` what `directory(root, step)` holds by it, then `prune`, and
+`discard` what that returns. Steps of the supervised stage, which comes before the others, are numbers below 0
+here (`supervised`)."""
 
 import re
-from collections.abc import Container
+import shutil
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from storage.disk.atomic_files import (
@@ -18,6 +20,7 @@ from storage.disk.atomic_files import (
 
 __all__ = [
     "directory",
+    "discard",
     "every_step",
     "latest",
     "prune",
@@ -34,6 +37,7 @@ KEPT_DAMAGED = 2
 _NAME = re.compile(r"(step|warmup)_(\d{8,})")
 _SUPERVISED = 10**8
 _REPLACED = f"{TEMPORARY_PREFIX}replaced-"
+_PRUNED = f"{TEMPORARY_PREFIX}pruned-"
 _DAMAGED = "damaged-"
 
 
@@ -110,12 +114,17 @@ def latest(root: Path) -> Path | None:
     return directory(root, found[-1]) if found else None
 
 
-def prune(root: Path, keep: int, *, besides: Container[int] = ()) -> list[int]:
-    """Remove all checkpoints but the `keep` latest and those of the steps `besides`; return the steps
-    removed."""
+def prune(root: Path, keep: int, *, besides: Container[int] = ()) -> list[Path]:
+    """Take their names from all checkpoints but the `keep` latest and those of the steps `besides`.
+
+    Returns where their files are now, for `discard`, which takes seconds; after a crash `recover` does it."""
     if keep < 1:
         raise ValueError(f"keep={keep} would leave nothing to resume from: keep at least 1")
-    old = [step for step in every_step(root)[:-keep] if step not in besides]
-    for step in old:
-        remove(directory(root, step))
-    return old
+    old = [directory(root, step) for step in every_step(root)[:-keep] if step not in besides]
+    return [path.rename(path.with_name(f"{_PRUNED}{path.name}")) for path in old]
+
+
+def discard(pruned: Iterable[Path]) -> None:
+    """Remove the files of what `prune` returned."""
+    for path in pruned:
+        shutil.rmtree(path)

