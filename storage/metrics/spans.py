@@ -7,12 +7,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
+import structlog
+
+from bus.process.daemon_call import in_daemon_thread
 from storage.metrics.sinks import OTLP_TIMEOUT_S, otlp_resource, refuse_missing
 from storage.settings.metrics import MetricsConfig
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
+log = structlog.get_logger()
 Attribute: TypeAlias = str | int | float | bool
 _tracers: list["Tracer"] = []
 """Sends the spans of this process; empty where no collector is named."""
@@ -32,7 +36,8 @@ def span(name: str, **attributes: Attribute) -> Iterator[Callable[[str, Attribut
 
 @asynccontextmanager
 async def traced(config: MetricsConfig, *, run: str, role: str) -> AsyncIterator[None]:
-    """Send the spans of this process inside, if the run names a collector; leaving sends what is left.
+    """Send the spans of this process inside, if the run names a collector; leaving sends what is left, within
+    `OTLP_TIMEOUT_S`.
 
     A collector that is away costs spans alone. Raises `ConfigError` for a package that is missing."""
     refuse_missing(MetricsConfig(otlp_url=config.otlp_url))
@@ -51,4 +56,7 @@ async def traced(config: MetricsConfig, *, run: str, role: str) -> AsyncIterator
         yield
     finally:
         _tracers.pop()
-        await asyncio.to_thread(provider.shutdown)
+        try:
+            await asyncio.wait_for(in_daemon_thread(provider.shutdown, "last spans"), OTLP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("spans_not_sent", collector=config.otlp_url, waited_s=OTLP_TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import socket
 
 import pytest
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from structlog.testing import capture_logs
 
 from bus.errors import ConfigError
 from storage.disk.run_directory import RunDirectory
+from storage.metrics import spans
 from storage.metrics.sinks import metric_sinks
 from storage.metrics.spans import span, traced
 from storage.settings.metrics import MetricsConfig
@@ -64,6 +66,16 @@ async def test_spans_are_nested_also_over_tasks_and_say_what_failed():
     assert found["broken"].status.message == "OSError: no space"
     assert found["step"].end_time_unix_nano >= found["train"].end_time_unix_nano
     assert {sender["sluice.role"] for sender in collector.senders} == {"learner"}
+
+
+async def test_a_collector_that_never_answers_does_not_keep_a_process_from_ending(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as logs:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with traced(MetricsConfig(otlp_url=url), run="demo", role="actor"):
+            monkeypatch.setattr(spans, "OTLP_TIMEOUT_S", 0.1)  # far below that of a request
+            with span("rollout"):
+                pass
+        assert {"event": "spans_not_sent", "collector": url, "waited_s": 0.1}.items() <= logs[-1].items()
 
 
 async def publish() -> None:
