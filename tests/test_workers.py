@@ -36,7 +36,7 @@ def test_passes(server):
     pass
 
 def test_dies():
-    os._exit(3)
+    os._exit(STATUS)
 
 def test_is_lost():
     pass
@@ -45,11 +45,12 @@ def test_is_lost():
 }
 
 
-def test_what_fails_is_said_and_each_worker_ends_what_it_began(tmp_path: Path):
+@pytest.mark.parametrize("status", [3, 0])
+def test_what_fails_is_said_and_each_worker_ends_what_it_began(tmp_path: Path, status: int):
     (tmp_path / "folder").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text.replace("STATUS", str(status)))
     command = ("-m", "pytest", "-p", "tests.workers", "-p", "no:cacheprovider", "--workers", "3", "-ra")
     whole = subprocess.run(
         [sys.executable, *command, "-c", "/dev/null", "--rootdir", str(tmp_path), "."],
@@ -61,6 +62,12 @@ def test_what_fails_is_said_and_each_worker_ends_what_it_began(tmp_path: Path):
     )
     assert whole.returncode == 1, whole.stderr
     assert "2 failed, 2 passed, 1 skipped" in whole.stdout, whole.stdout
-    for words in ("last words", "worker-", "FAILED test_two.py::test_dies", "exit status 3", "no reason"):
+    for words in (
+        "last words",
+        "worker-",
+        "FAILED test_two.py::test_dies",
+        f"exit status {status}",
+        "no reason",
+    ):
         assert words in whole.stdout, whole.stdout
     assert len(list(tmp_path.glob("server-*"))) == 1, "the worker that died alone leaves its server"

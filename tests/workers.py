@@ -51,6 +51,7 @@ def follow(session: pytest.Session, running: dict[Connection, BaseProcess]) -> N
     """Take the workers' reports until all have ended. A worker that dies fails the test that it ran."""
     hook = session.config.hook
     began: dict[Connection, tuple[str, tuple[str, int | None, str]]] = {}
+    done: set[Connection] = set()
     while running:
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
@@ -59,12 +60,15 @@ def follow(session: pytest.Session, running: dict[Connection, BaseProcess]) -> N
             except EOFError:
                 process = running.pop(connection)
                 process.join()
-                if process.exitcode == 0:
+                if process.exitcode == 0 and connection in done:
                     continue
                 nodeid, location = began.get(connection, ("tests", ("tests", 0, "the start of a worker")))
                 words = f"the worker died, exit status {process.exitcode}: the rest of this file did not run"
                 report = pytest.TestReport(nodeid, location, {}, "failed", words, "call")
             else:
+                if message is None:
+                    done.add(connection)
+                    continue
                 if isinstance(message, tuple):
                     began[connection] = message
                     continue
@@ -113,3 +117,4 @@ def run_files(
             config.hook.pytest_runtest_protocol(item=item, nextitem=following)
     session._setupstate.teardown_exact(None)
     atexit._run_exitfuncs()  # a forked process ends without them
+    connection.send(None)  # an exit status of 0 alone may be that of a test which ended its process
