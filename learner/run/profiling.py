@@ -95,7 +95,10 @@ class Profiling:
         ranks = await self._world.call(Rank.end_profile, directory)
         lines = tuple(described(first, asked.rows, ranks))
         if not any(one.problem for one in ranks):
-            (directory / "report.txt").write_text("\n".join(lines) + "\n")
+            try:
+                (directory / "report.txt").write_text("\n".join(lines) + "\n")
+            except OSError as error:  # the learner trains on, as where the traces cannot be written
+                lines = (f"the report cannot be written into {directory}: {error}", *lines)
         log.info("profile_taken", first_step=first, steps=len(asked.rows), directory=str(directory))
         self._asked = None
         asked.answer.set_result(Profiled(directory=str(directory), lines=lines))

@@ -10,7 +10,8 @@ from bus.config import BusConfig
 from bus.errors import ConfigError
 from launch.operations.profile import take_profile
 from launch.settings.run_config import RunConfig
-from learner.run.profiling import Profiling
+from learner.metrics.profiler import RankProfile
+from learner.run.profiling import Profiling, _Asked
 from tests.learner.mini_run import mini_run
 from tests.storage.serving import until
 
@@ -76,3 +77,17 @@ async def test_a_learner_that_ends_answers_with_what_it_has_and_takes_one_profil
         found = await pending
         assert (await learner).stage == "done"
     assert found.lines[0].split()[0] in ("1", "2"), "the steps that were left"
+
+
+async def test_a_report_that_cannot_be_written_is_said_and_the_learner_goes_on(tmp_path):
+    class World:
+        async def call(self, _method, directory):
+            return [RankProfile(1.0, 0.5, on_gpu=False, top=())]  # and the directory is gone
+
+    profiling = Profiling(None, World(), tmp_path)
+    answer = asyncio.get_running_loop().create_future()
+    profiling._asked = _Asked(1, answer, 1, [{}])
+    await profiling.end()
+    problem, told, *_ = answer.result().lines
+    assert problem.startswith(f"the report cannot be written into {tmp_path}/profiles/steps-1-1: ")
+    assert told.startswith("1 steps from step 1 on took ")
