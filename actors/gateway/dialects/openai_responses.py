@@ -148,7 +148,7 @@ class KeptResponses:
                     f"what it goes on from and the request have {len(raw)} bytes together, more than "
                     f"{self._most_bytes}: send less, or raise actors.environment.gateway.most_body_bytes",
                 )  # fmt: skip
-        return raw, items if asked.store else []
+        return raw, [] if asked.store is False else items
 
     def keep(self, items: list[JsonValue], body: Shown) -> None:
         """Keep an answer behind the items that it answers; there are none where nothing is to be kept."""
