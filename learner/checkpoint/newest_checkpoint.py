@@ -1,6 +1,7 @@
 """The checkpoint that a learner goes on from: the newest one that is whole, the same on all ranks."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from bus.errors import LostDataError, SluiceError, StorageError
 from learner.checkpoint.commit import damaged_on_any_rank
 from learner.distributed.process_group import gathered
 from learner.model_directories.checkpoint_manifest import read_manifest
+from learner.progress.progress import checkpoint_step
 from storage.disk import checkpoints
 
 log = structlog.get_logger()
@@ -28,6 +30,7 @@ def newest_whole(root: Path) -> Path | None:
     """
     if dist.get_rank() == 0:
         checkpoints.recover(root)
+        _name_supervised(root)
     found = _of_rank_0(checkpoints.every_step(root))
     damaged: dict[int, str] = {}
     for step in reversed(found):
@@ -42,6 +45,16 @@ def newest_whole(root: Path) -> Path | None:
             "the directory away to begin again"
         )
     return None
+
+
+def _name_supervised(root: Path) -> None:
+    """Name a checkpoint of the supervised stage by its step. Earlier builds named all of them by step 0,
+    which counts as newer than the steps that follow in that stage."""
+    first = checkpoints.directory(root, 0)
+    with suppress(SluiceError):  # what is wrong with it is told when its turn comes
+        saved = read_manifest(first)["extra"]
+        if saved.get("stage") == "warmup":
+            checkpoints.replace(first, checkpoints.directory(root, checkpoint_step(saved)))
 
 
 def _damage(directory: Path) -> str:

@@ -8,6 +8,7 @@ from bus.errors import ConfigError, LostDataError, StorageError
 from learner.checkpoint import newest_checkpoint
 from learner.checkpoint.commit import read_extra, save_checkpoint, start_checkpoint
 from learner.checkpoint.newest_checkpoint import newest_whole
+from learner.progress.progress import checkpoint_step
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.checkpoint.test_checkpoint import train, trainer_of
@@ -64,6 +65,18 @@ def test_a_torn_file_is_damage(root):
     torn = checkpoints.directory(root, 3) / "common.pt"
     torn.write_bytes(torn.read_bytes()[:-1])
     assert newest_whole(root) == checkpoints.directory(root, 2)
+
+
+def test_one_of_the_supervised_stage_that_an_earlier_build_named_by_step_0_is_older_than_what_follows(root):
+    save_checkpoint(trainer_of(tiny_model()), root, 0, {"stage": "warmup", "warmup_step": 4}, keep=9)
+    for step in (1, 2, 3):
+        shutil.rmtree(checkpoints.directory(root, step))
+    earlier = checkpoints.directory(root, checkpoints.supervised(4))
+    assert newest_whole(root) == earlier
+    following = {"stage": "warmup", "warmup_step": 8}
+    save_checkpoint(trainer_of(tiny_model()), root, checkpoint_step(following), following, keep=1)
+    assert not earlier.exists()
+    assert read_extra(newest_whole(root)) == following
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"format": 2}', "{"])
