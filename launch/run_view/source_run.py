@@ -61,11 +61,13 @@ def told_beginning(config: RunConfig) -> str:
         return ""
     run = config.directory / config.run
     begun, learner = RunFiles(run).origin is not None, config.learner
-    manifest = {} if begun else read_manifest(chosen_checkpoint(config.directory, source)[0])
-    go_on = not begun and adapters_go_on(manifest, learner.backend, learner.lora)
-    if go_on or adapters_beside(run / "model"):
+    go_on, merged = adapters_beside(run / "model") is not None, ""
+    if not begun:
+        found, gives_scores = chosen_checkpoint(config.directory, source)[0], config.warmup.makes_reward_model
+        go_on = adapters_go_on(found, learner.backend, learner.lora, gives_scores=gives_scores)
+        merged = ", its adapters merged into them" if adapters_in(read_manifest(found)).exists else ""
+    if go_on:
         return f"Run {config.run!r} begins with the adapters of run {source}, which are trained further."
-    merged = ", its adapters merged into them" if not begun and adapters_in(manifest).exists else ""
     return f"Run {config.run!r} begins with the weights of run {source}{merged}."
 
 

@@ -61,5 +61,5 @@ def beginning(config: RunConfig, checkpoint: Path, origin: Origin) -> "Beginning
         backend=config.learner.backend,
         lora=config.learner.lora,
         with_optimizer=config.model.from_optimizer,
-        gives_scores=config.warmup.steps > 0 and config.warmup.loss.facts.of_scores,
+        gives_scores=config.warmup.makes_reward_model,
     )

@@ -48,3 +48,8 @@ class WarmupConfig(Config):
 
     optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
     """Optimizer of this stage; reinforcement learning starts with a fresh one."""
+
+    @property
+    def makes_reward_model(self) -> bool:
+        """Return whether the run trains a reward model."""
+        return self.steps > 0 and self.loss.facts.of_scores

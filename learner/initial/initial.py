@@ -53,7 +53,7 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     hf_config, state = load_hf_directory(settings.model_directory)
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
-    if settings.warmup.steps and settings.warmup.loss.facts.of_scores:
+    if settings.warmup.makes_reward_model:
         hf_config, state = as_reward_model(hf_config, state, tokenizer, seed=settings.seed)
     else:
         refuse_reward_model(settings.model_directory, hf_config, settings.model_directory)

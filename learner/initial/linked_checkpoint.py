@@ -45,6 +45,11 @@ class Beginning:
     gives_scores: bool
     """Whether the run trains a reward model."""
 
+    @property
+    def adapters_go_on(self) -> bool:
+        """Return whether the run goes on with the adapters of the checkpoint."""
+        return adapters_go_on(self.checkpoint, self.backend, self.lora, gives_scores=self.gives_scores)
+
 
 def refuse_unfit_checkpoint(begin: Beginning, hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` for a checkpoint of another model than `hf_config` describes, and for a reward
@@ -56,7 +61,7 @@ def refuse_unfit_checkpoint(begin: Beginning, hf_config: PretrainedConfig) -> No
         refuse_reward_model(checkpoint, theirs, checkpoint.parents[1] / "export")
     if not adapters_in(manifest).exists:
         load_hf_directory(checkpoint)
-    elif begin.with_optimizer and not adapters_go_on(manifest, begin.backend, begin.lora):
+    elif begin.with_optimizer and not begin.adapters_go_on:
         raise ConfigError(
             f"model.from_optimizer=true: the adapters of {checkpoint} would be merged, and their optimizer "
             "has nothing to update: set learner.lora and learner.backend as they were, or leave it out"
@@ -82,7 +87,7 @@ def link_checkpoint(begin: Beginning, described: Path, target: Path, notes: Mapp
             (temporary / name).write_text(text)
         if not lora.exists:
             _link(files, temporary)
-        elif adapters_go_on(manifest, begin.backend, begin.lora):
+        elif begin.adapters_go_on:
             _link([file for file in begin.base.iterdir() if file.is_file()], temporary)
             _link(files, temporary / ADAPTERS)
         else:

@@ -127,9 +127,14 @@ def adapters_in(manifest: Mapping[str, Any]) -> LoraConfig:
     return LoraConfig.model_validate({name: value for name, value in saved.items() if name != "base"})
 
 
-def adapters_go_on(manifest: Mapping[str, Any], backend: str, lora: LoraConfig) -> bool:
-    """Tell whether a run with these settings goes on with the adapters of a checkpoint."""
-    return lora.exists and written_by(manifest) == backend and adapters_in(manifest).is_as(lora)
+def adapters_go_on(checkpoint: Path, backend: str, lora: LoraConfig, *, gives_scores: bool) -> bool:
+    """Tell whether a run with these settings goes on with the adapters of a checkpoint. A reward model does
+    not with those of a policy, which lack its head."""
+    manifest = read_manifest(checkpoint)
+    if not lora.exists or written_by(manifest) != backend or not adapters_in(manifest).is_as(lora):
+        return False
+    forms = json.loads((checkpoint / "config.json").read_text()).get("architectures") or ()
+    return gives_scores == any(form.endswith("ForSequenceClassification") for form in forms)
 
 
 def adapters_beside(model: Path) -> Path | None:

@@ -195,7 +195,9 @@ def test_other_adapters_are_merged_into_the_weights(tmp_path, backend, lora):
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_a_run_on_pairs_has_the_adapters_that_it_begins_with_for_its_reference(tmp_path, backend):
+def test_a_run_on_pairs_has_the_adapters_it_begins_with_for_its_reference_and_a_reward_model_merges_them(
+    tmp_path, backend
+):
     _, saved = run_with_adapters(tmp_path, backend, LORA)
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
@@ -219,6 +221,15 @@ def test_a_run_on_pairs_has_the_adapters_that_it_begins_with_for_its_reference(t
         assert differing(weights(resumed), saved) == []
     third = [warm_up_step(one, settings, initial.demonstrations, 2) for one in (trained, resumed)]
     assert third[0] == third[1]
+    scores = {**pairs, "loss": {"type": "reward_model"}}
+    learner = {"lora": LORA, "steps": 0}
+    config = config_of(tmp_path, "rm", backend, model={"from_run": "sft"}, learner=learner, warmup=scores)
+    assert told_beginning(config).endswith("of run sft, its adapters merged into them.")
+    refuse_model(config)
+    settings, _ = learner_settings(config, RunDirectory(tmp_path, "rm"))
+    scored = restore_backend(settings, prepare(settings, file), None, Progress(), UNDIVIDED)
+    body = {name: weight for name, weight in saved.items() if name != "lm_head.weight"}
+    assert differing(weights(scored), body) == []
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": LORA}], ids=["whole", "adapters"])
