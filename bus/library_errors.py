@@ -8,8 +8,9 @@ LOGIN_REFUSED = "authorization violation"
 """nats-py, while it connects, raises a plain `Error` with the sentence of the server."""
 RANK_LOST = "gloo/"
 """gloo raises a plain `RuntimeError`, whose text begins with the path of the source that raised it."""
-FILE_NOT_WRITTEN = "inline_container.cc"
-"""torch names that source when it writes a file by itself and cannot; it does not say why."""
+FILE_NOT_WRITTEN = ("inline_container.cc", "basic_ios::clear")
+"""torch says one of them when it writes a file by itself and cannot, of a small one the latter; it does not
+say why."""
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 """How libraries in Rust, and texts of Python's own, give the number of the system's error."""
 

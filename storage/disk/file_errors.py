@@ -68,7 +68,8 @@ def _told_otherwise(error: BaseException, path: Path) -> int | None:
             if number in (*_FULL, errno.EFBIG):
                 return number
         found = found.__cause__ or found.__context__
-    return errno.ENOSPC if tells(error, FILE_NOT_WRITTEN) and lack_of_room(_existing(path)) else None
+    is_unwritten = any(tells(error, part) for part in FILE_NOT_WRITTEN)
+    return errno.ENOSPC if is_unwritten and lack_of_room(_existing(path)) else None
 
 
 def _existing(path: Path) -> Path:

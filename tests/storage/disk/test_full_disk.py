@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from bus.errors import DiskFullError, StorageError
+from storage.disk import file_errors
 from storage.disk.file_errors import file_error, naming, unwritable
 
 TENSORS = {"weight": torch.zeros(100_000)}
@@ -58,6 +59,13 @@ def test_a_disk_that_is_full_is_named_where_a_file_reaches_it(tmp_path):
         f"cannot write {tmp_path}: the disk is full, and {tmp_path}/file could not be written: "
         "free some, and start again"
     )
+
+
+def test_a_small_file_that_torch_cannot_write_is_told_as_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_errors, "LEAST_FREE_BYTES", 1 << 62)  # torch says no more than that it cannot
+    (tmp_path / "file").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"), naming(tmp_path / "file"):
+        torch.save({"weight": torch.zeros(1)}, tmp_path / "file")
 
 
 def test_other_errors_stay_what_they_are(tmp_path):
