@@ -121,7 +121,7 @@ def answers_of(part: str, launcher: Command, logs: Path) -> dict[str, tuple[int,
 
 
 def test_ctrl_c_ends_a_run_of_many_programs_within_seconds(stopped: Stopped):
-    assert stopped.stopping_s < 30, stopped.said  # not the whole time that a part may take
+    assert stopped.stopping_s < 45, stopped.said  # not the whole time that a part may take
     assert "part_killed" not in stopped.said
     assert "Stopping: each process saves or hands back what it began." in stopped.said
     assert stopped.sleepers == 2 * GROUPS * SAMPLES

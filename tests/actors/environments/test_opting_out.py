@@ -124,7 +124,7 @@ async def test_policy_with_a_shell_cannot_opt_out(tmp_path: Path, monkeypatch: p
         "a name that is no text": "touch $(printf '\\377')",
         "no permissions": "mkdir shut; touch shut/in; chmod 0 shut",
     }
-    limits = {"reward_timeout_s": 2.0, "most_output_bytes": 1 << 20, "programs_at_once": 4}
+    limits = {"reward_timeout_s": 5.0, "most_output_bytes": 1 << 20, "programs_at_once": 4}
     async with agents(tmp_path, unfinished_reward=-1.0, isolation={"memory_mb": 500}, **limits) as run:
         assert scored(await run("echo right > answer.txt")) == (1.0, False)
         outcomes = await asyncio.gather(
