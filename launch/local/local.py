@@ -241,7 +241,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
                 *_monitoring(config, "storage"),
             ),
         ),
-        *([actors] if _has_rollouts(config) else []),
+        *([actors] if config.has_rollouts else []),
         Part(
             "learner",
             _command("learner", *join, *_monitoring(config, "learner")),
@@ -252,12 +252,6 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         *(_policy_part(config, name, join) for name in config.policies),
     )
     return tuple(_with_variables(config, part) for part in parts)
-
-
-def _has_rollouts(config: RunConfig) -> bool:
-    """Return whether anything is asked of actors: a run on demonstrations alone may have nothing measured."""
-    measured = config.data.heldout or config.data.task or config.evaluation.sets
-    return bool(config.learner.steps or measured)
 
 
 def _actors_drain_s(config: RunConfig) -> float:

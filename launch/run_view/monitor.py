@@ -60,6 +60,8 @@ class RunSettings:
     """Upper bound on the versions that a trained token may lag."""
     samples_per_prompt: int
     target_accuracy: float | None = None
+    has_rollouts: bool = True
+    """Whether the run has actors."""
     trajectories_per_rollout: int | None = 1
     """Most trajectories of one rollout; `None` where that depends on the rollout."""
 
@@ -74,6 +76,7 @@ class RunSettings:
             samples_per_prompt=config.admission.samples_per_prompt,
             trajectories_per_rollout=_trajectories_per_rollout(config.actors),
             target_accuracy=config.learner.target_accuracy,
+            has_rollouts=config.has_rollouts,
         )
 
 
@@ -231,7 +234,8 @@ class RunMonitor:
         if self.stage != "starting":
             return []
         there = {process.status.role for process in self.shown()}
-        return [role for role in ("learner", "storage", "actor") if role not in there]
+        roles = ("learner", "storage", *(["actor"] if self.settings.has_rollouts else []))
+        return [role for role in roles if role not in there]
 
     @property
     def learner_has_ended(self) -> bool:

@@ -77,7 +77,7 @@ def _learner(state: RunState) -> Iterator[str]:
 
 def _actors(state: RunState) -> Iterator[str]:
     """Say that no actor was heard, and what the bus knows of some: a busy host may be late by seconds."""
-    if state.of_role("actor"):
+    if state.of_role("actor") or (state.config is not None and not state.config.has_rollouts):
         return
     out = integer(state.monitor.values("storage"), "rolling_out")
     leases = f", and {out} groups are to be rolled out" if out else ""

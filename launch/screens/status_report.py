@@ -202,19 +202,36 @@ def _row(label: str, text: str, most: int = 3) -> list[str]:
 
 
 def _figures(found: Report) -> Iterator[tuple[str, str]]:
-    versions, leases, rates = found["versions"], found["leases"], found["rates"]
-    yield (
-        "versions",
-        (
-            f"{_known(versions['published'])} published, {_known(versions['oldest_in_use'])} oldest in use; "
-            f"step {_known(versions['trained_step'])} of {_known(versions['steps'])} trained"
-        ),
-    )
+    versions, rates = found["versions"], found["rates"]
+    trains_on_rollouts = versions["steps"] != 0
+    in_use = f"{_known(versions['published'])} published, {_known(versions['oldest_in_use'])} oldest in use"
+    step = f"; step {_known(versions['trained_step'])} of {_known(versions['steps'])} trained"
+    yield "versions", in_use + (step if trains_on_rollouts else "")
     if found["from_run"]:
         yield "began with", f"weights of run {found['from_run']}"
     for name, policy in found["policies"].items():
         yield name[: LABEL - 1], policy_text(policy)
-    staleness = found["staleness"]
+    if trains_on_rollouts:
+        yield from _figures_of_rollouts(found)
+    if best := best_text(found["best"]):
+        yield "best", best
+    yield (
+        "a minute",
+        (
+            f"{_rate(rates['steps_per_minute'])} steps, {_rate(rates['trained_trajectories_per_minute'])} "
+            f"trajectories trained, tokens: {_rate(rates['generated_tokens_per_minute'])} generated, "
+            f"{_rate(rates['trained_tokens_per_minute'])} trained"
+        ),
+    )
+    full = (f"{name} {_fill(stream)}" for name, stream in found["streams"].items())
+    yield "streams", ", ".join(full) or UNKNOWN
+    waiting = (f"{name} {one['waiting']}+{one['out']}" for name, one in found["consumers"].items())
+    yield "pending", ", ".join(waiting) or UNKNOWN
+
+
+def _figures_of_rollouts(found: Report) -> Iterator[tuple[str, str]]:
+    """Yield what a run on demonstrations or pairs alone has not."""
+    staleness, leases = found["staleness"], found["leases"]
     yield (
         "staleness",
         (
@@ -230,21 +247,7 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
             f"{_known(leases['rejected_groups'])} rejected"
         ),
     )
-    if best := best_text(found["best"]):
-        yield "best", best
     yield "episodes", ends_text(found["episodes"]["recent_ends"])
-    yield (
-        "a minute",
-        (
-            f"{_rate(rates['steps_per_minute'])} steps, {_rate(rates['trained_trajectories_per_minute'])} "
-            f"trajectories trained, tokens: {_rate(rates['generated_tokens_per_minute'])} generated, "
-            f"{_rate(rates['trained_tokens_per_minute'])} trained"
-        ),
-    )
-    full = (f"{name} {_fill(stream)}" for name, stream in found["streams"].items())
-    yield "streams", ", ".join(full) or UNKNOWN
-    waiting = (f"{name} {one['waiting']}+{one['out']}" for name, one in found["consumers"].items())
-    yield "pending", ", ".join(waiting) or UNKNOWN
 
 
 def _fill(stream: Mapping[str, Any]) -> str:

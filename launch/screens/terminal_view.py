@@ -105,8 +105,8 @@ def _stage(monitor: RunMonitor) -> str:
     stage = STAGES.get(monitor.stage, monitor.stage)
     if monitor.stage == "warmup":
         return f"{stage}, step {integer(learner, 'warmup_step')} of {settings.warmup_steps}"
-    if settings.steps == 0 and monitor.stage == "done":
-        return stage
+    if settings.steps == 0 and monitor.stage in ("rl", "done"):  # its steps were those before
+        return "finishing" if monitor.stage == "rl" else stage
     if monitor.stage in ("rl", "done"):
         version = integer(learner, "policy_version")
         return f"{stage}, step {integer(learner, 'step')} of {settings.steps}, policy v{version}"
@@ -347,20 +347,22 @@ def status_line(monitor: RunMonitor) -> str:
     reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
     latest = evaluations[next(reversed(evaluations))] if evaluations else None
     held_out = UNKNOWN if latest is None else f"{fraction(latest.sampled)} at {latest.where}"
-    trained = number(monitor.values("learner"), "trained_tokens_per_s")
-    storage = monitor.values("storage")
+    settings, storage = monitor.settings, monitor.values("storage")
+    groups = f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored"
+    trains_on_rollouts = settings.steps > 0
+    generated = f"{count(monitor.generated_tokens_per_s)} generated " if settings.has_rollouts else ""
+    trained = count(number(monitor.values("learner"), "trained_tokens_per_s"))
     parts = [
         f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",
-        *([f"reward {fraction(reward if isfinite(reward) else None)}"] if monitor.settings.steps else []),
-        *([f"held-out {held_out}"] if monitor.settings.steps or latest else []),
-        f"tokens/s {count(monitor.generated_tokens_per_s)} generated {count(trained)} trained",
-        f"staleness {_staleness(monitor)}",
-        f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
+        *([f"reward {fraction(reward if isfinite(reward) else None)}"] if trains_on_rollouts else []),
+        *([f"held-out {held_out}"] if trains_on_rollouts or latest else []),
+        f"tokens/s {generated}{trained} trained",
+        *([f"staleness {_staleness(monitor)}", groups] if trains_on_rollouts else []),
         *(f"{p.status.source}: {_doing(monitor, p)}" for p in monitor.shown() if p.status.role == "learner"),
         *(f"{role}: {ABSENT}" for role in monitor.absent_roles),
         *filter(None, [monitor.full_disk or _held(monitor)]),
-        f"{len(monitor.actors())} actors",
-        f"episodes {ends_text(monitor.recent_ends)}",
+        *([f"{len(monitor.actors())} actors"] if settings.has_rollouts else []),
+        *([f"episodes {ends_text(monitor.recent_ends)}"] if settings.has_rollouts else []),
     ]
     return " | ".join(parts)
 

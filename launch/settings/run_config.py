@@ -208,6 +208,12 @@ class RunConfig(ProcessConfig):
         """Return the processes of `launch local`, by name."""
         return (*PARTS, *(f"learner-{name}" for name in self.policies))
 
+    @property
+    def has_rollouts(self) -> bool:
+        """Tell whether the run has actors: one on demonstrations alone has none where nothing is measured."""
+        measured = self.data.heldout or self.data.task or self.evaluation.sets
+        return bool(self.learner.steps or measured)
+
     @model_validator(mode="after")
     def _processes_are_there(self) -> Self:
         if unknown := sorted(set(self.supervision.environment) - set(self.parts)):

@@ -147,6 +147,13 @@ def test_a_time_out_is_told_as_one_beside_what_the_bus_knows():
     assert "2 leases are held" in problems(replace(state, consumers={"TASKS/rollout": held}))[-1]
 
 
+def test_a_run_on_demonstrations_alone_lacks_no_actor_and_has_no_figures_of_rollouts():
+    alone = validate({"run": "test", "learner": {"steps": 0}, "data": {"task": None}})
+    shown = screen(report(replace(state(storage(), learner(stage="warmup")), config=alone)))
+    assert "actor" not in shown
+    assert not [label for label in ("staleness", "leases", "episodes", "step 0 of 0") if label in shown]
+
+
 async def test_unknown_run_is_the_users_mistake(bus: Bus, where: RunConfig):
     with pytest.raises(ConfigError, match="this bus has no run 'another'"):
         await look_at_run(where.model_copy(update={"run": "another"}), asyncio.Event())

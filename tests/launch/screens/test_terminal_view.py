@@ -65,12 +65,15 @@ def test_screen_says_where_the_run_stands_and_who_waits():
 
 
 def test_a_run_on_demonstrations_alone_has_no_rows_of_rewards():
-    monitor = RunMonitor(replace(FACTS, steps=0), clock=Clock())
+    monitor = RunMonitor(replace(FACTS, steps=0, has_rollouts=False), clock=Clock())
+    assert monitor.absent_roles == ["learner", "storage"]
     monitor.on_status(learner(stage="warmup", step=0, doing="training step 7"))
+    line = "0.00 s: warm-up, step 100 of 100 | tokens/s 3210 trained | learner: training step 7"
+    assert status_line(monitor) == line
     labels = [line.partition(" ")[0] for line in shown(monitor)]
     assert labels == ["demo", "tokens/s", "learner"]
-    assert "reward" not in status_line(monitor)
-    assert "held-out" not in status_line(monitor)
+    monitor.on_status(learner(stage="rl", step=0))
+    assert shown(monitor)[0] == "demo  finishing  0.00 s"
 
 
 def test_screen_writes_no_line_for_an_actor_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
