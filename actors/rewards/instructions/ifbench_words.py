@@ -1,13 +1,14 @@
 """IFBench's instructions about words and sentences (arXiv:2507.02833), with the arguments of its data.
 
-Each is a function from a text to whether it follows. Three are left out, since what they need does not come
-with Sluice: a tagger of parts of speech for `words:start_verb`, a dictionary of syllables for
-`words:odd_even_syllables`, and NLTK's list for `ratio:stop_words`."""
+Each is a function from a text to whether it follows. Two are left out, since what they need does not come
+with Sluice or a package: a tagger of parts of speech for `words:start_verb`, and NLTK's list for
+`ratio:stop_words`."""
 
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from itertools import groupby, pairwise
 
 from actors.rewards.instructions.words import split_sentences
@@ -157,6 +158,15 @@ def prime_lengths(text: str) -> bool:
     return all(len(word) in PRIMES for word in bare_words(text))
 
 
+def alternating_syllables(text: str) -> bool:
+    """Words with an odd and with an even number of syllables alternate."""
+    try:
+        syllapy = import_module("syllapy")
+    except ImportError as error:
+        raise ValueError("it needs syllapy: pip install 'sluice-rl[ifbench]'") from error
+    return all(a != b for a, b in pairwise(syllapy.count(word) % 2 for word in bare_words(text)))
+
+
 def limited_repeats(text: str, *, small_n: float) -> bool:
     """No word occurs more often."""
     return max(Counter(bare_words(text)).values(), default=0) <= small_n
@@ -241,6 +251,7 @@ WORD_CHECKS: Mapping[str, Callable[..., bool]] = {
     "words:keywords_specific_position": keyword_at,
     "words:last_first": last_word_first,
     "words:no_consecutive": no_consecutive_letters,
+    "words:odd_even_syllables": alternating_syllables,
     "words:palindrome": palindromes,
     "words:paragraph_last_first": paragraphs_end_as_they_begin,
     "words:prime_lengths": prime_lengths,

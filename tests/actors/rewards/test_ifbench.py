@@ -109,6 +109,10 @@ CASES = [
 ]  # fmt: skip
 """Instruction, arguments, texts that follow it and texts that do not: so says the package, too."""
 
+SYLLABLES = ("words:odd_even_syllables", {}, ["the river, dog table", "banana", "7 red 8 sea"],
+             ["the dog", "A \u2013 so", "river banana animal"])  # fmt: skip
+"""The same for the one that needs a package of the extra `ifbench`."""
+
 OTHERWISE = [
     ("count:conjunctions", {"small_n": 2}, "and, and", False, "words with other punctuation are no others"),
     ("count:person_names", {"N": 2}, "Emma met Leopold.", False, "Leo is no part of Leopold"),
@@ -139,8 +143,14 @@ OTHERWISE = [
     ("words:paragraph_last_first", {}, "Red, it is red", True, "punctuation is no part of a word"),
 ]
 """Where the package is wrong: instruction, arguments, text, whether it follows, and why."""
-LEFT_OUT = {"ratio:stop_words", "words:odd_even_syllables", "words:start_verb"}
+LEFT_OUT = {"ratio:stop_words", "words:start_verb"}
 TEXTS = 300
+
+
+def test_an_instruction_whose_package_is_missing_names_what_installs_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "syllapy", None)
+    with pytest.raises(ValueError, match=r"it needs syllapy: pip install 'sluice-rl\[ifbench\]'"):
+        CHECKS["words:odd_even_syllables"]("so it is")
 
 
 def test_a_text_follows_where_the_package_says_so():
@@ -154,9 +164,15 @@ def test_a_text_is_judged_sensibly_where_the_package_is_wrong(name, arguments, t
     assert bool(CHECKS[name](text, **arguments)) == follows, why
 
 
+def test_syllables_are_counted_as_the_package_does():
+    pytest.importorskip("syllapy")
+    name, arguments, follow, others = SYLLABLES
+    assert [CHECKS[name](text, **arguments) for text in (*follow, *others)] == [True] * 3 + [False] * 3
+
+
 def test_all_of_ifbench_are_there_but_those_that_the_docstring_names():
-    assert {name for name, *_ in CASES} == {*WORD_CHECKS, *FORM_CHECKS}
-    assert len(CASES) + len(LEFT_OUT) == 58
+    assert {name for name, *_ in (*CASES, SYLLABLES)} == {*WORD_CHECKS, *FORM_CHECKS}
+    assert len(CASES) + 1 + len(LEFT_OUT) == 58
     page = sys.modules[next(iter(WORD_CHECKS.values())).__module__].__doc__
     assert all(f"`{name}`" in page for name in LEFT_OUT)
 
@@ -194,11 +210,13 @@ def published(directory: Path, asked: list) -> list:
 @pytest.mark.nightly
 def test_the_package_says_the_same_of_many_texts(tmp_path):
     rng = random.Random(7)
-    asked = [(name, given, text) for name, given, *texts in CASES for each in texts for text in each]
+    asked = [
+        (name, given, text) for name, given, *texts in (*CASES, SYLLABLES) for each in texts for text in each
+    ]
     own = [(name, arguments, text) for name, arguments, text, *_ in OTHERWISE]
     drawn = [
         (name, arguments, text_of(rng, [*follow, *others]))
-        for name, arguments, follow, others in CASES
+        for name, arguments, follow, others in (*CASES, SYLLABLES)
         for _ in range(TEXTS)
     ]
     said = published(tmp_path / "environment", [*asked, *own, *drawn])
