@@ -87,7 +87,7 @@ async def receive_answer(
         raw = await inbox.next_msg(timeout=timeout_s)
         headers = raw.headers or {}
         if headers.get("Status") == "503":
-            raise BusError(f"nobody serves {subject}: start the process that does")
+            raise BusError(nobody_serves(subject))
         if headers.get(PART) != str(number):
             raise BusError(f"{subject}: part {number} of the answer was lost")
         if is_inbox(raw.reply):
@@ -96,6 +96,13 @@ async def receive_answer(
         if MORE not in headers:
             yield await _decoded(subject, b"".join(pieces), *expected)
             pieces.clear()
+
+
+def nobody_serves(subject: str) -> str:
+    """Say that the bus knows nobody who listens: a process that stands still is cut off within seconds."""
+    return (
+        f"nobody serves {subject} now: the process that does is starting, cut off from the bus, or not there"
+    )
 
 
 def _pieces(data: bytes, max_payload: int) -> Iterator[tuple[bytes, bool]]:

@@ -21,6 +21,7 @@ from bus.connection.answers import (
     GarbledRequestError,
     Refused,
     is_inbox,
+    nobody_serves,
     read_answer,
     receive_answer,
     send_answer,
@@ -164,7 +165,7 @@ class Bus:
         try:
             raw = await self.client.request(subject, self.sealed(subject, message), timeout=timeout_s)
         except nats.errors.NoRespondersError as error:
-            raise BusError(f"nobody serves {subject}: start the process that does") from error
+            raise BusError(nobody_serves(subject)) from error
         except nats.errors.Error as error:
             raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
         answer: Message = read_answer(subject, raw.data, *expected, Refused)

@@ -55,8 +55,7 @@ async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
                 f"run {bus.topology.run!r} already has a {role}: process {holder.pid} on {holder.host}. "
                 "Stop it first, or start this one for another --run"
             )
-        gone = holder.pids_of == me.pids_of != "" and not _alive(holder.pid)  # then death is known at once
-        if gone or time.monotonic() >= deadline:
+        if lives_here(holder) is False or time.monotonic() >= deadline:
             break
         await asyncio.sleep(RENEW_S / 4)
         asked_s = loop.time()
@@ -113,6 +112,11 @@ def pids_of() -> str:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
+
+
+def lives_here(holder: RoleHolder) -> bool | None:
+    """Return whether a process lives; None for one whose processes are not those of this place."""
+    return _alive(holder.pid) if holder.pids_of == pids_of() != "" else None
 
 
 def _alive(pid: int) -> bool:

@@ -57,7 +57,10 @@ async def _engines(bus: Bus, where: RunConfig) -> Engines:
         names = ", ".join(sorted(actor.source for actor in actors))
         raise ConfigError(f"{names} of run {where.run!r} is starting its engine: try again when it works")
     if not found:
-        raise ConfigError(f"no actor of run {where.run!r} works on this bus: start one with `launch actors`")
+        raise ConfigError(
+            f"no actor of run {where.run!r} was heard within {LISTEN_S:g} s: if none runs on this bus, start "
+            "one with `launch actors`"
+        )
     return found
 
 

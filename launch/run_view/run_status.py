@@ -43,6 +43,8 @@ class RunState:
     """Time of the first question, in seconds since the epoch."""
     config: RunConfig | None = None
     """Settings of the run; none before its storage has announced it."""
+    settings_known: bool = True
+    """Whether the bus said what is announced of the run, which may be nothing."""
     policy: PolicyManifest | None = None
     holders: dict[str, RoleHolder] = field(default_factory=dict)
     """Processes that hold a role of the run, alive or not."""
@@ -126,18 +128,19 @@ class _Questions:
         await self._within(FIRST_S, "the keys of the run", self._refuse_missing())
         if state.unanswered:
             raise BusAwayError(f"the bus accepts connections, but does not answer: {state.unanswered[0]}")
-        before, _ = await asyncio.gather(
+        before, asked = await asyncio.gather(
             self._within(FIRST_S, "the roles of the run", self._roles()),
             self._within(FIRST_S, "the settings of the run", self._settings()),
         )
+        state.settings_known = asked is not None
         shards = state.config.replay.shards if state.config is not None else 0
-        asked = [
+        questions = [
             *(self._within(LISTEN_S, f"the stream {name}", self._stream(name)) for name in self._names()),
             self._dispatcher(),
             *(self._shard(shard) for shard in range(shards)),
             asyncio.sleep(LISTEN_S),
         ]
-        await asyncio.gather(*asked)
+        await asyncio.gather(*questions)
         after, _ = await asyncio.gather(
             self._within(FIRST_S, "the roles of the run", self._roles()),
             self._within(
@@ -184,11 +187,13 @@ class _Questions:
             if holder is not None
         }
 
-    async def _settings(self) -> None:
+    async def _settings(self) -> bool:
+        """Take over what storage has announced; return whether it has announced anything."""
         found = await self._bus.get("run", RunRecord)
         if found is not None:
             self._state.config = validate(json.loads(found[0].config_json))
             self._state.monitor.settings = RunSettings.of_run(self._state.config)
+        return found is not None
 
     async def _policy(self) -> None:
         found = await self._bus.get("policy", PolicyManifest)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from bus.connection.roles import lives_here
 from bus.messages import RoleHolder, Status, stores_nothing
 from launch.run_view.run_status import LISTEN_S, RunState
 from launch.run_view.status_texts import holders_text
@@ -60,7 +61,7 @@ def _storage(state: RunState) -> Iterator[str]:
         yield f"the dispatcher did not answer within {LISTEN_S:g} s; storage says: {heard[0].text}"
     elif state.dispatcher is None:
         yield _missing("storage", holder, state=state, renewed="dispatcher" in state.renewed)
-    elif state.config is None:
+    elif state.config is None and state.settings_known:
         yield "storage has not announced the run yet"
     if state.config is None or (state.dispatcher is None and not heard):
         return
@@ -106,7 +107,9 @@ def _missing(name: str, holder: RoleHolder | None, *, state: RunState, renewed: 
         return (
             f"{name} is starting or busy: {where} renews its role, and answered nothing within {LISTEN_S:g} s"
         )
-    return f"{name} was not heard within {LISTEN_S:g} s: {where} held its role last"
+    lives = lives_here(holder)
+    known = "" if lives is None else ", and lives" if lives else ", and has ended"
+    return f"{name} was not heard within {LISTEN_S:g} s: {where} held its role last{known}"
 
 
 def waits(state: RunState) -> list[str]:

@@ -40,6 +40,8 @@ STAGES = {
     "done": "done",
 }
 ABSENT = "no report yet: to load its libraries takes several seconds"
+START_S = 60.0
+"""Time after which a process of a new run that has not reported need not be one that starts."""
 
 
 class TerminalView:
@@ -103,6 +105,8 @@ def _title(monitor: RunMonitor) -> Text:
 def _stage(monitor: RunMonitor) -> str:
     learner, settings = monitor.values("learner"), monitor.settings
     stage = STAGES.get(monitor.stage, monitor.stage)
+    if monitor.stage == "starting" and monitor.history.last and not learner:
+        return f"learner not heard yet, step {monitor.history.last.step} recorded"
     if monitor.stage == "warmup":
         return f"{stage}, step {integer(learner, 'warmup_step')} of {settings.warmup_steps}"
     if settings.steps == 0 and monitor.stage in ("rl", "done"):  # its steps were those before
@@ -256,7 +260,7 @@ def _sources(storage: dict[str, Json]) -> str:
 def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text]:
     """Return the lines of every process, or of as many as fit and how many more there are."""
     shown = monitor.shown()
-    absent = [Text(f"{role:<{NAME}} {ABSENT}", style="yellow") for role in monitor.absent_roles]
+    absent = [Text(f"{role:<{NAME}} {_absent(monitor)}", style="yellow") for role in monitor.absent_roles]
     max_lines -= len(absent)
     left = len(shown) - max_lines + 1
     if len(shown) > max_lines:  # of many, only those that fit are put into words
@@ -276,7 +280,7 @@ def _process(monitor: RunMonitor, process: HeardProcess, width: int, rows: int) 
     style = "dim" if ended else "red" if _alarm(process) else style
     head = f"{_short(process.status.source):<{NAME}} "
     wrapped = textwrap.wrap(
-        "ended" if ended else _activity(process, silence),
+        _end(monitor, process) if ended else _activity(process, silence),
         max(20, width - len(head)),
         max_lines=rows,
         placeholder="...",
@@ -336,10 +340,42 @@ def _short(source: str) -> str:
 
 
 def _doing(monitor: RunMonitor, process: HeardProcess) -> str:
-    """Return what a process says that it does, or that it says nothing any more."""
+    """Return what a process says that it does, or for how long it has said nothing."""
     if monitor.has_ended(process):
+        return _end(monitor, process)
+    silent_s = monitor.silent_s(process)
+    return f"{_silent_for(silent_s)}, was: {process.status.text}" if silent_s else process.status.text
+
+
+def _actors(monitor: RunMonitor) -> str:
+    """Return how many actors are heard, and how many were within a minute."""
+    heard = len(monitor.actors())
+    silent = sum(process.status.role == "actor" for process in monitor.shown()) - heard
+    return f"{heard or 'no'} actors{' heard' if not heard else ''}{f', {silent} silent' if silent else ''}"
+
+
+def _silent_for(silent_s: float) -> str:
+    return f"silent for {duration(round(silent_s))}"
+
+
+def _end(monitor: RunMonitor, process: HeardProcess) -> str:
+    """Return that a process has ended, where this launch saw it; else that it is silent after the run."""
+    if process.status.pid in monitor.ended_pids:
         return "ended"
-    return f"silent, was: {process.status.text}" if monitor.silent_s(process) > 0 else process.status.text
+    return f"{_silent_for(monitor.silent_s(process))}, the run is done"
+
+
+def _is_said(monitor: RunMonitor, process: HeardProcess) -> bool:
+    """Tell whether a plain line says what a process does: the learner always, storage while it is silent."""
+    role = process.status.role
+    return role == "learner" or (role == "storage" and monitor.silent_s(process) > 0)
+
+
+def _absent(monitor: RunMonitor) -> str:
+    """Return what is known of a process that was not heard since this screen began."""
+    if not monitor.history.steps and monitor.elapsed_s < START_S:
+        return ABSENT
+    return f"not heard for {duration(monitor.elapsed_s)}: it is starting, busy, cut off or not there"
 
 
 def status_line(monitor: RunMonitor) -> str:
@@ -358,10 +394,10 @@ def status_line(monitor: RunMonitor) -> str:
         *([f"held-out {held_out}"] if trains_on_rollouts or latest else []),
         f"tokens/s {generated}{trained} trained",
         *([f"staleness {_staleness(monitor)}", groups] if trains_on_rollouts else []),
-        *(f"{p.status.source}: {_doing(monitor, p)}" for p in monitor.shown() if p.status.role == "learner"),
-        *(f"{role}: {ABSENT}" for role in monitor.absent_roles),
+        *(f"{p.status.source}: {_doing(monitor, p)}" for p in monitor.shown() if _is_said(monitor, p)),
+        *(f"{role}: {_absent(monitor)}" for role in monitor.absent_roles),
         *filter(None, [monitor.full_disk or _held(monitor)]),
-        *([f"{len(monitor.actors())} actors"] if settings.has_rollouts else []),
+        *([_actors(monitor)] if settings.has_rollouts else []),
         *([f"episodes {ends_text(monitor.recent_ends)}"] if settings.has_rollouts else []),
     ]
     return " | ".join(parts)

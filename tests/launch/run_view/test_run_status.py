@@ -117,6 +117,7 @@ async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, wher
     shard, silent, nobody = found["problems"]
     assert shard == "shard 0 did not answer within 1.3 s"
     assert silent.startswith("learner was not heard within 1.3 s: process ")
+    assert silent.endswith("held its role last, and lives")
     assert nobody.startswith("no actor was heard within 1.3 s, and 64 groups are to be rolled out: if none")
     assert [(member["source"], member["state"]) for member in found["members"]] == [
         ("storage", "alive"),
@@ -143,6 +144,9 @@ def test_a_time_out_is_told_as_one_beside_what_the_bus_knows():
     assert nobody[-1].startswith("no actor was heard within 1.3 s: if none runs, start one with")
     assert busy[-1] == "no actor was heard within 1.3 s, but some ask the bus for leases: they are busy"
     assert nobody[0] == "storage was not heard within 1.3 s, and the bus did not say who holds its role"
+    late = replace(state_of(storage()), dispatcher=groups_of_nothing(), settings_known=False)
+    assert "storage has not announced the run yet" not in problems(late)
+    assert "storage has not announced the run yet" in problems(replace(late, settings_known=True))
     held = replace(rollout, num_waiting=0)
     assert "2 leases are held" in problems(replace(state, consumers={"TASKS/rollout": held}))[-1]
 
@@ -188,9 +192,12 @@ async def test_bus_that_is_away_is_an_error_of_its_own_within_the_limit(server: 
 
 def state(*statuses: Status) -> RunState:
     """A run of which these are heard, and whose dispatcher answers."""
-    groups = StepGroups(step=0, groups=(), incarnation="", trained_through=0, trains_from=0, stage="rl")
     heard = state_of(*(replace(one, host="h") for one in statuses))
-    return replace(heard, config=CONFIG, dispatcher=groups, shards={0, 1})
+    return replace(heard, config=CONFIG, dispatcher=groups_of_nothing(), shards={0, 1})
+
+
+def groups_of_nothing() -> StepGroups:
+    return StepGroups(step=0, groups=(), incarnation="", trained_through=0, trains_from=0, stage="rl")
 
 
 def test_a_long_wait_is_the_state_of_the_run_and_says_how_long():

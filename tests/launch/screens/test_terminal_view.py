@@ -164,12 +164,35 @@ def test_screen_and_page_show_what_engines_tell_of_their_caches_and_drafts():
     assert ["2.35", "tokens accepted a pass"] in page, "of those that tell it"
 
 
-def test_processes_of_a_finished_run_have_ended():
+def test_who_is_silent_once_the_run_is_done_is_told_so():
     monitor, clock = make_monitor()
     monitor.on_status(learner(stage="done"))
     clock.now_s += 10
-    assert "learner            ended" in shown(monitor)
-    assert " | learner: ended | " in status_line(monitor)
+    assert "learner            silent for 10.0 s, the run is done" in shown(monitor)
+    assert " | learner: silent for 10.0 s, the run is done | " in status_line(monitor)
+
+
+def test_a_screen_that_hears_nobody_of_a_run_with_steps_does_not_say_that_it_starts():
+    clock = Clock()
+    monitor = RunMonitor(FACTS, clock=clock)
+    monitor.on_event(metrics(7), 0.0)
+    clock.now_s += 4
+    assert shown(monitor)[0] == "demo  learner not heard yet, step 7 recorded  4.00 s"
+    unknown = "not heard for 4.00 s: it is starting, busy, cut off or not there"
+    assert f"learner: {unknown} | storage: {unknown}" in status_line(monitor)
+    unheard = RunMonitor(FACTS, clock=clock)
+    clock.now_s += 61
+    assert "learner: not heard for 1 min 01 s: it is starting, busy" in status_line(unheard)
+
+
+def test_plain_lines_say_for_how_long_storage_has_been_silent():
+    monitor, clock = make_monitor(actors=1)
+    monitor.on_status(storage())
+    assert "storage:" not in status_line(monitor)
+    clock.now_s += 8
+    monitor.on_status(learner())
+    assert "| storage: silent for 8.00 s, was: all that the bound allows" in status_line(monitor)
+    assert "| no actors heard, 1 silent |" in status_line(monitor)
 
 
 def test_a_stopped_process_has_ended_and_is_not_silent():
@@ -272,7 +295,7 @@ def test_news_tells_silence_and_its_end():
     clock.now_s += 6
     monitor.on_status(learner())
     monitor.on_status(storage())
-    assert news.take() == ["actor-host-1000: silent, was: generating"]
+    assert news.take() == ["actor-host-1000: silent for 6.00 s, was: generating"]
     assert news.take() == []
     monitor.on_status(actor(0))
     assert news.take() == ["actor-host-1000: speaks again"]
