@@ -45,7 +45,8 @@ class StreamsConfig(Config):
     """Largest size of the stream of trajectories that storage has not taken; actors wait when it is full."""
 
     outcomes_mib: int = Field(256, ge=16)
-    """Largest size of the stream of rejections and late rewards that storage has not taken yet."""
+    """Largest size of the stream of rejections, late rewards and answers to held-out prompts that storage has
+    not taken yet."""
 
     weights_mib: int = Field(2048, ge=16)
     """Largest size of the stream of weights, for the transport `bus`; the oldest go when it is full."""

@@ -32,12 +32,12 @@ class EvaluationTask(Message, tag="evaluation_task"):
     answered_by: str = ""
     """Opponent that answers instead of `policy`; its result stands beside that of each version."""
     kept_answers: int = 0
-    """Most answers that storage keeps of it, for people: all of the first prompts."""
+    """Most answers that storage keeps of it, for people: all of the first prompts, and of one at least."""
 
     @property
     def kept_prompts(self) -> int:
         """Return of how many prompts the answers are kept: each has one for each sample, and a greedy one."""
-        return self.kept_answers // (self.samples + 1)
+        return max(1, self.kept_answers // (self.samples + 1)) if self.kept_answers else 0
 
     def check(self) -> None:
         """Refuse numbers k that so many samples cannot estimate, and sampling that there cannot be."""

@@ -32,8 +32,8 @@ def chosen_checkpoint(directory: Path, from_run: str) -> tuple[Path, Origin]:
     step = int(asked) if asked else max(there, default=0)
     if asked and step not in there:
         raise ConfigError(
-            f"run {name!r} has no checkpoint of step {step}: there are {', '.join(map(str, there))}; "
-            "learner.checkpoint.keep says how many a run keeps"
+            f"run {name!r} has no checkpoint of step {step}: there are "
+            f"{', '.join(map(str, there)) or 'none'}; learner.checkpoint.keep says how many a run keeps"
         )
     found = files.checkpoint(step) if there else newest
     warmup_step = int(str(read_manifest(found)["extra"].get("warmup_step", 0)))

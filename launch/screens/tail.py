@@ -166,12 +166,13 @@ def lines(found: dict[str, Json]) -> str:
     """Return the object of `describe` as lines for a terminal, without the text's control characters."""
     due = "reward due" if found["end"] in TRUSTED_ENDS else "no reward"
     reward = due if found["reward"] is None else f"reward {found['reward']:g}"
+    by = f"{found['agent']} on {found['actor']}" if found["actor"] else found["agent"]
     stale = "" if found["staleness"] is None else f", staleness {found['staleness']}"
     parts = [(f"part {name}", value) for name, value in reward_parts(found)]
     known = [(name.replace("_", " "), found[name]) for name in ("label", "advantage", *RATIOS)]
     facts = [f"{name} {number(value)}" for name, value in [*known, *parts] if value is not None]
     shown = [
-        f"=== {found['trajectory_id']} by {found['agent']} on {found['actor']}: {reward}, {found['end']}, "
+        f"=== {found['trajectory_id']} by {by}: {reward}, {found['end']}, "
         f"{_versions(found['oldest_version'], found['newest_version'])}{stale}",
         _visible("; ".join([str(found["training"]), *facts])),
     ]

@@ -9,7 +9,7 @@ from bus.errors import ConfigError
 from bus.evaluation_messages import HeldOutAnswers
 from bus.messages import parse_trajectory_name
 from bus.trajectory import Parent, Trajectory
-from launch.trajectories.search import DATA_SET
+from launch.trajectories.search import AT_ONCE, DATA_SET
 from launch.trajectories.sources import Groups, StoredTrajectories
 from launch.trajectories.training import Evaluation, GroupTraining
 from storage.disk.run_directory import RunDirectory
@@ -56,8 +56,13 @@ class HeldOutTrajectories(StoredTrajectories):
         raise ConfigError(NOT_TRAINED)
 
     async def training(self, leases: Iterable[int]) -> dict[int, GroupTraining]:
-        """Return what these groups, which were read, are answers of."""
-        return {number: self._training[number] for number in leases}
+        """Return what these groups are answers of, as far as they are kept, or were when they were read."""
+        wanted, known = [*leases], self._training
+        unread = [number for number in wanted if number not in known]
+        async with self.groups() as groups:
+            for first in range(0, len(unread), AT_ONCE):
+                await groups.read(unread[first : first + AT_ONCE])
+        return {number: known[number] for number in wanted if number in known}
 
 
 class _HeldOutGroups:

@@ -93,7 +93,7 @@ class EvaluationConfig(Config):
 
     kept_answers: int = Field(256, ge=0)
     """Most answers to each data set that storage keeps of an evaluation, for people: all to the first
-    prompts. 0 keeps none."""
+    prompts, and to one at least. 0 keeps none."""
 
     kept_evaluations: int = Field(20, ge=1)
     """Number of evaluations of each data set whose answers are kept, the latest ones."""

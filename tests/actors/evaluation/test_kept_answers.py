@@ -52,11 +52,15 @@ async def test_answers_to_the_first_prompts_are_kept_with_reward_label_and_end(
         await ask(bus, await publish(bus, 4), prompts=prompts, kept_answers=0, **settings)
         await evaluations.result()
         await evaluations.settled()
+        assert len(store.numbers()) == 2
+        other = {**settings, "data_set": "math"}
+        await ask(bus, await publish(bus, 5), prompts=prompts, kept_answers=1, **other)
+        await evaluations.result()
+        await until(lambda: len(store.numbers()) == 3)  # those to one prompt, however many samples it has
     await engine.close()
-    assert len(store.numbers()) == 2
     path = tmp_path / "held.jsonl"
     source = HeldOutTrajectories(run)
-    assert await export_run(source, TrajectoryFilter(), path, asyncio.Event()) == 6
+    assert await export_run(source, TrajectoryFilter(data_set="aime"), path, asyncio.Event()) == 6
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     names = ("greedy", "reward", "end", "label", "task", "data_set", "evaluated_version")
     of_task = ("label {0}", "task-{0}", "aime", 3)

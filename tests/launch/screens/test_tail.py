@@ -110,6 +110,7 @@ async def test_newest_come_with_text_by_turn_mask_versions_and_staleness(
     assert json.loads(json.dumps(found)) == found
     text = lines(last)
     assert "=== g00000004.1 by solver on test: reward 1, completed, versions 3 to 4, staleness 4" in text
+    assert "=== g00000004.1 by solver: reward 1" in lines(last | {"actor": ""})
     assert "--- policy, tokens 6 to 8, 2 in the mask, version 4, length, reward 0.5\nw6 w7 " in text
 
 
