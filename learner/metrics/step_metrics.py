@@ -17,6 +17,7 @@ from bus.streams.publish import Publisher
 from learner.backends.contract.backend import StepResult
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.data.batches import StepBatch
+from learner.metrics.named_figures import NamedFigures
 from learner.metrics.range_warnings import RangeWarnings
 from storage.metrics.records import integer, number
 
@@ -93,6 +94,7 @@ class StepReporter:
         self._incarnation = incarnation
         self._tasks = tasks
         self._range_warnings = RangeWarnings(diagnostics)
+        self._named_figures = NamedFigures()
         self._selection: SelectionBias | None = None
         """Comparison with what actors sample, from the first step of reinforcement learning on."""
         self._log_at = 0.0
@@ -101,7 +103,7 @@ class StepReporter:
     def report(self, stage: str, step: int, values: dict[str, Json]) -> None:
         """Tell of a step of `stage`, which is `warmup` or `rl`."""
         if stage == "rl":
-            values = {**values, **self._selection_figures(values)}
+            values = self._named_figures.bounded({**values, **self._selection_figures(values)})
         self._bus.state.metrics = values
         if stage == "rl":
             self._range_warnings.look(step, values)
