@@ -66,6 +66,7 @@ def stage_state(trainer: "Trainer", directory: Path, buffers: CopyBuffers) -> St
 
 def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any]) -> None:
     """Restore `trainer` to what it was. Every rank calls this. Raises `StorageError` if it cannot be read."""
+    trainer.settle_parameters()
     wanted = _sharded_state(trainer, training.get("policies", []), is_loading=True)
     if not training.get("head"):
         wanted.pop("head", None)  # it stays as it came with the model

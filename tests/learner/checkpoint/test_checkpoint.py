@@ -168,6 +168,17 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_show_in_it(
     assert train(resumed, range(3, 6)) == uninterrupted
 
 
+def test_what_is_loaded_while_a_checkpoint_is_written_does_not_show_in_it(tmp_path, untrained, held_writer):
+    trainer = trainer_of(tiny_model(seed=1))
+    expected = trainer.export()
+    pending = start_checkpoint(trainer, tmp_path, 3, {}, keep=2)
+    load_checkpoint(trainer, untrained)
+    held_writer.set()
+    pending.finish()
+    load_checkpoint(trainer, latest_checkpoint(tmp_path))
+    assert all(torch.equal(weight, expected[name]) for name, weight in trainer.export().items())
+
+
 def test_a_checkpoint_on_a_cpu_is_copied_when_the_next_update_comes_and_not_before(tmp_path):
     trainer = trainer_of(tiny_model())
     staged = trainer.stage_checkpoint(tmp_path)
