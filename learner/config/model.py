@@ -66,9 +66,10 @@ class ModelConfig(Config):
 
     from_run: str | None = None
     """Run in the same directory of runs with whose checkpoint training begins, as RUN or RUN@STEP; without a
-    step, with its newest. Adapters go on where `learner.lora` and backend are those of that run; else they
-    are merged into the weights. The tokenizer is that of `path`, which must name a model of the same sizes.
-    Other settings of the model are those of that run where none are given."""
+    step, with its newest. Adapters go on where `learner.lora` and backend are those of that run; else, and
+    where a reward model is made of a policy, they are merged into the weights. The tokenizer is that of
+    `path`, which must name a model of the same sizes. Other settings of the model are those of that run where
+    none are given."""
 
     from_optimizer: bool = False
     """Also begin with the optimizer's state in that checkpoint, and its place in the schedule of the learning
