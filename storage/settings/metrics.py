@@ -35,6 +35,7 @@ class MetricsConfig(Config):
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
 
-    otlp_url: str | None = Field(None, pattern=r"^https?://[^/]+.*[^/]$")
-    """Collector of OpenTelemetry (OTLP over HTTP), as `http://host:4318`. Storage sends metrics, learner and
-    actors send spans of steps, publications and rollouts; their hosts need `sluice-rl[otlp]`."""
+    otlp_url: str | None = Field(None, pattern=r"^https?://[^/@]+(/.*[^/])?$")
+    """Collector of OpenTelemetry (OTLP over HTTP), as `http://host:4318`, without a password: all of the run
+    may read it. Storage sends metrics, learner and actors send spans of steps, publications and rollouts;
+    their hosts need `sluice-rl[otlp]`."""

@@ -84,8 +84,10 @@ async def publish() -> None:
 
 
 async def test_a_missing_package_and_a_url_that_is_none_are_refused_by_name(monkeypatch):
-    with pytest.raises(ValidationError, match="otlp_url"):
-        MetricsConfig(otlp_url="collector:4318")
+    for wrong in ("collector:4318", "http://me:secret@collector:4318", "http://collector:4318/"):
+        with pytest.raises(ValidationError, match="otlp_url"):
+            MetricsConfig(otlp_url=wrong)
+    assert MetricsConfig(otlp_url="https://collector/otlp").otlp_url == "https://collector/otlp"
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=r"metrics\.otlp_url needs .*pip install 'sluice-rl\[otlp\]'"):
         async with traced(MetricsConfig(otlp_url="http://collector:4318"), run="demo", role="actor"):
