@@ -194,7 +194,8 @@ async def connected(
 
     async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once
         nonlocal complaint
-        reason = str(error) or type(error).__name__
+        silence = "no answer" if isinstance(error, TimeoutError) else type(error).__name__
+        reason = str(error) or silence
         if reason != complaint:
             complaint = reason
             log.warning("bus_error", error=reason)
@@ -287,7 +288,7 @@ async def refuse_other_layout(client: BusClient, run: str, timeout_s: float) -> 
 def _unusable(config: BusConfig, reason: str, *, tried_s: float) -> str:
     return (
         f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for {tried_s:.1f} s): "
-        "start one with `launch bus`, or name another with --bus.url"
+        "if none runs there, start one with `launch bus`, or name another with --bus.url"
     )
 
 

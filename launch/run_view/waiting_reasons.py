@@ -147,7 +147,9 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
 
 
 def _rolling_out(state: RunState) -> str:
-    busy = sum(integer(actor.values, "running") > 0 for actor in state.of_role("actor"))
+    if not (actors := state.of_role("actor")):
+        return f"no actor was heard within {LISTEN_S:g} s"
+    busy = sum(integer(actor.values, "running") > 0 for actor in actors)
     return f"{busy or 'no'} {'actor is' if busy <= 1 else 'actors are'} rolling out"
 
 

@@ -16,7 +16,7 @@ from bus.codec import Message
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.connection import client as of_client
-from bus.errors import BusError
+from bus.errors import BusAwayError, BusError
 from bus.messages import RunRecord
 from bus.requests import Done, StoredRequest
 from bus.server.nats_server import NatsServer
@@ -55,6 +55,21 @@ async def test_a_connection_on_which_requests_stay_without_answer_is_made_anew(
         answers.set()
         await asker.patiently(partial(ask, asker, TIMEOUT_S), "an answer")
         assert asker.client.stats["reconnects"] == 1
+
+
+async def test_a_server_that_stands_still_is_not_told_as_one_that_does_not_run(server: NatsServer):
+    config = BusConfig(url=server.url, connect_timeout_s=3.0)
+    assert server.pid is not None
+    await suspend(server.pid)
+    try:
+        with pytest.raises(BusAwayError) as refused:
+            async with Bus.connect(config, "test", name="late"):
+                pass
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    text = str(refused.value)
+    assert " (no answer" in text
+    assert "): if none runs there, start one with `launch bus`" in text
 
 
 async def test_a_flush_comes_behind_what_was_sent_before_it(bus: Bus, monkeypatch: pytest.MonkeyPatch):

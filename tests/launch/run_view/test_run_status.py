@@ -217,6 +217,11 @@ LACKS = learner(doing="it lacks groups", wait="batch", reason="12 of 20 groups a
 WAITS = "the learner waits for 8 more groups of step 21: "
 
 
+def test_actors_that_are_not_heard_are_not_told_as_idle():
+    [found] = waits(state(LACKS, storage()))
+    assert found == f"{WAITS}no actor was heard within 1.3 s, 64 groups are out"
+
+
 def test_learner_that_lacks_groups_is_told_with_the_speed_of_the_engines_that_have_them():
     slow = {"generated_tokens_per_s": 6.0}
     found = waits(state(LACKS, storage(), actor(0, **slow), actor(1, **slow), actor(2, running=0, **slow)))
