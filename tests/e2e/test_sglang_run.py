@@ -45,7 +45,7 @@ def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
     assert (drawn_by[1], drawn_by[5]) == ((1, 1), (5, 5)), "nothing was published while the learner waited"
     assert max(probed(run)) < 1e-4
     [log] = (run / "logs").glob("engine-*.log")
-    assert "POST /generate" in log.read_text()
+    assert "Decode batch" in log.read_text()
 
 
 @pytest.mark.nightly

@@ -337,9 +337,9 @@ async def test_what_the_server_found_in_its_cache_and_how_full_that_is_are_known
 
 async def test_the_log_says_what_the_start_did_and_has_no_line_for_each_request(engine):
     process = engine._server.process
-    assert process.phase() in servers.PHASES.values()
     said = process._log.read_text()
-    assert "Load weight begin" in said
+    shown = {words for sign, words in servers.PHASES.items() if sign in said}
+    assert shown >= {"loading the model", "allocating its cache"}
     await engine.generate(request("unlogged", PROMPT, new=4))
     assert "POST /generate" not in process._log.read_text()
 
