@@ -304,8 +304,8 @@ async def _tls_mistake(client: Client, error: Exception, credentials: Credential
             return "its certificate is not of the authority in the credentials: it is another bus"
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
             return "it speaks no TLS, and credentials are for a bus that does"
-    elif type(error) is nats.errors.Error and await _begins_with_tls(client):  # it has not spoken first
-        return "a bus with keys needs --creds"
+    elif type(error) is nats.errors.Error or isinstance(error, TimeoutError):  # it has not spoken first
+        return "a bus with keys needs --creds" if await _begins_with_tls(client) else ""
     return ""
 
 

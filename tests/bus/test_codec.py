@@ -125,9 +125,14 @@ EVALUATED = EvaluationResult(
     policy_version=1, incarnation="a", sampled=0.5, greedy=1.0, prompts=9, seconds=2.5,
     oldest_version=1, newest_version=3, failed=2,
 )  # fmt: skip
+UNTRAINED = dataclasses.replace(make_trajectory(1, 0), trainable=False, loss_mask=np.zeros(8, bool))
 EXAMPLES = (
     HeldOutAnswers(
-        policy_version=4, prompt=2, batch=TrajectoryBatch(trajectories=()), data_set="aime", label="7"
+        policy_version=4,
+        prompt=2,
+        batch=TrajectoryBatch(trajectories=(UNTRAINED,)),
+        data_set="aime",
+        label="7",
     ),
     RoleKeys(revision=3, keys={"actor": [public_key(new_seed())], "judge": []}),
     SignedRecord(key="U", sequence=7, content=b"message", signature=b"signature"),

@@ -12,6 +12,7 @@ from actors.rewards.code.program_text import program_in
 from actors.rewards.instructions.reward import CHECKS, instructions
 from tests.actors.rewards.answers import answer
 from tests.actors.rewards.test_ifbench import CASES as IFBENCH
+from tests.actors.rewards.test_ifbench import SYLLABLES
 from tests.actors.rewards.test_instructions import CASES
 
 LENGTH = 20_000
@@ -23,7 +24,7 @@ PARTS = [
 ]  # fmt: skip
 TEXTS = [f"{head}{part * (LENGTH // len(part))}{tail}" for part in PARTS
          for head, tail in [("The answer", "y"), ("```", "y"), ("x\n*", "")]]  # fmt: skip
-ARGUMENTS = {name: arguments for name, arguments, *_ in [*CASES, *IFBENCH]}
+ARGUMENTS = {name: arguments for name, arguments, *_ in [*CASES, *IFBENCH, SYLLABLES]}
 
 
 def took_s(call, *arguments) -> float:

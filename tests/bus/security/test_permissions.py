@@ -15,7 +15,7 @@ from nats.js.api import StreamConfig
 from nats.js.errors import NotFoundError
 
 from bus.config import BusConfig
-from bus.connection import Bus, answers
+from bus.connection import Bus, answers, client
 from bus.connection.client import authentication
 from bus.connection.reporting_rate import follow_pace
 from bus.connection.roles import hold_role
@@ -189,9 +189,14 @@ async def test_nobody_gets_in_without_a_key(keys: SecureDirectory):
     assert any("authorization" in reason for reason in reasons)
 
 
-async def test_client_without_credentials_is_told_that_it_needs_them(keys: SecureDirectory):
+@pytest.mark.parametrize("attempt_s", [0.5, 10.0], ids=["client gives up first", "server gives up first"])
+async def test_client_without_credentials_is_told_that_it_needs_them(
+    keys: SecureDirectory, attempt_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    patience = {**client._patience(), "connect_timeout": attempt_s}
+    monkeypatch.setattr(client, "_patience", lambda: patience)
     for scheme, connect_timeout_s, kind in (
-        ("nats:", 1, BusAwayError),  # it has not had time to find out
+        ("nats:", 0.3, BusAwayError),  # it has not had time to find out
         ("nats:", 30, ConfigError),
         ("tls:", 30, ConfigError),
     ):
