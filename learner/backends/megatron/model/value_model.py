@@ -52,6 +52,11 @@ class ScalarModel(PolicyModel):
         super().__init__(config, layers, untied, stage)
         if self.post_process:
             del self.output_layer
+            self.add_head()
+
+    @abstractmethod
+    def add_head(self) -> None:
+        """Add what makes the outputs, to the last stage of a pipeline."""
 
     def forward(
         self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0,
@@ -89,16 +94,9 @@ class ScalarModel(PolicyModel):
 class ValueModel(ScalarModel):
     """A piece of a critic's model."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layers: TransformerBlockSubmodules,
-        hf_config: PretrainedConfig,
-        stage: int | None,
-    ) -> None:
-        super().__init__(config, layers, hf_config, stage)
-        if self.post_process:
-            self.value_head = ValueHead(config.hidden_size, config.params_dtype)
+    def add_head(self) -> None:
+        """Add a head whose first values are 0."""
+        self.value_head = ValueHead(self.config.hidden_size, self.config.params_dtype)
 
     def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the values."""
@@ -108,16 +106,9 @@ class ValueModel(ScalarModel):
 class ScoreModel(ScalarModel):
     """A piece of a reward model, whose head has the name that it has in files."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layers: TransformerBlockSubmodules,
-        hf_config: PretrainedConfig,
-        stage: int | None,
-    ) -> None:
-        super().__init__(config, layers, hf_config, stage)
-        if self.post_process:
-            self.score = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+    def add_head(self) -> None:
+        """Add a head of random weights."""
+        self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
 
     def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the scores in place of log-probs, and entropies of 0."""
