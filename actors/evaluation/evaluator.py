@@ -221,12 +221,7 @@ class Evaluator:
             samples=task.samples,
             scores=_scores(task, sampled),
         )
-        self._unsent = [
-            _held_out_answers(
-                task, number, prompts[number], [*sampled[number * task.samples :][: task.samples], one]
-            )
-            for number, one in enumerate(greedy[: task.kept_prompts])
-        ]
+        self._unsent = _kept_answers(task, prompts, sampled, greedy)
         self._skipped.pop(task.data_set, None)
         self._latest.pop(task.data_set, None)
         if not result.failed:
@@ -376,6 +371,18 @@ class Evaluator:
                 del self._prompts[next(iter(self._prompts))]
             self._prompts[ref.digest] = decode(await get_blob(self._bus, ref), PromptSet).prompts
         return self._prompts[ref.digest]
+
+
+def _kept_answers(
+    task: EvaluationTask, prompts: Sequence[Prompt], sampled: Sequence[_Answer], greedy: Sequence[_Answer]
+) -> list[HeldOutAnswers]:
+    """Return the answers to the first prompts, as many as storage keeps."""
+    return [
+        _held_out_answers(
+            task, number, prompts[number], [*sampled[number * task.samples :][: task.samples], one]
+        )
+        for number, one in enumerate(greedy[: task.kept_prompts])
+    ]
 
 
 def _held_out_answers(
