@@ -33,5 +33,6 @@ class NamedFigures:
         if left_out and not self._is_told:
             self._is_told = True
             log.warning("figures_left_out", first=left_out[0], most=MOST_FIGURES)
-        kept = {name: value for name, value in values.items() if name not in left_out}
+        dropped = {*left_out}
+        kept = {name: value for name, value in values.items() if name not in dropped}
         return kept | ({LEFT_OUT: len(left_out)} if left_out else {})
