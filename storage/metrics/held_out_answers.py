@@ -16,6 +16,8 @@ from bus.connection import Bus
 from bus.errors import StorageError
 from bus.evaluation_messages import HeldOutAnswers
 from bus.streams.consume import Inbox, consume_batches
+from storage.disk.atomic_files import fsync_path, temporary_sibling
+from storage.disk.file_errors import unwritable
 
 log = structlog.get_logger()
 _SCHEMA = """
@@ -40,10 +42,10 @@ class HeldOutStore:
     def keep(self, answers: Sequence[HeldOutAnswers], *, evaluations: int) -> None:
         """Store answers durably, in place of those to the same prompt by the same version, and remove those
         of older evaluations than the latest so many of each data set."""
-        with self._opened("rwc") as sql:
-            sql.execute("PRAGMA journal_mode=WAL")
+        if not self.path.exists():
+            self._make()
+        with self._opened("rw") as sql:
             sql.execute("PRAGMA synchronous=FULL")
-            sql.execute(_SCHEMA)
             with sql:
                 sql.executemany(
                     "INSERT OR REPLACE INTO answers (data_set, version, prompt, body) VALUES (?, ?, ?, ?)",
@@ -51,6 +53,18 @@ class HeldOutStore:
                 )
                 for data_set in {one.data_set for one in answers}:
                     sql.execute(_OLDER, (data_set, evaluations))
+
+    def _make(self) -> None:
+        """Make the database, which has its name once its table is there: others read it at any time."""
+        unfinished = HeldOutStore(temporary_sibling(self.path))
+        with unfinished._opened("rwc") as sql:
+            sql.execute("PRAGMA journal_mode=WAL")
+            sql.execute(_SCHEMA)
+        try:
+            unfinished.path.replace(self.path)
+            fsync_path(self.path.parent)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
 
     def numbers(self) -> list[int]:
         """Return the numbers of the prompts that have answers, ascending: prompt by prompt as they came."""

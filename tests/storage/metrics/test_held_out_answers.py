@@ -13,6 +13,7 @@ from bus.codec import decode, encode
 from bus.errors import SchemaError, StorageError
 from bus.evaluation_messages import HeldOutAnswers
 from bus.trajectory import TrajectoryBatch
+from storage.metrics import held_out_answers
 from storage.metrics.held_out_answers import HeldOutStore
 from tests.factories import make_trajectory
 
@@ -39,6 +40,18 @@ def test_answers_of_the_latest_evaluations_of_each_set_are_kept(tmp_path: Path):
     assert kept(store) == [("", 20, 0), ("", 20, 1), ("", 30, 0), ("", 30, 1), ("aime", 5, 0)]
     store.keep([answers(15, 0)], evaluations=2)  # of a learner that went back to an earlier step
     assert kept(store) == [("", 15, 0), ("", 30, 0), ("", 30, 1), ("aime", 5, 0)]
+
+
+def test_a_database_has_its_name_once_it_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = HeldOutStore(tmp_path / "held_out.sqlite")
+    with monkeypatch.context() as patch:
+        patch.setattr(held_out_answers, "_SCHEMA", "CREATE NOTHING")  # as where storage ends at this point
+        with pytest.raises(StorageError, match="cannot be used"):
+            store.keep([answers(10, 0)], evaluations=2)
+    assert store.numbers() == []
+    store.keep([answers(20, 0)], evaluations=2)
+    assert kept(store) == [("", 20, 0)]
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_storage_that_is_killed_in_mid_write_leaves_what_it_had_acked(tmp_path: Path):
