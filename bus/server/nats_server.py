@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import psutil
 import structlog
 
 from bus.errors import BusError, ConfigError
@@ -36,8 +37,8 @@ WRITE_S = 15
 FIRST_PORT = 10_000
 """Lowest port that is chosen for a server."""
 TRIED_PORTS = 100
-_given_ports = set[int]()
-"""Ports that `free_port` returned: whoever asked may not listen yet."""
+_given_ports = dict[int, socket.socket]()
+"""Ports that `free_port` returned, each with a socket that is bound to it and does not listen."""
 HTTP_HOST = "127.0.0.1"
 """Address at which a server tells its own numbers, to whoever asks: so not beyond this host."""
 LOG_BYTES = 64 << 20
@@ -138,7 +139,7 @@ class NatsServer:
         """Return when the server accepts connections, or has ended."""
         assert self._process is not None
         said = began = time.monotonic()
-        while not await self._answers() and self._process.returncode is None:
+        while self._process.returncode is None and not self._listens():
             if time.monotonic() - said > SAYS_SO_EVERY_S:
                 said = time.monotonic()
                 log.warning(
@@ -194,13 +195,12 @@ class NatsServer:
             + (f'http: "{HTTP_HOST}:{self._http_port}"\n' if self._http_port is not None else "")
         )
 
-    async def _answers(self) -> bool:
-        try:
-            _, writer = await asyncio.open_connection(self.host, self.port)
-        except OSError:
-            return False
-        writer.close()
-        return True
+    def _listens(self) -> bool:
+        """Return whether this server accepts connections. Another that took its port does not count."""
+        with suppress(psutil.Error):  # it has ended
+            sockets = psutil.Process(self.pid).net_connections("tcp")
+            return any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in sockets)
+        return False
 
 
 def nats_binary() -> str:
@@ -215,16 +215,21 @@ def nats_binary() -> str:
 def free_port(host: str) -> int:
     """Return a port that nobody uses now, and that no outgoing connection gets by itself.
 
-    A server that starts again on its port would find one of the ephemeral range taken. A process gets each
-    port once, so that two servers that are configured before either listens differ.
+    A server that starts again on its port would find one of the ephemeral range taken. The port stays this
+    process's own while the process runs: `free_port` of any process gives it to nobody else, and servers can
+    listen there, because they allow addresses to be used again (SO_REUSEADDR).
     """
     ports = _ports_for_servers()
     for port in random.SystemRandom().sample(ports, min(len(ports), TRIED_PORTS)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((host, port))
-            if port not in _given_ports:
-                _given_ports.add(port)
-                return port
+        holder = socket.socket()
+        try:
+            holder.bind((host, port))
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _given_ports[port] = holder
+        return port
     with socket.socket() as probe:  # this host leaves no others
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -3,8 +3,10 @@
 import asyncio
 import signal
 import socket
+import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,8 +130,8 @@ def test_free_port_can_be_listened_on_and_is_given_to_no_outgoing_connection():
     for _ in range(20):
         port = nats_server.free_port("127.0.0.1")
         assert not first <= port <= last
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
@@ -142,12 +144,34 @@ def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
         assert nats_server.free_port("127.0.0.1") != port
 
 
-def test_servers_that_are_configured_before_either_listens_have_ports_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
+def test_processes_that_have_free_ports_and_do_not_listen_yet_have_different_ones():
+    few = f"nats_server._ephemeral_ports = lambda: ({nats_server.FIRST_PORT + 50}, 65535)"
+    give = "print(*(nats_server.free_port('127.0.0.1') for _ in range(20)), flush=True)"
+    program = f"import sys; from bus.server import nats_server; {few}; {give}; sys.stdin.read()"
+    command = (sys.executable, "-c", program)
+    with ExitStack() as stack:
+        ports = list[str]()
+        for _ in range(2):
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            ports += process.stdout.readline().split()
+    assert len(ports) == len(set(ports)) == 40
+
+
+@pytest.mark.nats
+async def test_another_server_that_took_the_port_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nats_server, "_ephemeral_ports", lambda: (nats_server.FIRST_PORT + 50, 65535))
-    ports = [nats_server.free_port("127.0.0.1") for _ in range(20)]
-    assert len(set(ports)) == 20
+    monkeypatch.setattr(nats_server, "refuse_taken_port", lambda *_: None)  # the other came later
+    server = NatsServer(tmp_path)
+    with (
+        socket.create_server((server.host, server.port)),
+        pytest.raises(ConfigError, match="address already in use"),
+    ):
+        await server.start()
 
 
 @pytest.mark.nats
