@@ -404,4 +404,6 @@ def _explain(problem: Mapping[str, Any]) -> str:
         case "model_type":
             return f"{key} is a table of settings, not a value (got {value!r})"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{key}: {message[:1].lower()}{message[1:]} (got {value!r})"
+    # A check of several settings names those that it is about: their whole table would fill a screen.
+    got = "" if isinstance(value, Mapping) else f" (got {value!r})"
+    return f"{key}: {message[:1].lower()}{message[1:]}{got}"

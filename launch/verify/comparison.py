@@ -62,6 +62,8 @@ class Verdicts:
     """How much was compared."""
     in_flight: list[Acknowledgement] = field(default_factory=list)
     """Acknowledgements whose message is on the bus and nowhere else."""
+    bus_silence: str = ""
+    """Why the bus did not tell which messages it still has; empty if it did."""
 
     def add(self, verdict: str, what: str, why: str = "") -> None:
         """Add a finding; of one thing the first reason of a verdict stays."""
@@ -76,7 +78,8 @@ class Verdicts:
         """Return counts, and for each verdict what it concerns and why."""
         counts: dict[str, Json] = {name: len(things) for name, things in self.found.items()}
         named: dict[str, Json] = {name: dict(things) for name, things in self.found.items() if things}
-        return {**dict(self.totals), **counts, "named": named}
+        bus: dict[str, Json] = {"bus": not self.bus_silence, "bus_silence": self.bus_silence}
+        return {**dict(self.totals), **counts, **bus, "named": named}
 
 
 def status_of(found: Mapping[str, object]) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import nats.errors
@@ -25,6 +25,8 @@ SHOWN = (*BROKEN, "not_verifiable", "re_rolled", "never_acknowledged")
 """Verdicts whose trajectories are on the screen, with the reason."""
 NAMED = 10
 """Most things that a line of the screen names."""
+NOT_ASKED = "the bus was not asked"
+REMEDY = "give operator.creds with --creds"
 
 
 class OnBus:
@@ -32,21 +34,30 @@ class OnBus:
 
     def __init__(self) -> None:
         self._known: dict[int, bool] = {}
+        self.silence = NOT_ASKED
+        """Why the bus did not tell of each message whether it has it; empty if it did."""
 
     def __call__(self, answer: Acknowledgement) -> bool | None:
         """Tell whether a message is there; None if the bus was not asked."""
         return self._known.get(answer.sequence)
 
     async def ask(self, bus: Bus, answers: Sequence[Acknowledgement]) -> None:
-        """Ask about the messages of these acknowledgements. Raises `nats.errors.Error`."""
+        """Ask about the messages of these acknowledgements, until one question gets no answer."""
+        if bus.signatures is not None and bus.signatures.role != "operator":
+            self.silence = f"the bus does not tell a key of {bus.signatures.role} what it holds: {REMEDY}"
+            return
         stream = bus.topology.stream("TRAJECTORIES")
         for sequence in {answer.sequence for answer in answers}:
             try:
                 await bus.js.get_msg(stream, sequence)
             except NotFoundError:
                 self._known[sequence] = False
+            except nats.errors.Error as error:
+                self.silence = f"the bus did not tell what it holds ({error})"
+                return
             else:
                 self._known[sequence] = True
+        self.silence = ""
 
 
 async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Event) -> dict[str, Json]:
@@ -55,10 +66,13 @@ async def verify_run(where: RunConfig, lists: Sequence[Path], stop: asyncio.Even
     The bus is asked for what is missing, if it is there."""
     run = RunDirectory(where.directory, where.run)
     impatient = where.bus.model_copy(update={"connect_timeout_s": CONNECT_S, "patience_s": CONNECT_S})
-    with suppress(SluiceError):
-        async with Bus.connect(impatient, where.run, name="verify", stop=stop) as bus:
-            return (await verified(run, lists, bus=bus)).to_json() | {"run": where.run, "bus": True}
-    return (await verified(run, lists)).to_json() | {"run": where.run, "bus": False}
+    async with AsyncExitStack() as stack:
+        bus = None
+        with suppress(SluiceError):
+            connecting = Bus.connect(impatient, where.run, name="verify", stop=stop)
+            bus = await stack.enter_async_context(connecting)
+        found = await verified(run, lists, bus=bus)
+    return found.to_json() | {"run": where.run}
 
 
 async def verified(
@@ -82,9 +96,9 @@ async def verified(
         evidence = await asyncio.to_thread(collect, run, lists)
         on_bus = OnBus()
         if bus is not None:
-            with suppress(nats.errors.Error):
-                await on_bus.ask(bus, _missing(evidence))
+            await on_bus.ask(bus, _missing(evidence))
         verdicts = await asyncio.to_thread(compare, evidence, on_bus=on_bus, went_with_bus=went_with_bus)
+        verdicts.bus_silence = on_bus.silence
         if not verdicts.is_broken:
             break
     return verdicts
@@ -107,7 +121,7 @@ def screen(found: dict[str, Json]) -> str:
     lines = [
         f"{found['run']}: {found['acknowledged']} trajectories acknowledged, {found['stored']} stored, "
         f"{found['trained']} trained on in {found['steps']} steps"
-        + ("" if found["bus"] else "; the bus was not asked")
+        + ("" if found["bus"] else f"; {found['bus_silence']}")
     ]
     for name, meaning in VERDICTS.items():
         if not found[name] and name not in BROKEN:

@@ -431,6 +431,11 @@ def test_a_configuration_file_that_cannot_be_read_is_named(tmp_path: Path):
         config_file(tmp_path)
 
 
+def test_a_refused_combination_ends_with_its_remedy_and_not_with_the_whole_section():
+    found = refusal(SORT, {"admission": {"ahead": "need", "exact_staleness": True}})
+    assert found.endswith("with exact_staleness=False only; set that, or admission.ahead=bound")
+
+
 def test_the_engine_is_chosen_by_its_type_and_a_servers_own_settings_pass():
     server = {"mem_fraction_static": 0.8, "tp_size": 2, "disable_radix_cache": "true"}
     config = resolve(preset("sort"), {"actors": {"engine": {"type": "sglang", "server": server}}})

@@ -1,5 +1,6 @@
 """`launch verify`: each way in which a trajectory can go wrong has a verdict of its own."""
 
+import asyncio
 import json
 import shutil
 from contextlib import closing
@@ -8,19 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from bus.codec import Json
 from bus.messages import RewardGiven
 from bus.trajectory import Trajectory
 from launch.cli import main as cli
 from launch.settings.run_config import resolve
 from launch.verify.comparison import NOT_VERIFIABLE, VERDICTS, Verdicts, status_of
 from launch.verify.evidence import read_store
-from launch.verify.verify import screen, verified
+from launch.verify.verify import screen, verified, verify_run
 from learner.progress import lineage
 from storage.account.records import ACTORS, GIVEN, TRAINED, AccountRecord, AccountWriter, Copy, Kind
 from storage.disk.run_directory import RunDirectory
 from storage.ledger.ledger import Ledger
 from storage.store import layout
 from storage.store.replay import ReplayStore
+from tests.bus.security.secured import by_role, make_streams, secured_bus
 from tests.factories import make_trajectory
 
 GROUPS, SAMPLES = 6, 2
@@ -122,6 +125,27 @@ async def test_what_was_acknowledged_and_is_not_stored_is_lost(run):
 async def test_what_came_last_may_still_be_on_the_bus_which_nobody_can_ask(run):
     run.send(*group(3))
     assert await run.found() == {"in_flight": {"g00000003.0", "g00000003.1"}}
+
+
+@pytest.mark.nats
+async def test_a_key_that_may_not_read_trajectories_does_not_tell_what_the_bus_holds(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("launch.verify.verify.CONNECT_S", 30.0)
+    run.send(*group(3))
+    run.ledger.flush()
+    async with secured_bus(tmp_path, "mine") as (secure, server):
+        await make_streams(by_role(secure))
+
+        async def told(role: str) -> dict[str, Json]:
+            bus = {"url": server.url, "creds": secure.path / "mine" / f"{role}.creds"}
+            where = resolve({"run": "mine", "directory": str(tmp_path), "bus": bus})
+            return await verify_run(where, (), asyncio.Event())
+
+        watcher, operator = await told("watcher"), await told("operator")
+    assert (watcher["bus"], operator["bus"]) == (False, True)
+    assert "operator.creds" in screen(watcher)
+    assert (watcher["in_flight"], operator["lost"]) == (2, 2)
 
 
 @pytest.mark.parametrize(
