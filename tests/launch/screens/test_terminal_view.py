@@ -106,9 +106,15 @@ def test_screen_before_anybody_spoke():
     lines = shown(RunMonitor(FACTS))
     assert lines[0].startswith("demo  starting")
     assert lines[2] == "held-out   not measured yet, target 0.900"
-    wait = "no report yet: to load its libraries takes several seconds"
+    wait = "no report yet: loading libraries takes several seconds"
     assert lines[-3:] == [f"{role:<18} {wait}" for role in ("learner", "storage", "actor")]
-    assert f"learner: {wait} | storage: {wait}" in status_line(RunMonitor(FACTS))
+    assert status_line(RunMonitor(FACTS)) == f"0.00 s: starting | learner, storage, actor: {wait}"
+
+
+def test_a_run_without_a_warm_up_does_not_say_that_it_is_in_one():
+    monitor = RunMonitor(replace(FACTS, warmup_steps=0), clock=Clock())
+    monitor.on_status(learner(stage="warmup", step=0, doing="joining the run"))
+    assert status_line(monitor).startswith("0.00 s: starting | ")
 
 
 def test_screen_names_the_processes_that_have_not_reported_until_the_learner_has():
@@ -179,10 +185,10 @@ def test_a_screen_that_hears_nobody_of_a_run_with_steps_does_not_say_that_it_sta
     clock.now_s += 4
     assert shown(monitor)[0] == "demo  learner not heard yet, step 7 recorded  4.00 s"
     unknown = "not heard for 4.00 s: it is starting, busy, cut off or not there"
-    assert f"learner: {unknown} | storage: {unknown}" in status_line(monitor)
+    assert f"learner, storage, actor: {unknown}" in status_line(monitor)
     unheard = RunMonitor(FACTS, clock=clock)
     clock.now_s += 61
-    assert "learner: not heard for 1 min 01 s: it is starting, busy" in status_line(unheard)
+    assert "actor: not heard for 1 min 01 s: it is starting, busy" in status_line(unheard)
 
 
 def test_plain_lines_say_for_how_long_storage_has_been_silent():
@@ -192,7 +198,7 @@ def test_plain_lines_say_for_how_long_storage_has_been_silent():
     clock.now_s += 8
     monitor.on_status(learner())
     assert "| storage: silent for 8.00 s, was: all that the bound allows" in status_line(monitor)
-    assert "| no actors heard, 1 silent |" in status_line(monitor)
+    assert status_line(monitor).endswith("| no actors heard, 1 silent")
 
 
 def test_a_stopped_process_has_ended_and_is_not_silent():
@@ -243,7 +249,7 @@ def test_line_goes_on_with_what_holds_the_groups_while_the_learner_waits_for_the
     scoring = {"running": 0, "waiting": 0, "rewards_running": 64, "rewards_longest_s": 25.0, "reward_s": 30.0}
     monitor.on_status(actor(0, **scoring))
     text = "64 rewards run, the longest for 25.0 s; before, one took 30.0 s"
-    assert f" | learner: {WAITING} | {text} | 1 actors | " in status_line(monitor)
+    assert status_line(monitor).endswith(f" | learner: {WAITING} | {text} | 1 actors")
     assert f"waiting    {text}" in shown(monitor)
     monitor.on_status(learner(doing="training step 21"))
     assert text not in status_line(monitor)
