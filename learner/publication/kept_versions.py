@@ -1,21 +1,22 @@
 """Versions that stay when later ones come, for opponents that are pinned to them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 
 import structlog
 
 from bus.errors import ConfigError
 from bus.messages import BlobRef, KeptVersion
-from storage.disk.atomic_files import Content, publish_files, remove
+from storage.disk.atomic_files import Content, Data, publish_files, remove
 from storage.model_files.adapter_names import are_adapters
 from storage.weights.quantisation import published_as
-from storage.weights.tensors import Weights, read_snapshot, snapshot_content
+from storage.weights.tensors import Weights, read_snapshot
 
 log = structlog.get_logger()
 Put = Callable[[Content, int, str], Awaitable[BlobRef]]
 FILE = "model.safetensors"
+READ_BYTES = 8 << 20
 
 
 class KeptVersions:
@@ -33,25 +34,35 @@ class KeptVersions:
         self._named: dict[int, KeptVersion] = {}
         self._looked = False
 
-    async def up_to(self, weights: Weights, put: Put) -> tuple[KeptVersion, ...]:
-        """Return those that have been published, these weights included if they are to stay.
+    async def before(self, weights: Weights, put: Put) -> tuple[KeptVersion, ...]:
+        """Return those that are there when these weights are announced.
 
         Raises `ConfigError` where files have adapters and whole weights are published, or the reverse, and
         where they are quantised in another way than what is published.
         Files of later versions are of steps that a resumed learner has taken back, and go."""
-        if not self._versions:
-            return ()
-        if not self._looked:
+        if self._versions and not self._looked:
             await self._take_over(weights, put)
-        version = weights.policy_version
-        if version in self._versions and version not in self._named:
-            content = snapshot_content(weights)
-            await self._write(version, content)
-            self._named[version] = KeptVersion(
-                policy_version=version, snapshot=await put(content, version, "kept")
-            )
-            log.info("version_kept", policy_version=version)
         return tuple(self._named[version] for version in sorted(self._named))
+
+    def lack(self, policy_version: int) -> bool:
+        """Tell whether the version is to stay and is not there yet."""
+        return policy_version in self._versions and policy_version not in self._named
+
+    async def stored(self, version: int, content: Content, put: Put) -> BlobRef:
+        """Write a version, first as a file, and return where it lies; `name` makes it known."""
+        if self._directory is None:
+            return await put(content, version, "kept")
+        path = self._directory / f"version-{version}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            await asyncio.to_thread(remove, path)
+        await asyncio.to_thread(publish_files, path, {FILE: content})
+        return await put(_content_of(path / FILE), version, "kept")
+
+    def name(self, version: int, blob: BlobRef) -> None:
+        """Have later announcements name a version that is stored."""
+        self._named[version] = KeptVersion(policy_version=version, snapshot=blob)
+        log.info("version_kept", policy_version=version)
 
     def forget_published(self) -> None:
         """Publish all of them again with the next version: the bus or a disk has lost some."""
@@ -88,14 +99,11 @@ class KeptVersions:
             "before, or remove that directory"
         )
 
-    async def _write(self, version: int, content: Content) -> None:
-        if self._directory is None:
-            return
-        path = self._directory / f"version-{version}"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            await asyncio.to_thread(remove, path)
-        await asyncio.to_thread(publish_files, path, {FILE: content})
+
+def _content_of(path: Path) -> Iterator[Data]:
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            yield piece
 
 
 def _refuse_other_format(path: Path, kept: Weights, published: Weights) -> None:

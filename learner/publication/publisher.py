@@ -1,4 +1,5 @@
-"""Publish policy versions in the background, while training goes on: deltas, and now and then a snapshot."""
+"""Publishes policy versions in the background, while training goes on: deltas, and beside them now and then a
+snapshot."""
 
 import asyncio
 import sys
@@ -30,6 +31,7 @@ from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
 from learner.publication.announcement import AdapterBase, Announcement, blobs_of
 from learner.publication.kept_versions import KeptVersions
+from learner.publication.snapshot_writer import SnapshotWriter
 from storage.disk.atomic_files import Content
 from storage.model_files.packed_files import bundle, with_config, with_dtype, with_quantisation
 from storage.weights.blob_stores import BlobStore, on_bus
@@ -103,6 +105,9 @@ class WeightPublisher:
         self._whole_before = 0
         """Version up to which, itself not included, no delta is made."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
+        self._snapshots = SnapshotWriter(config.snapshot_bytes_per_s, publishing_threads(config))
+        self._keeping = 0
+        """Number of versions that are to stay and are not written yet."""
         self._kept = KeptVersions(config.keep_versions, kept, adapters=base is not None)
         self._base = base
         self._adapted: AdaptedBase | None = None
@@ -149,9 +154,9 @@ class WeightPublisher:
         """Store what is new, then announce it; the announcement never precedes the bytes.
 
         A version that `is_trained` differs from the one before it, or there is an alarm, which says
-        `why_unchanged`. `tensors` must stay
-        as they are until the publication after this one is done. The same version again announces its new
-        stage; its weights must be the same.
+        `why_unchanged`. `tensors` must stay as they are until the publication after this one is done. The
+        same version again announces its new stage; its weights must be the same. A snapshot is written
+        beside, and announced with the version that is the latest when it is whole.
         """
         async with self._one:
             began = time.perf_counter()
@@ -163,11 +168,23 @@ class WeightPublisher:
                 manifest = await self._as_snapshot(tensors, announcement)
             self.figures["time/publish_s"] = time.perf_counter() - began
             log.debug("weights_published", policy_version=policy_version, **self.figures)
+            await self._snapshots.release()
             if policy_version - manifest.snapshot_at >= self._config.snapshot_every:
-                since_last = manifest.since(manifest.snapshot_at) or ()
-                manifest = await self._with_snapshot(manifest, since_last)
+                self._begin_snapshot()
+            if self._kept.lack(policy_version):
+                self._begin_kept()
             await self._retire()
             return manifest
+
+    async def snapshots_written(self) -> None:
+        """Wait until the snapshots that have begun are announced. Raises what ended one of them."""
+        await self._snapshots.finished()
+
+    async def kept_written(self) -> None:
+        """Wait until no version that is to stay is being written: a checkpoint behind it could not make it
+        again."""
+        if self._keeping:
+            await self.snapshots_written()
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Publish a snapshot, until `stop`, when somebody cannot get the announced weights without one."""
@@ -205,9 +222,7 @@ class WeightPublisher:
             if intact and not wanted.incarnation:  # only the key was lost
                 await self._set_policy(manifest)
             elif not intact or base_again or not self._answered(manifest.policy_version):
-                since_last = manifest.since(manifest.snapshot_at) or ()
-                await self._with_snapshot(manifest, since_last if intact else ())
-                await self._retire()
+                self._begin_snapshot()
 
     def _answered(self, policy_version: int) -> bool:
         """Tell whether its snapshot was stored for somebody a moment ago: the same once more would not
@@ -228,7 +243,8 @@ class WeightPublisher:
         return True
 
     async def close(self) -> None:
-        """Serve no longer."""
+        """Serve no longer; what is not written yet of a snapshot is given up."""
+        await self._snapshots.close()
         await self._store.close()
 
     def pin(self, policy_version: int) -> None:
@@ -280,17 +296,71 @@ class WeightPublisher:
         self._note(weights, snapshot.size_bytes, weights.words)
         return await self._announce(weights, announcement, snapshot, announcement.policy_version)
 
-    async def _with_snapshot(self, manifest: PolicyManifest, deltas: tuple[DeltaRef, ...]) -> PolicyManifest:
-        """Announce the same version again with its own snapshot; `deltas` are for those who need none."""
-        weights = self._weights
-        if weights is None:
-            raise RuntimeError("nothing was published")
-        snapshot = await self._put_snapshot(weights)
+    def _begin_snapshot(self) -> None:
+        """Write a snapshot of the announced weights beside what comes next, unless one is being written."""
+        weights = self._announced_weights()
+        version = weights.policy_version
+
+        async def write(content: Content) -> None:
+            try:
+                blob = await self._store.put(content, self._incarnation, version, "snapshot")
+            except BusError as error:  # deltas lead on from the one before; a later version has the next
+                log.warning("snapshot_not_published", policy_version=version, reason=str(error))
+                return
+            async with self._one:
+                self._stored.add(blob)
+                await self._announce_snapshot(blob, version)
+                await self._retire()
+
+        if not self._snapshots.busy:
+            self._snapshots.begin(weights, write)
+
+    async def _announce_snapshot(self, blob: BlobRef, version: int) -> None:
+        """Announce the latest version again, with the snapshot of a version that its deltas lead on from."""
+        latest = self._latest()
+        if latest.since(version) is None:  # a later version was sent whole meanwhile
+            return
+        intact = await self._store.holds(blobs_of(latest))  # deltas are for those who need no snapshot
+        deltas = latest.since(latest.snapshot_at if intact else version) or ()
+        await self._announce_again(blob, version, deltas)
+
+    async def _announce_again(self, snapshot: BlobRef, version: int, deltas: tuple[DeltaRef, ...]) -> None:
+        latest = self._latest()
         announcement = Announcement(
-            manifest.policy_version, manifest.stage, manifest.trains_from, manifest.probe,
-            ess_fraction=manifest.ess_fraction,
+            latest.policy_version, latest.stage, latest.trains_from, latest.probe,
+            ess_fraction=latest.ess_fraction,
         )  # fmt: skip
-        return await self._announce(weights, announcement, snapshot, manifest.policy_version, deltas)
+        await self._announce(self._announced_weights(), announcement, snapshot, version, deltas)
+
+    def _begin_kept(self) -> None:
+        """Write a version that is to stay beside what comes next; a failure ends the learner."""
+        weights = self._announced_weights()
+        version = weights.policy_version
+
+        async def put(content: Content, *tokens: object) -> BlobRef:
+            return await self._store.put(content, self._incarnation, *tokens)
+
+        async def write(content: Content) -> None:
+            blob = await self._kept.stored(version, content, put)
+            async with self._one:
+                self._stored.add(blob)
+                self._kept.name(version, blob)
+                latest = self._latest()
+                await self._announce_again(latest.snapshot, latest.snapshot_at, latest.deltas)
+                self._keeping -= 1
+
+        self._keeping += 1
+        self._snapshots.begin(weights, write)
+
+    def _latest(self) -> PolicyManifest:
+        if self.latest is None:
+            raise RuntimeError("nothing was published")
+        return self.latest
+
+    def _announced_weights(self) -> Weights:
+        if self._weights is None:
+            raise RuntimeError("nothing was published")
+        return self._weights
 
     async def _announce(
         self, weights: Weights, announcement: Announcement, snapshot: BlobRef, snapshot_version: int,
@@ -299,7 +369,7 @@ class WeightPublisher:
         """Make it the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
             raise RuntimeError("the publisher was not started: call `start` first")
-        kept = await self._kept.up_to(weights, self._put)
+        kept = await self._kept.before(weights, self._put)
         manifest = PolicyManifest(
             policy_version=announcement.policy_version,
             incarnation=self._incarnation,
@@ -440,4 +510,5 @@ class WeightPublisher:
             "weights/wire_bytes": wire_bytes,
             "weights/full_bytes": (self._adapted.weights if self._adapted else weights).size_bytes,
             "weights/sent_fraction": sent_words / max(1, weights.words),
+            **self._snapshots.figures(),
         }

@@ -20,15 +20,18 @@ class Checkpointing:
 
     def __init__(
         self, settings: LearnerSettings, world: World, progress: Progress, *,
-        committed: Callable[[int], Awaitable[None]], on_doing: Callable[[str], None],
+        prepared: Callable[[], Awaitable[None]], committed: Callable[[int], Awaitable[None]],
+        on_doing: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`committed` tells storage of the step of one that is durable; `on_doing` hears what goes on."""
+        """`prepared` returns when what precedes a checkpoint is durable, and `committed` tells storage of the
+        step of one that is; `on_doing` hears what goes on."""
         self.saved_step = progress.step
         """Step of the checkpoint begun last."""
         self._saved_warmup_step = progress.warmup_step
         self._settings = settings
         self._world = world
         self._progress = progress
+        self._prepared = prepared
         self._committed = committed
         self._on_doing = on_doing
         self._saving: tuple[int, dict[str, Any]] | None = None
@@ -46,6 +49,7 @@ class Checkpointing:
     async def begin(self) -> None:
         """Begin to save; the files are written while training goes on."""
         await self.finish()
+        await self._prepared()
         self._on_doing("copying the state for a checkpoint")
         values = await asyncio.to_thread(values_to_save, self._settings, self._progress)
         self.saved_step, self._saving_since = self._progress.step, time.monotonic()

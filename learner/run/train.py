@@ -103,8 +103,9 @@ class Learner:
             steps=settings.learner.steps, on_wait=partial(self._waits.__setitem__, "batch"),
         )  # fmt: skip
         self._checkpoints = Checkpointing(
-            settings, world, progress, committed=self._tell_committed, on_doing=self._note_doing
-        )
+            settings, world, progress,
+            prepared=self._weights.kept_written, committed=self._tell_committed, on_doing=self._note_doing,
+        )  # fmt: skip
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
         self._steps = StepReporter(bus, incarnation, self._tasks, settings.diagnostics)

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from io import BufferedRandom
 from pathlib import Path
@@ -17,6 +17,8 @@ from storage.disk.file_errors import unwritable
 
 PARTS_A_WRITE = 1024
 """Buffers that Linux accepts in one writev (IOV_MAX)."""
+BYTES_A_WRITE = 32 << 20
+"""Bytes from which pieces are written before more of them are read."""
 TEMPORARY_PREFIX = ".tmp-"
 """Prefix of the name of everything unfinished."""
 
@@ -57,13 +59,8 @@ def publish(temporary: Path, final: Path) -> None:
 
 Data = bytes | memoryview
 """Bytes in one piece."""
-Content = Sequence[Data]
+Content = Iterable[Data]
 """Content of a file: these pieces, one after the other."""
-
-
-def size_of(content: Content) -> int:
-    """Return the size of all pieces, in bytes."""
-    return sum(memoryview(part).nbytes for part in content)
 
 
 def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
@@ -109,7 +106,18 @@ def read_json(path: Path, remedy: str) -> Any:
 
 def write_parts(descriptor: int, content: Content) -> None:
     """Write the pieces without joining them, which would copy every byte once more. Raises `OSError`."""
-    parts = [view for part in content if len(view := memoryview(part).cast("B"))]
+    parts, size_bytes = [], 0
+    for part in content:
+        parts.append(memoryview(part).cast("B"))
+        size_bytes += len(parts[-1])
+        if size_bytes >= BYTES_A_WRITE or len(parts) == PARTS_A_WRITE:
+            _write_all(descriptor, parts)
+            parts, size_bytes = [], 0
+    _write_all(descriptor, parts)
+
+
+def _write_all(descriptor: int, parts: list[memoryview]) -> None:
+    parts = [part for part in parts if len(part)]
     while parts:
         written = os.writev(descriptor, parts[:PARTS_A_WRITE])  # may write less: 2 GiB at most
         whole = 0

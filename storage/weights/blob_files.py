@@ -3,7 +3,8 @@
 import asyncio
 import errno
 import os
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -13,7 +14,7 @@ import xxhash
 from bus.blobs import checked
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
-from storage.disk.atomic_files import Content, Data, remove_leftovers, size_of, temporary_sibling, write_parts
+from storage.disk.atomic_files import TEMPORARY_PREFIX, Content, Data, remove_leftovers, write_parts
 from storage.weights.new_memory import new_memory
 from storage.weights.tensors import spare_threads
 
@@ -54,7 +55,7 @@ class FileBlobs:
 
     def keep(self, ref: BlobRef, data: Data) -> None:
         """Write a blob that was fetched from elsewhere, under its own name."""
-        self._write(file_name(ref), [data])
+        self._write([data]).replace(self.directory / file_name(ref))
 
     def _start(self) -> None:
         probe = self.directory / (SUFFIX + ".probe")
@@ -73,25 +74,34 @@ class FileBlobs:
 
     def _put(self, content: Content, tokens: tuple[object, ...]) -> BlobRef:
         whole = xxhash.xxh3_128()
-        for part in content:
-            whole.update(part)
-        digest, size = whole.hexdigest(), size_of(content)
+
+        def hashed() -> Iterator[Data]:
+            for part in content:
+                whole.update(part)
+                yield part
+
+        written = self._write(hashed())
+        digest = whole.hexdigest()
         subject = ".".join([*map(str, tokens), digest[:12]])
+        size = written.stat().st_size
         ref = BlobRef(subject=subject, chunks=1, size_bytes=size, digest=digest, origin=self.origin)
-        self._write(file_name(ref), content)
+        written.replace(self.directory / file_name(ref))
         return ref
 
-    def _write(self, name: str, content: Content) -> None:
-        """Write without fsync: what a power cut takes is published again."""
-        path = self.directory / name
-        temporary = temporary_sibling(path)
+    def _write(self, content: Content) -> Path:
+        """Return a file with the content that has no name of a blob yet.
+
+        It is written without fsync: what a power cut takes is published again."""
+        temporary = self.directory / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         try:
             with temporary.open("wb", buffering=0) as file:
                 write_parts(file.fileno(), content)
-            temporary.replace(path)
-        except OSError as error:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
-            raise BusError(f"cannot write {path}: {error.strerror}") from error
+            if isinstance(error, OSError):
+                raise BusError(f"cannot write in {self.directory}: {error.strerror}") from error
+            raise
+        return temporary
 
     def _has(self, ref: BlobRef) -> bool:
         path = self.directory / file_name(ref)

@@ -16,7 +16,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.streams.blob_store import delete_blob, put_blob, stream_with
 from bus.streams.publish import Publisher
-from storage.disk.atomic_files import Content, size_of
+from storage.disk.atomic_files import Content
 from storage.settings.weights_transport import BusTransport, FilesTransport, HttpTransport, Transport
 from storage.weights.blob_files import FileBlobs
 from storage.weights.blob_http import HttpBlobs
@@ -69,8 +69,8 @@ class BusBlobs:
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Store the blob in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
-        await self._refuse_too_large(size_of(content))
         data = await asyncio.to_thread(b"".join, content)
+        await self._refuse_too_large(len(data))
         return await put_blob(self._bus, self._publisher, data, "policy", *tokens, stream="weights")
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:

@@ -75,12 +75,16 @@ class Measured:
 
     def __init__(self) -> None:
         self.values: defaultdict[str, list[float]] = defaultdict(list)
+        self.snapshots_s: list[float] = []
+        """Durations of the snapshots that were written beside."""
 
     def add(self, figures: Mapping[str, Json], **seconds: float) -> None:
         """Add one more version."""
         wire, full, sent = (
             float(str(figures[f"weights/{name}"])) for name in ("wire_bytes", "full_bytes", "sent_fraction")
         )
+        if "time/snapshot_s" in figures:
+            self.snapshots_s.append(float(str(figures["time/snapshot_s"])))
         for name, value in {"wire_over_full": wire / full, "sent_fraction": sent, **seconds}.items():
             self.values[name].append(value)
 
@@ -122,9 +126,8 @@ class Following:
 
 def settings(*layers: Layer) -> RunConfig:
     """Return the settings of learner and engine; the last layer wins. Raises `ConfigError` for wrong ones."""
-    learner = {"publication": {"snapshot_every": 1000}}
     engine = {"type": "embedded", "dtype": "bfloat16", "slots": 4}
-    config = validate({"learner": learner, "actors": {"engine": engine}}, *layers)
+    config = validate({"actors": {"engine": engine}}, *layers)
     if config.actors.engine.type == "sglang":
         refuse_several(config.actors.engine)
     return config
@@ -137,7 +140,7 @@ def workload_of(model: str | None, config: RunConfig) -> Workload:
     return named(model or "qwen3-0.6b", config.learner.batch.token_budget)
 
 
-def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 8) -> dict[str, Json]:
+def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 12) -> dict[str, Json]:
     """Ratios with their limits, and the absolute figures behind them: medians over `versions`."""
     if config.actors.engine.type == "sglang" and config.actors.engine.url is None:
         interpreter(config.actors.engine)  # before the model takes its time
@@ -192,6 +195,7 @@ async def _bench(
             )
         stop.set()
         await following
+        await publisher.snapshots_written()
         absolute = await _transport_figures(store, blobs, publisher)
         absolute |= {"late_join_s": await _seconds(lambda: _join(blobs, publisher))}
         await broadcaster.close()
@@ -353,6 +357,8 @@ def _report(measured: Measured, absolute: dict[str, Json]) -> dict[str, Json]:
             "bare_copy_s": median("bare_copy"),
             "bare_copy_bytes_per_s": copied / median("bare_copy"),
             "publish_s": median("publish"),
+            "worst_publish_s": max(values["publish"]),
+            "snapshots_s": list(measured.snapshots_s),
             "receive_s": median("receive"),
             "median_pause_s": median("pause"),
             **absolute,

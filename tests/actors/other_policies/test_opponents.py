@@ -61,9 +61,11 @@ async def publisher(bus, directory, *, incarnation="one", kept=None, **config):
 
 
 async def publish(made, version, trains_from=0):
-    return await made.publish(
+    await made.publish(
         host_tensors(state(version)), policy_version=version, stage="rl", trains_from=trains_from
     )
+    await made.snapshots_written()
+    return made.latest
 
 
 def following(bus, **config):

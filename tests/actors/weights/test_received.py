@@ -56,7 +56,9 @@ def state(version):
 
 async def publish(publisher, version, tensors=None):
     tensors = host_tensors(state(version) if tensors is None else tensors)
-    return await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+    await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+    await publisher.snapshots_written()
+    return publisher.latest
 
 
 async def start(bus, directory, incarnation="one", **config):

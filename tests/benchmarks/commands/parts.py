@@ -142,7 +142,7 @@ def bench_prefix(
 def bench_weights(
     *,
     model: Annotated[str | None, Parameter(name="--model")] = None,
-    versions: int = 8,
+    versions: int = 12,
     settings: Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
@@ -157,7 +157,7 @@ def bench_weights(
         Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b. Without it the shape is small on
         CPU, qwen3-0.6b on CUDA.
     versions
-        Number of publications that are measured, after two that are not.
+        Number of publications that are measured, after two that are not; one in ten has a snapshot.
     as_json
         Print one JSON object on one line.
     """

@@ -44,7 +44,9 @@ async def publisher(bus, tmp_path):
 
 async def publish(publisher, version, stage="rl"):
     tensors = host_tensors(state(version))
-    return await publisher.publish(tensors, policy_version=version, stage=stage, trains_from=0)
+    await publisher.publish(tensors, policy_version=version, stage=stage, trains_from=0)
+    await publisher.snapshots_written()
+    return publisher.latest
 
 
 async def announced(bus):
@@ -146,6 +148,7 @@ async def test_the_probe_is_announced_with_its_version_also_when_a_snapshot_come
             host_tensors(state(version)), policy_version=version, stage="rl", trains_from=0, probe=probe,
             ess_fraction=version / 4,
         )  # fmt: skip
+    await publisher.snapshots_written()
     found = await announced(bus)
     assert (found.snapshot_at, found.probe, found.ess_fraction) == (3, probe, 0.75)
 

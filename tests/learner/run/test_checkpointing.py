@@ -51,6 +51,10 @@ def settings(tmp_path: Path) -> LearnerSettings:
     )
 
 
+async def nothing() -> None:
+    """No version is to stay."""
+
+
 async def test_storage_commits_the_step_that_was_saved_however_far_training_is_by_then(settings):
     world, told, progress = SlowDisk(), [], Progress(stage="rl")
 
@@ -58,7 +62,9 @@ async def test_storage_commits_the_step_that_was_saved_however_far_training_is_b
         saved = json.loads(settings.progress.read_text())  # durable before storage may forget its groups
         told.append((step, saved["step"], world.calls[-1][0]))
 
-    checkpoints = Checkpointing(settings, world, progress, committed=committed, on_doing=lambda _: None)
+    checkpoints = Checkpointing(
+        settings, world, progress, prepared=nothing, committed=committed, on_doing=lambda _: None
+    )
     for step in range(1, 6):
         progress.step, progress.groups[str(step)] = step, [step]
         await checkpoints.after_step()
@@ -90,7 +96,7 @@ async def test_the_disk_has_the_lineage_before_a_checkpoint_of_its_steps_is_writ
 
     monkeypatch.setattr("learner.progress.lineage.os.fsync", fsync)
     await Checkpointing(
-        settings, world, progress, committed=lambda step: None, on_doing=lambda doing: None
+        settings, world, progress, prepared=nothing, committed=lambda step: None, on_doing=lambda doing: None
     ).begin()
     assert (settings.lineage.stat().st_ino, []) in synced
     assert [name for name, _ in world.calls] == ["save"]
@@ -109,7 +115,9 @@ async def test_storage_hears_nothing_of_a_checkpoint_that_could_not_be_written(s
             return await super().call(method, *arguments)
 
     world, progress = Broken(), Progress(stage="rl", step=2)
-    checkpoints = Checkpointing(settings, world, progress, committed=committed, on_doing=lambda _: None)
+    checkpoints = Checkpointing(
+        settings, world, progress, prepared=nothing, committed=committed, on_doing=lambda _: None
+    )
     await checkpoints.begin()
     world.written = True
     with pytest.raises(OSError, match="refuses"):

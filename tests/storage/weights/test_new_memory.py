@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bus.errors import StorageError
-from storage.disk.atomic_files import size_of
 from storage.weights.new_memory import new_memory, words_in
 from storage.weights.tensors import HostTensor, Weights, read_snapshot, snapshot_content
 
@@ -17,7 +16,7 @@ MIB = 1 << 20
 
 
 def received(content):
-    data = new_memory(size_of(content))
+    data = new_memory(sum(memoryview(part).nbytes for part in content))
     data[:] = b"".join(content)
     return data
 

@@ -124,7 +124,7 @@ async def test_a_disk_that_is_full_is_named_and_nothing_is_left_there(tmp_path):
     await store.start()
     with (
         refusing_disk(),
-        pytest.raises(BusError, match=rf"cannot write {tmp_path}/one\.1\..*: File too large"),
+        pytest.raises(BusError, match=f"cannot write in {tmp_path}: File too large"),
     ):
         await store.put([b"x"], "one", 1)
     assert list(tmp_path.iterdir()) == []
